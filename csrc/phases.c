@@ -96,9 +96,10 @@ int phases_read(Phases *phases) {
     const int64_t *order = phases->order;
     for (int64_t j = 0; j < source->pairs && !source->given; j++) {
         memcpy(&phases->axis[j], cell(&source->pair_axis, 0, order[j]), 4);
-        if (phases->axis[j] < 0 || phases->axis[j] >= source->ids.rows) {
+        if (phases->axis[j] < -1 || phases->axis[j] >= source->ids.rows) {
             return 0;
         }
+        phases->axis[j]++; /* as turns has them: 0 is none, with an id of 0 */
         phases->tau[j] = word(&source->words, HI, order[j]) << 32 | (uint32_t)word(&source->words, LO, order[j]);
         phases->rounds[j] = (uint32_t)word(&source->words, ROUNDS, order[j]);
     }
@@ -124,10 +125,10 @@ static inline void position(const Source *source, int64_t axis, int64_t token, i
 static void turns(const Phases *p, int64_t token, uint32_t *turn) {
     const uint64_t *tau = p->tau;
     const int32_t *axes = p->axis;
-    int64_t whole[MOST_AXES] = {0}, pairs = p->source->pairs;
-    uint32_t fraction[MOST_AXES] = {0};
+    int64_t whole[MOST_AXES + 1] = {0}, pairs = p->source->pairs;
+    uint32_t fraction[MOST_AXES + 1] = {0};
     for (int64_t axis = 0; axis < p->source->ids.rows; axis++) {
-        position(p->source, axis, token, &whole[axis], &fraction[axis]);
+        position(p->source, axis, token, &whole[axis + 1], &fraction[axis + 1]);
     }
     for (int64_t j = 0; j < pairs; j++) {
         turn[j] = (uint32_t)((uint64_t)whole[axes[j]] * tau[j] >> 32);

@@ -31,7 +31,7 @@ typedef struct {
     float *cos, *sin; /* (block, pairs) */
     uint32_t *turn;   /* (block, pairs) */
     uint32_t *rounds; /* (pairs,) whole turns per id */
-    int32_t *axis;    /* (pairs,) */
+    int32_t *axis;    /* (pairs,) counted from 1; 0 for a pair that does not turn */
 } Phases;
 
 /* Make room for a block, which the caller frees at `order`; 0 without memory. */

@@ -4,7 +4,7 @@ Shapes used throughout:
     positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
     table          (..., dim) float64, added to embeddings
     bias           (num_heads, n, m) float64, added to scores
-    x              (n, head_dim) queries or keys of one head
+    x              (n, head_dim) queries or keys of one head; (n, heads, head_dim) where heads have axes of their own
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from mmpos.encodings.integer import Integer
 from mmpos.encodings.learned_absolute import LearnedAbsolute
 from mmpos.encodings.nope import NoPE, expected_square
 from mmpos.encodings.normalised import Normalised
-from mmpos.encodings.rope import PRope, Rope1D, Rope1DAdjacent, Rope2D, RopeND
+from mmpos.encodings.rope import HoPE, MHRope, PRope, Rope1D, Rope1DAdjacent, Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets
@@ -36,10 +36,12 @@ __all__ = [
     "Binary",
     "ClippedRelative",
     "Encoding",
+    "HoPE",
     "Integer",
     "LearnedAbsolute",
     "LearnedBias",
     "LearnedTable",
+    "MHRope",
     "NoPE",
     "Normalised",
     "PRope",
@@ -74,6 +76,8 @@ ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
             Rope2D,
             RopeND,
             PRope,
+            HoPE,
+            MHRope,
         )
     }
 )

@@ -198,7 +198,8 @@ class _Rotation(_PositionedEncoding):
 
     def _turn_float64(self, x: Tensor) -> Tensor:
         """Turn as ``Rotation.rotate`` does, under autograd: checks of gradients see float32 phases of apply_rotary."""
-        angles = torch.from_numpy(self.encoding.angles(self.positions)).to(x.device)[:, None]
+        angles = torch.from_numpy(self.encoding.angles(self.positions)).to(x.device)
+        angles = angles if angles.dim() == 3 else angles[:, None]
         cos, sin = (f(angles) * self.encoding.rotary.attention_factor for f in (torch.cos, torch.sin))
         first, second = (torch.from_numpy(channels).to(x.device) for channels in self.encoding.pair_channels)
         a, b = x[..., first], x[..., second]
@@ -223,6 +224,9 @@ def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_head
     if isinstance(encoding, AttentionBias):
         return _fitting(_Bias, "num_heads", encoding.num_heads, num_heads)(encoding, positions)
     if isinstance(encoding, Rotation):
+        axes = encoding.rotary.head_axes
+        if axes is not None:
+            _fitting(_Rotation, "num_heads", len(axes), num_heads)
         return _fitting(_Rotation, "head_dim", encoding.rotary.head_dim, dim // num_heads)(encoding, positions)
     raise InvalidInputError(f"encoding: got {encoding!r}, want an AdditiveTable, an AttentionBias or a Rotation")
 

@@ -101,6 +101,12 @@ class Rotation(Encoding):
         return self.rotary.axes
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a query or a key: (head_dim,), or (heads, head_dim) where heads have axes of their own."""
+        axes = self.rotary.head_axes
+        return (self.rotary.head_dim,) if axes is None else (len(axes), self.rotary.head_dim)
+
+    @property
     def pair_channels(self) -> tuple[IntArray, IntArray]:
         """(pairs,) first and (pairs,) second channel of every pair."""
         pair = np.arange(self.rotary.num_pairs)
@@ -115,32 +121,32 @@ class Rotation(Encoding):
             positions: (axes, n), or (n,) where all axes have the same.
 
         Returns:
-            (n, pairs) float64 rad, new.
+            (n, pairs) float64 rad, or (n, heads, pairs) where heads have axes of their own; new.
         """
         ids = real_positions("positions", positions)
         if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != self.axes):
             raise InvalidInputError(f"positions: got shape {ids.shape}, want (n,) or ({self.axes}, n)")
         per_axis = np.broadcast_to(ids, (self.axes, ids.shape[-1]))
-        return per_axis[self.rotary.pair_axis].T * self.rotary.inv_freq_array
+        return np.moveaxis(self.rotary.pair_ids(per_axis), -1, 0) * self.rotary.inv_freq_array
 
     def rotate(self, x: npt.ArrayLike, positions: npt.ArrayLike) -> Float64Array:
         """Turn queries or keys.
 
         Args:
-            x: (n, head_dim); channels past rotary_dim stay.
+            x: (n, head_dim), or (n, heads, head_dim) where heads have axes of their own; channels past rotary_dim stay.
             positions: (axes, n), or (n,) where all axes have the same.
 
         Returns:
-            (n, head_dim) float64, new.
+            float64 of the shape of x, new.
         """
         angles = self.angles(positions)
-        turned = real_positions("x", x, 2)
-        if turned.shape != (len(angles), self.rotary.head_dim):
-            raise InvalidInputError(f"x: got shape {turned.shape}, want ({len(angles)}, {self.rotary.head_dim})")
+        turned, want = real_positions("x", x, angles.ndim), (len(angles), *self.shape)
+        if turned.shape != want:
+            raise InvalidInputError(f"x: got shape {turned.shape}, want {want}")
         cos, sin = self.rotary.attention_factor * np.cos(angles), self.rotary.attention_factor * np.sin(angles)
         first, second = self.pair_channels
-        a, b = turned[:, first], turned[:, second]
-        turned[:, first], turned[:, second] = a * cos - b * sin, a * sin + b * cos
+        a, b = turned[..., first], turned[..., second]
+        turned[..., first], turned[..., second] = a * cos - b * sin, a * sin + b * cos
         return turned
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of one axis, of two and of more, and with pairs that stand still."""
+"""Rotary position embedding of one axis, of two and of more, by head, and with pairs that stand still."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from mmpos.encodings.base import HEAD_DIM, Rotation
 from mmpos.rotary import PRoPE, Rotary
+from mmpos.support.checks import integer
 
-__all__ = ["PRope", "Rope1D", "Rope1DAdjacent", "Rope2D", "RopeND"]
+__all__ = ["HoPE", "MHRope", "PRope", "Rope1D", "Rope1DAdjacent", "Rope2D", "RopeND"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +141,62 @@ class PRope(Rotation):
     @cached_property
     def rotary(self) -> Rotary:
         return Rotary(self.head_dim, self.theta, axes=1, scaling=PRoPE(self.p))
+
+
+@dataclass(frozen=True)
+class HoPE(Rotation):
+    """As ``Rope1D``, but pairs turn by rows and columns in turn, and the slowest ones, those of time, not at all.
+
+    However slow a pair is, in a context that is long enough it turns past a quarter, and what is alike scores less by
+    it than what is not. A pair of frequency zero never does. Time is then known by rows and columns alone, which move
+    along with it in the position ids of the source.
+
+    Source: "HoPE: Hybrid of Position Embedding" (Li et al., 2025, arXiv 2505.20444): 48 of 64 pairs turn.
+
+    >>> HoPE(head_dim=16, still=2).rotary.pair_axis.tolist()
+    [1, 2, 1, 2, 1, 2, -1, -1]
+
+    Args:
+        head_dim: channels of a head; even.
+        still: pairs that do not turn, the slowest ones.
+        theta: base of the frequencies.
+    """
+
+    head_dim: int = HEAD_DIM
+    still: int = 2
+    theta: float = 10000.0
+    name: ClassVar[str] = "hope"
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        turning = self.head_dim // 2 - integer("still", self.still, minimum=0, maximum=self.head_dim // 2)
+        axes = [1 + j % 2 for j in range(turning)] + [-1] * self.still
+        return Rotary(self.head_dim, self.theta, axes=3, allocation=axes)
+
+
+@dataclass(frozen=True)
+class MHRope(Rotation):
+    """As ``Rope1D`` in every head, by one axis each: time, row or column has all frequencies in some heads.
+
+    Where axes share the pairs of a head, each has some of the frequencies. Here no head knows two axes, and what they
+    say together is left to the layers. q heads that share a kv head turn as that.
+
+    Source: "Revisiting Multimodal Positional Encoding" (Huang et al., 2025, arXiv 2510.23095): 2, 3 and 3 of 8 heads.
+
+    >>> MHRope(head_dim=4).rotate([[[1] * 4] * 4], [[1], [0], [0]]).round(4).tolist()[0][1:3]
+    [[-0.3012, 0.99, 1.3818, 1.0099], [1.0, 1.0, 1.0, 1.0]]
+
+    Args:
+        head_dim: channels of a head; even.
+        head_axes: the axis of each head; 0 is time.
+        theta: base of the frequencies.
+    """
+
+    head_dim: int = HEAD_DIM
+    head_axes: tuple[int, ...] = (0, 0, 1, 2)
+    theta: float = 10000.0
+    name: ClassVar[str] = "mhrope"
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        return Rotary(self.head_dim, self.theta, allocation="heads", head_axes=self.head_axes)

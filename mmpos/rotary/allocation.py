@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import even, integer
+from mmpos.support.checks import counted, even, integer
 
-__all__ = ["ALLOCATIONS", "MAX_HEAD_DIM", "Layout", "allocate", "default_axes", "default_section"]
+__all__ = ["ALLOCATIONS", "MAX_HEADS", "MAX_HEAD_DIM", "STILL", "Layout", "allocate", "default_axes", "default_section"]
 
 MAX_HEAD_DIM = 2**16
 """Most channels of a head."""
+
+MAX_HEADS = 256
+"""Most kv heads with axes of their own."""
+
+STILL = -1
+"""The axis of a pair, or of a head, that does not turn: its id is 0 everywhere."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Layout:
     """The axis and the frequency of every pair.
 
     Args:
-        axis: (pairs,) the axis whose position multiplies the pair's frequency.
+        axis: (pairs,) the axis whose position multiplies the pair's frequency, or STILL; zeros where heads have axes.
         rung: (pairs,) which frequency of that axis's ladder: θ_rung = theta^(−rung/rungs[axis]).
         rungs: (axes,) frequencies of each axis's full ladder.
     """
@@ -91,7 +97,10 @@ _BY_AXES: Mapping[str, Callable[[int, int], Layout]] = MappingProxyType(
 _BY_SECTION: Mapping[str, Callable[[Sequence[int], int], Layout]] = MappingProxyType(
     {"sections": _sections, "mrope-interleaved": _mrope_interleaved}
 )
-ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION)
+HEADS = "heads"
+"""Name of the allocation that gives all pairs of a head to one axis."""
+
+ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION, HEADS)
 """Names of allocations; a sequence of the axis of each pair is an allocation, too."""
 
 
@@ -101,15 +110,17 @@ def allocate(
     pairs: int,
     section: Sequence[int] | None,
     axes_dim: Sequence[int] | None = None,
+    head_axes: Sequence[int] | None = None,
 ) -> Layout:
     """Lay out an allocation over this many pairs.
 
     Args:
-        allocation: a name of ALLOCATIONS, or (pairs,) the axis of each pair.
+        allocation: a name of ALLOCATIONS, or (pairs,) the axis of each pair, or STILL.
         axes: position axes.
         pairs: pairs of channels.
         section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
         axes_dim: (axes,) channels per axis, for "axial" and a vector only.
+        head_axes: (kv_heads,) the axis of each kv head, or STILL, for "heads" only.
 
     Raises:
         InvalidInputError: the allocation does not cover the pairs and axes.
@@ -118,11 +129,12 @@ def allocate(
         raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
     if axes_dim is not None:
         return _axial_by_dim(allocation, axes, pairs, axes_dim)
+    if head_axes is not None or allocation == HEADS:
+        return _of_heads(allocation, axes, pairs, head_axes)
     if not isinstance(allocation, str):
         if len(allocation) != pairs:
             raise InvalidInputError(f"allocation: got {len(allocation)} axes, want one for each of {pairs} pairs")
-        for j, axis in enumerate(allocation):
-            integer(f"allocation[{j}]", axis, minimum=0, maximum=axes - 1)
+        _check_axes("allocation", allocation, axes)
         return _shared(allocation, axes)
     if allocation in _BY_AXES:
         if pairs < axes:
@@ -160,16 +172,37 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
     return replace(layout, axis=tuple(allocation), rung=tuple(next(rungs[axis]) for axis in allocation))
 
 
+def _of_heads(allocation: str | Sequence[int], axes: int, pairs: int, head_axes: Sequence[int] | None) -> Layout:
+    """Give every head the whole ladder, for one axis (MHRoPE)."""
+    if allocation != HEADS:
+        got = list(head_axes or ())
+        raise InvalidInputError(f"head_axes: got {got}, want None for allocation {allocation!r}")
+    if not head_axes or len(head_axes) > MAX_HEADS:
+        count = len(head_axes or ())
+        raise InvalidInputError(f"head_axes: got {counted(count, 'axis')}, want 1 to {MAX_HEADS}, one for each kv head")
+    _check_axes("head_axes", head_axes, axes)
+    return _shared((0,) * pairs, axes)
+
+
+def _check_axes(name: str, given: Sequence[int], axes: int) -> None:
+    for i, axis in enumerate(given):
+        integer(f"{name}[{i}]", axis, minimum=STILL, maximum=axes - 1)
+
+
 def default_axes(
-    allocation: str | Sequence[int], section: Sequence[int] | None, axes_dim: Sequence[int] | None = None
+    allocation: str | Sequence[int],
+    section: Sequence[int] | None,
+    axes_dim: Sequence[int] | None = None,
+    head_axes: Sequence[int] | None = None,
 ) -> int:
     """Return the number of axes that an allocation implies, or 2."""
     per_axis = axes_dim if section is None else section
     if per_axis is not None:
         return len(per_axis)
-    if isinstance(allocation, str):
-        return 3 if allocation == "mrope-interleaved" else 2
-    return max(allocation, default=0) + 1
+    vector = allocation if head_axes is None else head_axes
+    if isinstance(vector, str):
+        return 3 if vector == "mrope-interleaved" else 2
+    return max(vector, default=0) + 1
 
 
 def default_section(allocation: object, pairs: int) -> tuple[int, ...] | None:

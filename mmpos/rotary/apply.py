@@ -18,6 +18,7 @@ from mmpos.rotary.device import (
     Positions,
     cache_of,
     check_axes,
+    check_heads,
     constants,
     ids_beside,
     number_of,
@@ -81,7 +82,8 @@ def apply_rotary(
         k: likewise with num_kv_heads, or None.
         positions: DevicePositions (nothing is copied), a PositionTable (one small copy), or dense ids, integer or
             float64, of shape (axes, tokens) or (axes, batch, seq).
-        rotary: frequencies, and how they are allotted to axes and channels.
+        rotary: frequencies, and how they are allotted to axes and channels; with head_axes, one for each head of k, and
+            q has a multiple of them.
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
         inplace: write into q and k instead of new tensors; not while they require gradients.
         conjugate: rotate by the negative angles, which undoes a rotation; a norm keeps its order.
@@ -140,7 +142,7 @@ def rotate_with(
     """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
+    rotation = _arguments(q4, k4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
         if k is q:  # here, where a graph that is being traced sees it too
@@ -239,7 +241,7 @@ def rotate_and_store(
     if k4 is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
-    rotation = _arguments(q4, positions, rotary, None, False, implementation, validate, cos_sin)
+    rotation = _arguments(q4, k4, positions, rotary, None, False, implementation, validate, cos_sin)
     given = {"k_scale": k_scale, "v_scale": v_scale}
     caches = _caches(key_cache, value_cache, cache_layout, k4, v4, given)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
@@ -273,7 +275,9 @@ def cos_sin(
             length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
             Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
             pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
-            cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
+            cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs. Of a rotary with
+            head_axes "pairs" are (…, kv_heads, pairs), and "transformers" (batch, kv_heads, seq, rotary_dim), which
+            MHRoPE's own code repeats for the q heads of each kv head.
         device: where to make them; None is where the positions are.
 
     Returns:
@@ -281,19 +285,24 @@ def cos_sin(
 
     Raises:
         InvalidInputError: the layout is not known, or positions do not have the axes of rotary.
+        UnsupportedError: "torchtitan" of a rotary with head_axes.
     """
     one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
     ids = _ids_on(rotary, positions, device)
+    if layout == "torchtitan":
+        _check_heads_turn_alike("layout 'torchtitan'", rotary)
     cos, sin = reference.cos_sin(_rotation(ids, rotary, constants(rotary, ids.tensor.device)), ids.tokens)
     if layout == "torchtitan" and rotary.pairing == "adjacent":
         return ids.as_rows(torch.complex(cos, sin))
+    cos, sin = _per_head(cos, rotary), _per_head(sin, rotary)
     if layout == "pairs":
         return ids.as_rows(cos), ids.as_rows(sin)
     cos, sin = _per_channel(cos, rotary), _per_channel(sin, rotary)
     if layout == "torchtitan":
         return ids.as_rows(torch.cat((cos, sin), dim=-1))
-    cos, sin = ids.as_rows(cos), ids.as_rows(sin)
-    return (cos, sin) if cos.dim() == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+    batched = len(ids.shape) == 2
+    cos, sin = (ids.as_rows(x) if batched else x.unsqueeze(0) for x in (cos, sin))
+    return (cos, sin) if rotary.head_axes is None else (cos.transpose(1, 2), sin.transpose(1, 2))
 
 
 def angles(rotary: Rotary, positions: Positions, device: torch.device | str | None = None) -> Tensor:
@@ -308,16 +317,17 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
 
     Raises:
-        UnsupportedError: a rotary of precision "hf".
+        UnsupportedError: a rotary of precision "hf", or with head_axes.
         InvalidInputError: positions do not have the axes of rotary.
     """
     if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
             "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
         )
+    _check_heads_turn_alike("angles", rotary)
     ids = _ids_on(rotary, positions, device)
     frequencies, pair_axis = constants(rotary, ids.tensor.device)
-    fixed = reference.fixed_positions(ids.tensor, ids.mode, ids.tokens)
+    fixed = reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
     wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
     rows = ids.as_rows(_per_channel(wrapped, rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
@@ -332,6 +342,16 @@ def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | N
     return ids
 
 
+def _check_heads_turn_alike(what: str, rotary: Rotary) -> None:
+    if rotary.head_axes is not None:
+        raise UnsupportedError(f"{what}: got a rotary with head_axes, want one for all heads, as that has it")
+
+
+def _per_head(x: Tensor, rotary: Rotary) -> Tensor:
+    """Repeat (tokens, groups, pairs) to (tokens, kv_heads, pairs), where heads have axes of their own."""
+    return x if rotary.head_axes is None else x.repeat_interleave(len(rotary.head_axes) // x.shape[1], dim=1)
+
+
 def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
     """Repeat (tokens, pairs) to (tokens, rotary_dim), in the order of the channels."""
     return x.repeat_interleave(2, dim=-1) if rotary.pairing == "adjacent" else torch.cat((x, x), dim=-1)
@@ -339,6 +359,7 @@ def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
 
 def _arguments(
     q: Tensor,
+    k: Tensor | None,
     positions: Positions,
     rotary: Rotary,
     frequencies: tuple[Tensor, Tensor] | None,
@@ -347,10 +368,13 @@ def _arguments(
     validate: bool,
     cos_sin: Tensor | None,
 ) -> RotationArguments:
-    """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
+    """Check that positions and frequencies fit (batch, seq, heads, head_dim), and return them for the operators."""
     boolean("validate", validate)
     if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
+    check_heads("q", q, rotary, shared=True)
+    if k is not None:
+        check_heads("k", k, rotary)
     ids = ids_beside(q, "q", positions, rotary, validate)
     _check_tokens(ids, q)
     number = number_of(implementation, q.device)

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.allocation import ALLOCATIONS, MAX_HEAD_DIM, Layout, allocate, default_axes, default_section
+from mmpos.rotary.allocation import ALLOCATIONS, MAX_HEAD_DIM, STILL, Layout, allocate, default_axes, default_section
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
     Arithmetic,
@@ -55,7 +56,9 @@ class Rotary:
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks as equal as possible, the first
             ones larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL),
             "axial" (per axis a full ladder of rotary_dim/axes channels, or of axes_dim, one block after the other),
-            "pixtral" (even θ to rows, odd θ to columns, row block first), or (pairs,) the axis of each pair.
+            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the one axis
+            that head_axes gives it), or (pairs,) the axis of each pair, where −1 is a pair that does not turn:
+            HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
         pairing: "half": channels (j, j + rotary_dim/2), or "adjacent": (2j, 2j + 1).
         rotary_dim: channels that turn, the first ones; even; None for all.
         scaling: changes each ladder before allocation: one of ``mmpos.rotary.scaling``; "axial" scales
@@ -70,6 +73,9 @@ class Rotary:
             HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None. With a
             vector as allocation the pairs of each axis take its full ladder in their order, as in the encoders of
             Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
+            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None.
+        head_axes: (kv_heads,) the axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
+            does not turn. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256.
 
     Raises:
         InvalidInputError: naming the argument, what came and what was wanted.
@@ -87,6 +93,7 @@ class Rotary:
     inv_freq: Sequence[float] | None = None
     length: int | None = None
     axes_dim: Sequence[int] | None = None
+    head_axes: Sequence[int] | None = None
     # Made at once, since a graph cannot make them: of to_dict, and whether pair j has the j-th frequency of one ladder.
     text: str = field(init=False, repr=False, compare=False)
     shares_ladder: bool = field(init=False, repr=False, compare=False)
@@ -148,8 +155,21 @@ class Rotary:
 
     @cached_property
     def pair_axis(self) -> IntArray:
-        """(pairs,) int64 axis that drives each pair; read-only."""
-        return _read_only(np.array(self._layout.axis, np.int64))
+        """(pairs,) int64 axis that drives each pair, −1 for none; (kv_heads, pairs) with head_axes; read-only."""
+        if self.head_axes is None:
+            return _read_only(np.array(self._layout.axis, np.int64))
+        return np.broadcast_to(np.array(self.head_axes, np.int64)[:, None], (len(self.head_axes), self.num_pairs))
+
+    def pair_ids(self, ids: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        """Give every pair the ids of its axis.
+
+        Args:
+            ids: (axes, tokens).
+
+        Returns:
+            (pairs, tokens), or (kv_heads, pairs, tokens) with head_axes: new; zeros where a pair does not turn.
+        """
+        return np.concatenate([ids, np.zeros_like(ids[:1])])[self.pair_axis]
 
     @cached_property
     def exact_inv_freq(self) -> tuple[Decimal, ...]:
@@ -184,19 +204,22 @@ class Rotary:
 
     @cached_property
     def _layout(self) -> Layout:
-        return allocate(self.allocation, self.axes, self.num_pairs, self.mrope_section, self.axes_dim)
+        section, channels = self.mrope_section, self.axes_dim
+        return allocate(self.allocation, self.axes, self.num_pairs, section, channels, self.head_axes)
 
     @property
     def _thetas(self) -> tuple[float, ...]:
         return (self.theta,) * self.axes if isinstance(self.theta, float) else tuple(self.theta)
 
     def _pairs(self, arithmetic: Arithmetic) -> list[Number]:
-        if self.inv_freq is not None:
-            return list(arithmetic.array(self.inv_freq))
         layout, kinds = self._layout, self._kinds
-        with arithmetic.context():
-            ladders = {kind: self._ladder(arithmetic, *kind) for kind in set(kinds)}
-        return [ladders[kinds[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
+        if self.inv_freq is not None:
+            values = list(arithmetic.array(self.inv_freq))
+        else:
+            with arithmetic.context():
+                ladders = {kind: self._ladder(arithmetic, *kind) for kind in set(kinds)}
+            values = [ladders[kinds[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
+        return [0 * value if axis == STILL else value for axis, value in zip(layout.axis, values, strict=True)]
 
     @property
     def _kinds(self) -> tuple[tuple[float, int], ...]:
@@ -212,14 +235,17 @@ class Rotary:
         if isinstance(self.allocation, str):
             one_of("allocation", self.allocation, ALLOCATIONS)
         else:
-            self._set("allocation", integers("allocation", self.allocation))
+            self._set("allocation", integers("allocation", self.allocation, minimum=STILL))
         section = self.mrope_section
         if section is None:
             section = default_section(self.allocation, self.num_pairs)
         self._set("mrope_section", None if section is None else integers("mrope_section", section))
         if self.axes_dim is not None:
             self._set("axes_dim", integers("axes_dim", self.axes_dim))
-        axes = default_axes(self.allocation, self.mrope_section, self.axes_dim) if self.axes is None else self.axes
+        if self.head_axes is not None:
+            self._set("head_axes", integers("head_axes", self.head_axes, minimum=STILL))
+        told = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
+        axes = default_axes(*told) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
         if len(set(self._layout.rungs)) == 1 and isinstance(
             self.allocation, str
@@ -233,6 +259,8 @@ class Rotary:
             raise InvalidInputError(f"theta: got {len(self._thetas)} bases, want one, or {self.axes}, one per axis")
         if len(set(self._thetas)) == 1:
             self._set("theta", self._thetas[0])
+        if self.head_axes is not None and not isinstance(self.theta, float):
+            raise InvalidInputError(f"theta: got {self.theta}, want one base for allocation 'heads', the same for all")
         if self.scaling is not None:
             if not isinstance(self.scaling, Scaling):
                 raise InvalidInputError(f"scaling: got {self.scaling!r}, want a Scaling such as Linear(2.0), or None")
@@ -259,6 +287,7 @@ class Rotary:
 
 
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def _read_only(array: _Array) -> _Array:

@@ -45,7 +45,7 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
-    """Return the angles of tokens as the extension takes them; None for a table that it does not take."""
+    """Return the angles of tokens as the extension takes them, of all groups of heads; None for a table it does not."""
     if rotation.as_hf or rotation.cache_rows:
         cos, sin = reference.cos_sin(rotation, tokens)
         return cos.numpy(), sin.numpy()
@@ -53,7 +53,7 @@ def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
     ids = _ids_of(positions, rotation.axes, tokens, rotation.fractional) if rotation.is_table else positions
     if ids is None:
         return None
-    words, pair_axis = rotation.frequencies.numpy(), rotation.pair_axis.numpy()[None]
+    words, pair_axis = rotation.frequencies.numpy(), np.atleast_2d(rotation.pair_axis.numpy())
     return ids, rotation.fractional, words, pair_axis, COEFFICIENTS, rotation.attention_factor
 
 
@@ -77,6 +77,14 @@ def _part(angles: Angles, tokens: slice) -> Angles:
     return positions[:, tokens], *rest
 
 
+def _of_group(angles: Angles, group: int) -> Angles:
+    """Return the angles of one group of heads."""
+    if len(angles) == 2:
+        return tuple(table[:, group] for table in angles)
+    *before, pair_axis, coefficients, factor = angles
+    return *before, pair_axis[group : group + 1], coefficients, factor
+
+
 def _ids_of(table: Array, axes: int, tokens: int, fractional: bool) -> Array | None:
     """Expand a table to (axes, tokens) ids: int32, or int64 in units of 2⁻³²."""
     assert native.core is not None
@@ -95,21 +103,33 @@ def rotate(
     """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
     Returns:
-        Whether it was done; if not, nothing was written.
+        Whether it was done; if not, nothing was written: what is declined for one group of heads, is for all.
     """
-    assert native.core is not None
-    turn, tokens = native.core.rotate, q.shape[0] * q.shape[1]
-    options = rotation.adjacent, rotation.conjugate
+    core = native.core
+    assert core is not None
+    tokens, adjacent, conjugate = q.shape[0] * q.shape[1], rotation.adjacent, rotation.conjugate
     # Buffers of numpy know their bounds, so that nothing the extension does can pass them.
     tensors = tuple(_bits(x) for pair in ((q, q_out), (k, k_out)) if pair[0].shape[2] for x in pair)
     if not tensors:
         return True
+    groups = [(tensors, angles)]
+    if rotation.head_groups:
+        axes = rotation.pair_axis.numpy()
+        starts = np.flatnonzero((axes[1:] != axes[:-1]).any(axis=1)) + 1  # neighbours that turn alike go together
+        cut = zip(*(np.split(x, starts * (x.shape[2] // len(axes)), axis=2) for x in tensors), strict=True)
+        groups = [(heads, _of_group(angles, group)) for group, heads in zip([0, *starts], cut, strict=True)]
     weights = (w for x, w in zip((q, k), norm.weights(), strict=True) if x.shape[2])
     scaling = None if norm is NONE else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     threads = torch.get_num_threads()  # asked once: another thread may set it
     workers = min(threads, (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
+
+    def turn(first: int, stop: int) -> bool:
+        return all(
+            core.rotate(heads, given, scaling, first, stop, adjacent, conjugate, True) for heads, given in groups
+        )
+
     if workers <= 1:
-        return turn(tensors, angles, scaling, 0, tokens, *options, True)
+        return turn(0, tokens)
     # More parts than threads, since a thread may come late; what one takes, no other does.
     count = min(4 * workers, tokens)
     parts = deque(pairwise(tokens * i // count for i in range(count + 1)))
@@ -118,7 +138,7 @@ def rotate(
         done = True
         with suppress(IndexError):
             while True:
-                done = turn(tensors, angles, scaling, *parts.popleft(), *options, True) and done
+                done = turn(*parts.popleft()) and done
         return done
 
     others = _help(work, _pool(os.getpid(), threads - 1), workers - 1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ __all__ = [
     "Positions",
     "cache_of",
     "check_axes",
+    "check_heads",
     "constants",
     "frequencies_of",
     "ids_beside",
@@ -216,13 +220,34 @@ def check_axes(ids: PositionIds, rotary: Rotary, name: str = "positions") -> Non
         raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
 
 
+def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
+    """Refuse a tensor with other heads, (…, heads, head_dim), than a rotary has axes for.
+
+    Args:
+        name: of the tensor, for messages.
+        x: q, k, or a cache of k.
+        rotary: whose head_axes are one for each kv head.
+        shared: whether several heads share a kv head, as those of q do.
+    """
+    if rotary.head_axes is None:
+        return
+    heads, want = x.shape[-2], len(rotary.head_axes)
+    if heads != want and (not shared or heads % want):
+        words = f"a multiple of {want}" if shared else str(want)
+        raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as head_axes in rotary")
+
+
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Make frequencies and pair axes as the operators take them.
 
     Returns:
-        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes.
+        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for none, or
+        with axes of heads (groups, pairs), a row for as many neighbours as turn alike.
     """
-    pair_axis = torch.from_numpy(rotary.pair_axis.astype(np.int32))
+    axes = rotary.pair_axis
+    if rotary.head_axes is not None:
+        axes = axes[:: _alike(rotary.head_axes)]
+    pair_axis = torch.from_numpy(axes.astype(np.int32))
     if rotary.precision == "hf":
         # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
         return torch.from_numpy(rotary.inv_freq_as_hf(_torch_power)), pair_axis
@@ -230,6 +255,12 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     # Whole turns per id, which the turns leave out: below 0 for negative frequencies.
     rounds = np.rint(rotary.inv_freq_array / (2 * np.pi) - hi * 2.0**-32)
     return torch.from_numpy(np.stack([hi, lo, rounds]).astype(np.int64)), pair_axis
+
+
+def _alike(head_axes: Sequence[int]) -> int:
+    """Return the most heads that turn alike in every part of so many neighbours."""
+    starts = [i for i, (before, axis) in enumerate(pairwise(head_axes), 1) if before != axis]
+    return gcd(len(head_axes), *starts)
 
 
 @cache

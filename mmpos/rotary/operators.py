@@ -95,7 +95,7 @@ def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationA
 
         kernel.launch_rotate(q, k, q_out, k_out, rotation)
     elif batch * seq and not _rotated_in_c(q, k, q_out, k_out, rotation):
-        cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
+        cos, sin = (x.unflatten(0, (batch, seq)) for x in reference.cos_sin(rotation, batch * seq))
         sin = -sin if rotation.conjugate else sin
         reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
 
@@ -166,7 +166,7 @@ def _turn(q: Tensor, rotation: RotationArguments) -> reference.Turn:
 
     @cache
     def plain() -> reference.Turn:
-        cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
+        cos, sin = (x.unflatten(0, (batch, seq)) for x in reference.cos_sin(rotation, batch * seq))
         return reference.turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
 
     if rotation.implementation != AUTO or native.core is None or q.device.type != "cpu":

@@ -46,7 +46,8 @@ class RotationArguments(NamedTuple):
         positions: a table or dense ids, as the mode says.
         frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache,
             (rows, 2·pairs) floats: row i has cos, then sin, of id i.
-        pair_axis: (pairs,) int32 axis of each pair.
+        pair_axis: (pairs,) int32 axis of each pair, −1 for one that does not turn; or (groups, pairs), where as many
+            heads of each tensor follow the first row, then as many the second, and so on.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
         attention_factor: multiplies cos and sin.
@@ -92,7 +93,12 @@ class RotationArguments(NamedTuple):
     @property
     def num_pairs(self) -> int:
         """Pairs of channels that turn."""
-        return self.pair_axis.shape[0]
+        return self.pair_axis.shape[-1]
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of heads with axes of their own; 0 where all heads turn alike."""
+        return self.pair_axis.shape[0] if self.pair_axis.dim() == 2 else 0
 
     def reversed(self) -> RotationArguments:
         """Return the arguments of the opposite rotation."""
@@ -123,6 +129,12 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
     return fixed_from_fractions(numerator, denominator)
 
 
+def fixed_ids(positions: Tensor, mode: int, tokens: int) -> Tensor:
+    """Compute ``fixed_positions`` and behind them a row of zeros, the ids of what has the axis −1."""
+    fixed = fixed_positions(positions, mode, tokens)
+    return torch.cat((fixed, fixed.new_zeros((1, fixed.shape[1]))))
+
+
 def fixed_from_fractions(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide int64 fractions to int64 positions in units of 2⁻³², rounded down."""
     whole = torch.div(numerator, denominator, rounding_mode="floor")
@@ -143,13 +155,13 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
     one rad per id. Whole turns n count at fractions only.
 
     Args:
-        fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f.
-        pair_axis: (pairs,) int64 axis of each pair.
+        fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f; those of ``fixed_ids`` for an axis −1.
+        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair.
         tau: (3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
         fractional: whether any position may have a fraction.
 
     Returns:
-        (tokens, pairs) int64, 0 to 2³² − 1.
+        (tokens, pairs) or (tokens, groups, pairs) int64, 0 to 2³² − 1.
     """
     hi, lo, rounds = tau
     whole = (fixed >> 32).T[:, pair_axis]
@@ -165,16 +177,19 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
 
 
 def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate plays no part."""
+    """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate plays no part.
+
+    Where heads have axes of their own they are (tokens, groups, pairs).
+    """
     positions = rotation.positions
     if rotation.cache_rows and rotation.mode == DENSE_INTEGER:
         positions = positions.clamp(-1, rotation.cache_rows)  # beyond 32 bits they would wrap to rows of other ids
-    fixed = fixed_positions(positions, rotation.mode, tokens)
+    fixed = fixed_ids(positions, rotation.mode, tokens)
     axis = rotation.pair_axis.to(torch.int64)
 
     def cos_sin_of(block: Tensor) -> tuple[Tensor, Tensor]:
         if rotation.cache_rows:
-            return cos_sin_from_cache(block >> 32, axis, rotation.frequencies)
+            return cos_sin_from_cache(block[:-1] >> 32, axis, rotation.frequencies)
         if rotation.as_hf:
             return cos_sin_as_hf(block, axis, rotation.frequencies)
         return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
@@ -183,7 +198,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
     if fixed.device.type != "cpu" or torch.compiler.is_compiling():
         cos, sin = cos_sin_of(fixed)
     else:
-        cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32)
+        cos = torch.empty((tokens, *axis.shape), dtype=torch.float32)
         sin = torch.empty_like(cos)
         for start in range(0, tokens, CPU_BLOCK):
             block = slice(start, start + CPU_BLOCK)
@@ -193,7 +208,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute (tokens, pairs) float32 cos and sin of the rotation that leads from one position to another.
+    """Compute cos and sin of the rotation that leads from one position to another, in the shape of ``cos_sin``.
 
     The turns themselves are subtracted, so that it is exactly what lies between the rotations to both positions, and
     nothing where they are equal. The float32 products of Transformers are not, since their difference is rounded:
@@ -205,7 +220,7 @@ def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: i
         tokens: how many, from the first one.
     """
     axis = stop.pair_axis.to(torch.int64)
-    before, after = (fixed_positions(x.positions, x.mode, tokens)[:, :tokens] for x in (start, stop))
+    before, after = (fixed_ids(x.positions, x.mode, tokens)[:, :tokens] for x in (start, stop))
     if stop.as_hf:
         (cos, sin), (other_cos, other_sin) = (cos_sin_as_hf(x, axis, stop.frequencies) for x in (after, before))
         return cos * other_cos + sin * other_sin, sin * other_cos - cos * other_sin
@@ -236,29 +251,30 @@ def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> T
 
 def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """Compute float32 cos and sin of the float32 product of id and frequency, as Transformers does."""
-    angle = as_float(fixed)[pair_axis].T * inv_freq
+    angle = as_float(fixed).T[:, pair_axis] * inv_freq
     return angle.cos(), angle.sin()
 
 
 def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Read (tokens, pairs) float32 cos and sin from a cache; NaN for an id that the cache has no row of.
+    """Read (tokens, *pair_axis) float32 cos and sin from a cache; NaN for an id that the cache has no row of.
 
     Args:
         ids: (axes, tokens) int64.
-        pair_axis: (pairs,) int64 axis of each pair.
+        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair; −1 for the row of id 0.
         cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
     """
     missing = (ids < 0) | (ids >= cache.shape[0])
-    ids, axis_of_column = ids.masked_fill(missing, 0), pair_axis.repeat(2)
+    ids, axis_of_column = ids.masked_fill(missing, 0), torch.cat((pair_axis, pair_axis), -1)
 
     def rows(axis: int) -> Tensor:
-        return cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+        read = cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+        return read if pair_axis.dim() == 1 else read.unsqueeze(1)
 
     # Whole rows, one axis after the other, are read faster than single elements.
-    values = rows(0)
+    values = torch.where(axis_of_column < 0, cache[0].to(torch.float32), rows(0))
     for axis in range(1, ids.shape[0]):
         values = torch.where(axis_of_column == axis, rows(axis), values)
-    cos, sin = values.chunk(2, dim=1)
+    cos, sin = values.chunk(2, dim=-1)
     return cos, sin
 
 
@@ -382,7 +398,7 @@ def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *
 
     Args:
         tensors: pairs (x, out) of (batch, seq, heads, head_dim) in any floating dtype and strides; out may be x.
-        cos: (batch, seq, pairs) float32.
+        cos: (batch, seq, pairs) or (batch, seq, groups, pairs) float32.
         sin: likewise.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
     """
@@ -392,12 +408,17 @@ def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *
 
 
 def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """Return the function that turns blocks by these cos and sin, (batch, seq, pairs) float32."""
+    """Return the function that turns blocks by these cos and sin, (batch, seq, pairs) float32.
+
+    With (batch, seq, groups, pairs) the heads are cut into so many groups, each of which turns by its own.
+    """
     spread = _interleave if adjacent else _concatenate
-    cos, sin = spread(cos, cos).unsqueeze(2), spread(-sin, sin).unsqueeze(2)
+    cos, sin = (x.unsqueeze(2) if x.dim() == 3 else x for x in (cos, sin))
+    cos, sin = spread(cos, cos).unsqueeze(3), spread(-sin, sin).unsqueeze(3)
+    groups, _, width = cos.shape[2:]
 
     def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
-        value, scratch = value[..., : cos.shape[-1]], scratch[..., : cos.shape[-1]]
+        value, scratch = (x[..., :width].unflatten(2, (groups, x.shape[2] // groups)) for x in (value, scratch))
         _swap_halves(value, scratch, adjacent)
         value.mul_(cos[block]).add_(scratch.mul_(sin[block]))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import operators, paged
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import Implementation, Positions, constants, ids_beside, number_of
+from mmpos.rotary.device import Implementation, Positions, check_heads, constants, ids_beside, number_of
 from mmpos.rotary.memory import check_inference, check_written
 from mmpos.rotary.paged import CacheLayout, SlotNames
 from mmpos.rotary.reference import FLOATS
@@ -66,6 +66,7 @@ def rerotate(
     boolean("validate", validate)
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     pages = _pages(k_cache, cache_layout, rotary)
+    check_heads("k_cache", pages, rotary)
     start = ids_beside(pages, "k_cache", from_positions, rotary, validate, "from_positions")
     stop = ids_beside(pages, "k_cache", to_positions, rotary, validate, "to_positions")
     if start.tokens != stop.tokens:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
+from mmpos.rotary.allocation import MAX_HEADS
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.positions import get_table, put_table
 from mmpos.rpc.tensors import chosen, enum, get_torch, optional, path, put_tensor
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
 _PLAIN = ("head_dim", "axes", "rotary_dim", "length")
-_LISTS = ("mrope_section", "inv_freq", "axes_dim")
+_LISTS = ("mrope_section", "inv_freq", "axes_dim", "head_axes")
 
 
 def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
@@ -82,8 +83,9 @@ def _check_lists(name: str, message: pb.Rotary) -> None:
     lists = {field: getattr(message, field) for field in ("theta", "pair_axis", *_LISTS)}
     lists |= {f"scaling.{field}": getattr(message.scaling, field) for field in ("short_factor", "long_factor")}
     for field, numbers in lists.items():
-        if len(numbers) > most:
-            raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {most}")
+        limit = MAX_HEADS if field == "head_axes" else most
+        if len(numbers) > limit:
+            raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {limit}")
 
 
 def put_rotary_positions(

@@ -158,10 +158,10 @@ def even(name: str, value: object, *, maximum: int | None = None) -> int:
     return number
 
 
-def integers(name: str, values: object, *, maximum: int | None = None) -> tuple[int, ...]:
-    """Check integers >= 0, of any sequence of them."""
+def integers(name: str, values: object, *, minimum: int = 0, maximum: int | None = None) -> tuple[int, ...]:
+    """Check integers >= 0, or another minimum, of any sequence of them."""
     every = enumerate(_listed(name, values))
-    return tuple(integer(f"{name}[{i}]", value, minimum=0, maximum=maximum) for i, value in every)
+    return tuple(integer(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in every)
 
 
 def numbers(name: str, values: object, minimum: float) -> tuple[float, ...]:

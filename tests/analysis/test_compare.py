@@ -78,6 +78,7 @@ SCHEMES = f"""
 # axes; unique, bounded, length-independent, linear shift, relative, extrapolates, deterministic.
 # Far keys share a bias where distances are clipped or in buckets, all do without one; p, p/(T−1) and the products of
 # bits and of one sine are not of p − q; a map from sin(ωp) to sin(ω(p+1)) would have to know cos(ωp).
+# HoPE does not tell times apart.
 ENCODINGS = """
     integer            1 ✓✗✓✓✗✓✓
     normalised         1 ✓✓✗✓✗✓✓
@@ -94,6 +95,8 @@ ENCODINGS = """
     rope-2d            2 ✓✓✓✓✓✓✓
     rope-nd            3 ✓✓✓✓✓✓✓
     p-rope             1 ✓✓✓✓✓✓✓
+    hope               3 ✗✓✓✓✓✓✓
+    mhrope             3 ✓✓✓✓✓✓✓
 """
 
 
@@ -173,6 +176,7 @@ def test_encodings_have_counterexamples_too() -> None:
         ("integer", "bounded"): "512 has 512, the first 64 positions at most 63",
         ("normalised", "length-independent"): "1 has 0.06667 among 16 positions and 0.003922 among 256",
         ("integer", "relative"): "0 and 0 give 0, 1 and 1 give 48",
+        ("hope", "unique"): "0, 0, 0 is as 1, 0, 0",
         ("clipped-relative", "unique"): "keys 16 and 17 before a query have the same bias",
         ("t5-buckets", "unique"): "keys 8 and 9 before a query have the same bias",
         ("t5-buckets", "deterministic"): "weights: 32×4 numbers to learn",

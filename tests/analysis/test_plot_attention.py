@@ -47,6 +47,8 @@ def test_under_mrope_the_middle_patch_is_nearer_to_the_text_before() -> None:
         ("rope-tie-v2", Rotary(32, allocation="split")),
         ("flatten", Rotary(32, axes=1)),
         ("mrope", Rotary(32, allocation="sections", mrope_section=[4, 6, 6])),
+        ("mrope", Rotary(32, allocation=[1, 2] * 6 + [-1] * 4)),
+        ("mrope", Rotary(32, allocation="heads", head_axes=[2, 0, -1, 1])),
     ],
 )
 def test_scores_of_rotated_queries_and_keys_are_the_kernel(scheme: str, rotary: Rotary) -> None:
@@ -55,10 +57,10 @@ def test_scores_of_rotated_queries_and_keys_are_the_kernel(scheme: str, rotary: 
 
     placed = table("5,3x4,6", scheme=scheme)
     found = attention_kernel(placed, rotary, token=9)
-    x = torch.zeros(placed.num_tokens, 1, 32)
+    x = torch.zeros(placed.num_tokens, len(rotary.head_axes or (0,)), 32)
     x[..., :16] = 1  # one direction in every pair
     q, _ = apply_rotary(x, None, placed, rotary)
-    scores = (q[9] * q).sum(-1)[:, 0].double().numpy() / 16
+    scores = (q[9] * q).sum(-1).mean(1).double().numpy() / 16
     assert found.query == (1, 0)
     # Two products of each of 16 pairs, of two rotated vectors below 2, and their mean.
     bound = 8 * float(rotations(q, EXACT).max()) + 2 * gamma(32)

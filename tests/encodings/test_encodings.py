@@ -23,8 +23,10 @@ from mmpos.encodings import (
     AttentionBias,
     Binary,
     ClippedRelative,
+    HoPE,
     Integer,
     LearnedAbsolute,
+    MHRope,
     NoPE,
     Normalised,
     PRope,
@@ -52,7 +54,7 @@ def test_every_encoding_is_of_one_kind_and_has_the_shapes_of_it() -> None:
     assert list(ENCODINGS) == [
         *("integer", "normalised", "binary", "single-sinusoid", "sinusoidal", "learned-absolute"),
         *("clipped-relative", "t5-buckets", "alibi", "nope"),
-        *("rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope"),
+        *("rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"),
     ]
     for name, kind in ENCODINGS.items():
         made: Any = kind()
@@ -64,8 +66,10 @@ def test_every_encoding_is_of_one_kind_and_has_the_shapes_of_it() -> None:
             found = [made.bias(range(2), range(3)), made.bias([], range(3))]
             assert [bias.shape for bias in found] == [(4, 2, 3), (4, 0, 3)]
         else:
-            found = [made.rotate(vectors(5, 12), range(5)), made.rotate(np.empty((0, 12)), np.empty((made.axes, 0)))]
-            assert [x.shape for x in found] == [(5, 12), (0, 12)]
+            assert made.shape == ((4, 12) if name == "mhrope" else (12,))
+            some, none = vectors(5, *made.shape), np.empty((0, *made.shape))
+            found = [made.rotate(some, range(5)), made.rotate(none, np.empty((made.axes, 0)))]
+            assert [x.shape for x in found] == [some.shape, none.shape]
         assert {array.dtype for array in found} == {np.dtype(np.float64)}
 
 
@@ -344,14 +348,15 @@ def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> N
 @settled
 @given(kind=st.sampled_from(ROTATIONS), m=whole, n=whole, c=whole)
 def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m: int, n: int, c: int) -> None:
-    encoding, (q, k) = kind(), vectors(2, 1, 12)
+    encoding = kind()
+    q, k = vectors(2, 1, *encoding.shape)
     rotated = encoding.rotate(q, [m])
     length, other = np.linalg.norm(q), np.linalg.norm(k)
-    off = 12 * cos_sin(float(abs(m) + abs(n) + abs(c)), 1, np.float64)  # of up to four rotations, and sums of 12
+    off = q.size * cos_sin(float(abs(m) + abs(n) + abs(c)), 1, np.float64)  # of up to four rotations, and their sums
     assert np.linalg.norm(rotated) == pytest.approx(length, rel=off)
-    score = (rotated @ encoding.rotate(k, [n]).T).item()
-    scores = [q @ encoding.rotate(k, [n - m]).T, encoding.rotate(q, [m + c]) @ encoding.rotate(k, [n + c]).T]
-    assert [same.item() for same in scores] == pytest.approx([score] * 2, rel=0, abs=off * length * other)
+    score = np.vdot(rotated, encoding.rotate(k, [n]))
+    scores = [(q, encoding.rotate(k, [n - m])), (encoding.rotate(q, [m + c]), encoding.rotate(k, [n + c]))]
+    assert [np.vdot(*pair) for pair in scores] == pytest.approx([score] * 2, rel=0, abs=off * length * other)
 
 
 @settled
@@ -371,6 +376,27 @@ def test_every_axis_is_a_rope_of_its_own_on_its_part_of_the_channels(axes: int, 
 def test_axes_need_pairs_of_channels_of_their_own(encoding: Any, dim: int) -> None:
     with pytest.raises(InvalidInputError, match=f"allocation 'axial': got {dim // 2} pairs, want a multiple of axes"):
         encoding(head_dim=dim)
+
+
+def test_hope_turns_rows_and_columns_in_turn_and_time_not_at_all() -> None:
+    encoding, x = HoPE(8, still=1), vectors(1, 8)
+    moved = encoding.rotate(x, [[70], [2], [3]])
+    assert encoding.rotary.inv_freq_array.tolist() == [1, 0.1, 0.01, 0]
+    for pair, angle in enumerate((2.0, 0.3, 0.02, 0.0)):
+        turned = complex(*x[0, [pair, pair + 4]]) * np.exp(1j * angle)
+        assert moved[0, [pair, pair + 4]] == pytest.approx([turned.real, turned.imag])
+    with pytest.raises(InvalidInputError, match="still: got 5, want <= 4"):
+        HoPE(8, still=5)
+
+
+def test_mhrope_is_rope_by_the_axis_of_each_head() -> None:
+    encoding, x, positions = MHRope(8, head_axes=(2, 0, 1, 1)), vectors(3, 4, 8), vectors(3, 3)
+    rope = Rope1D(8)
+    expected = np.stack([rope.rotate(x[:, h], positions[a]) for h, a in enumerate((2, 0, 1, 1))], axis=1)
+    assert encoding.angles(positions).shape == (3, 4, 4)
+    assert_within(encoding.rotate(x, positions), expected, rotations(expected))
+    with pytest.raises(InvalidInputError, match=r"x: got shape \(3, 1, 8\), want \(3, 4, 8\)"):
+        encoding.rotate(x[:, :1], positions)
 
 
 def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> None:

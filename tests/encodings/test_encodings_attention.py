@@ -26,6 +26,7 @@ from mmpos.encodings import (
     Encoding,
     Integer,
     LearnedAbsolute,
+    MHRope,
     NoPE,
     Rope1D,
     Rope1DAdjacent,
@@ -40,7 +41,7 @@ from mmpos.rotary import Rotary, YaRN, apply_rotary
 
 ROOT = Path(__file__).parents[2]
 LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
-ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope"]
+ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,8 +73,10 @@ def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: li
     for h in range(4):
         part = slice(12 * h, 12 * h + 12)
         qh, kh = q[:, part], k[:, part]
-        if hasattr(encoding, "rotate"):
-            qh, kh = encoding.rotate(qh, positions), encoding.rotate(kh, positions)
+        if isinstance(encoding, Rotation):
+            alike = len(encoding.shape) == 1  # else this head among four is taken of them
+            rows = ((x if alike else np.repeat(x[:, None], 4, axis=1)) for x in (qh, kh))
+            qh, kh = (x if alike else x[:, h] for x in (encoding.rotate(row, positions) for row in rows))
         for i in range(len(x)):
             last = i + 1 if causal else len(x)
             weight = np.exp(kh[:last] @ qh[i] / 12**0.5 + bias[h, i, :last])
@@ -132,15 +135,20 @@ def test_only_rows_that_are_used_get_gradients() -> None:
 def test_gradients_through_rotations_are_turned_back(name: str, dtype: torch.dtype) -> None:
     encoding: Any = ENCODINGS[name]()
     random, positions = np.random.default_rng(0), np.array([5, 900, -7])
-    q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, 1, 12))).to(dtype) for _ in range(3))
+    heads = encoding.shape[0] if len(encoding.shape) == 2 else 1
+    q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, heads, 12))).to(dtype) for _ in range(3))
     turned = block(encoding, positions, dtype).encoding.turn(q.requires_grad_(), k.requires_grad_())
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x[0].reshape(3, *encoding.shape)
+
     off = cos_sin(dtype=dtype) + cos_sin(900.0, FREQUENCY + 1, np.float64)  # angles are float64 for all dtypes
-    back = encoding.rotate(towards[0, :, 0], -positions)
+    back = encoding.rotate(rows(towards), -positions)
     for x, y in zip((q, k), turned, strict=True):
         (gradient,) = torch.autograd.grad(y, x, towards, retain_graph=True)
-        expected = encoding.rotate(x[0, :, 0].detach(), positions)
-        assert_within(y[0, :, 0], expected, rotations(y[0, :, 0], off))
-        assert_within(gradient[0, :, 0], back, rotations(gradient[0, :, 0], off))
+        expected = encoding.rotate(rows(x.detach()), positions)
+        assert_within(rows(y), expected, rotations(rows(y), off))
+        assert_within(rows(gradient), back, rotations(rows(gradient), off))
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -313,6 +321,7 @@ def test_corrected_a_table_of_angles_goes_along_the_sequence_and_not_along_the_b
         (lambda: SelfAttention(48, 0, NoPE(), [0]), "num_heads: got 0, want >= 1"),
         (lambda: SelfAttention(48, 3, NoPE(), [0]), "encoding.num_heads: got 4, want 3 as in the block"),
         (lambda: SelfAttention(48, 3, Rope1D(), [0]), "encoding.head_dim: got 12, want 16 as in the block"),
+        (lambda: SelfAttention(48, 2, MHRope(24), [0]), "encoding.num_heads: got 4, want 2 as in the block"),
         (lambda: SelfAttention(48, 4, Integer(3), [0]), "encoding.dim: got 3, want 48 as in the block"),
         (lambda: SelfAttention(48, 4, "rope-1d", [0]), "encoding: got 'rope-1d', want an AdditiveTable, an "),  # type: ignore[arg-type]
         (lambda: SelfAttention(48, 4, NoPE(), [0], causal=1), "causal: got 1, want True or False"),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from mpmath import mp
-from rotary_oracle import frequencies, pair_axes
+from rotary_oracle import by_kv_head, frequencies, pair_axes
 from store_oracle import CACHES, FILL, Cache, bits, filled
 from tolerance import ARITHMETIC, gamma, unit
 from torch import Tensor
@@ -37,7 +37,11 @@ def sized(full: int, toy: int) -> int:
 FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
 """Tokens: a warp a program with few of them, several warps, and a machine that is full."""
 
+BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
+"""The axis of each kv head of the layer "by head"."""
+
 LAYERS: Mapping[str, tuple[int, int, int]] = {
+    "by head": (32, 8, 128) if GPU else (6, 3, 16),
     "7B": (32, 8, 128) if GPU else (3, 1, 16),
     "72B": (64, 8, 128) if GPU else (4, 1, 16),
     "vision": (16, 16, 80) if GPU else (2, 2, 12),
@@ -67,7 +71,15 @@ TURNINGS: Mapping[str, Turning] = {
     "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
     "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
     "theta": Turning(lambda dim: {"theta": 1e6}),
+    "time stands": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
+    "by head": Turning(lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}, "mrope"),
+    "by head, adjacent, half of a head": Turning(
+        lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
+        "mrope",
+    ),
 }
+
+FOR_HEADS = [name for name in TURNINGS if "by head" in name]
 
 FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
     "table": lambda table: DevicePositions.from_table(table, DEVICE),
@@ -151,7 +163,7 @@ ROTATE = [
     *launches("rotate", turning="adjacent", dtype=[BF16, F16, F32], tokens=[FEW, SOME]),
     *launches("rotate", form=["int32", "int64", "float64", "fractions", "capacity", "host"], dtype=[BF16, F32]),
     *launches("rotate", form="fractions", turning="adjacent"),
-    *launches("rotate", turning=list(TURNINGS), dtype=[BF16, F32]),
+    *launches("rotate", turning=[name for name in TURNINGS if name not in FOR_HEADS], dtype=[BF16, F32]),
     *launches("rotate", turning="half of a head", inplace=True, tokens=[FEW, SOME]),
     *launches("rotate", turning="sections", form="int32"),
     *launches("rotate", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
@@ -163,6 +175,9 @@ ROTATE = [
     *launches("rotate", layer=[name for name in LAYERS if "of" in name and name != "heads of 2"], dtype=F32),
     *launches("rotate", layer="heads of 2", dtype=F32, turning="one axis"),
     *launches("rotate", start=[-(2**31), 2**31 - 200_000], dtype=F32, form=["table", "int32"]),
+    *launches("rotate", layer="by head", turning=FOR_HEADS, tokens=[1, FEW, SOME, MANY]),
+    *launches("rotate", layer="by head", turning="by head", form=["int32", "capacity"], dtype=F32, conjugate=True),
+    *launches("rotate", layer="by head", turning="by head", norm="qk", dtype=[BF16, F32], inplace=[False, True]),
     *launches("rotate", tokens=sized(8192, 32), documents=[sized(n, m) for n, m in ((64, 4), (512, 8), (4096, 16))]),
 ]
 
@@ -189,6 +204,8 @@ BACKWARD = [
     *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
     *launches("backward", norm="qk", dtype=F32, only=["q", "k", "weights"]),
     *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
+    *launches("backward", turning="time stands", dtype=F32),
+    *launches("backward", layer="by head", turning=FOR_HEADS, norm=["", "qk"], dtype=F32),
 ]
 
 STORE = [
@@ -203,6 +220,7 @@ STORE = [
     *launches("store", strides=["fused", *STRIDES]),
     *launches("store", page=[1, 24]),
     *launches("store", value_dim=sized(64, 8)),
+    *launches("store", layer="by head", turning="by head", norm=["", "qk"], return_k=True),
     *launches("store", cache="k and v side by side", norm="qk", return_k=True, layer="72B"),
 ]
 
@@ -217,6 +235,7 @@ REROTATE = [
     *launches("rerotate", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
     *launches("rerotate", form=["int32", "fractions"], slots=["int64", "int32", "none"]),
     *launches("rerotate", layer="vision", turning="axial"),
+    *launches("rerotate", layer="by head", turning=FOR_HEADS),
 ]
 
 AFTER = [
@@ -275,7 +294,12 @@ def turns(rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def angles(ids: Tensor, rotary: Rotary) -> Tensor:
-    """(tokens, pairs) float64 angles of (axes, tokens) ids: products of whole ids wrap modulo one turn, exactly."""
+    """(tokens, pairs) float64 angles of (axes, tokens) ids: products of whole ids wrap modulo one turn, exactly.
+
+    Where heads have axes of their own they are (tokens, kv_heads, pairs).
+    """
+    if rotary.head_axes is not None:
+        return torch.stack([angles(ids, alone) for alone in by_kv_head(rotary)], 1)
     words, rad, axis = turns(rotary)
     whole = ids.floor()
     wrapped = whole.long()[axis].T * words
@@ -310,7 +334,7 @@ class Scene:
 
     @cached_property
     def angle(self) -> Tensor:
-        """(tokens, pairs) float64."""
+        """(tokens, pairs) or (tokens, kv_heads, pairs) float64."""
         turn = angles(self.ids, self.rotary)
         return -turn if self.launch.conjugate else turn
 
@@ -382,7 +406,8 @@ def split(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
 
 def turned(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
     """float64 heads turned by the formula, which has gradients."""
-    cos, sin = (f(angle)[:, None] * rotary.attention_factor for f in (torch.cos, torch.sin))
+    each = angle.repeat_interleave(x.shape[1] // angle.shape[1], 1) if angle.dim() == 3 else angle[:, None]
+    cos, sin = (f(each) * rotary.attention_factor for f in (torch.cos, torch.sin))
     a, b, rest = split(x, rotary)
     first, second = a * cos - b * sin, b * cos + a * sin
     both = (

@@ -82,6 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
     "cached bfloat16 adjacent": {"cache": "*bf16", "adjacent": True},
     "cached bfloat16 half, dense": {"mode": reference.DENSE_INTEGER, "cache": "*bf16"},
     "cached float16 half, few tokens": {"cache": "*fp16", "block": 4, "warps": 1},
+    "by head half": {"groups": 8},
+    "by head fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True, "groups": 8},
+    "by head head_dim 80 half": {"groups": 8, "pairs": 40},
+    "backward by head half": {"groups": 8, "weights": "qk", "backward": True},
     "table integer half, few tokens": {"block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
@@ -105,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
     "store: norm partial": {"store": True, "pairs": 32, "rest": 64, "weights": "qk"},
     "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
     "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
+    "store: by head": {"store": True, "groups": 8},
     "store: other values": {"store": True, "values": 64},
     "store: e4m3": {"store": True, "eight_bits": "kv"},
     "store: e4m3 adjacent": {"store": True, "eight_bits": "kv", "adjacent": True},
@@ -129,6 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rerotate: fractional": {"start": reference.TABLE_FRACTIONAL, "mode": reference.TABLE_FRACTIONAL},
     "rerotate: ids to a table": {"start": reference.DENSE_INTEGER},
     "rerotate: partial": {"start": reference.TABLE_INTEGER, "pairs": 32, "rest": 64},
+    "rerotate: by head": {"start": reference.TABLE_INTEGER, "groups": 8},
     "rerotate: few tokens": {"start": reference.TABLE_INTEGER, "block": 4, "warps": 1},
     "rerotate: e4m3": {"start": reference.TABLE_INTEGER, "eight_bits": "k"},
     "rerotate: e4m3, scales of slots": {"start": reference.TABLE_INTEGER, "eight_bits": "k", "computed": True},
@@ -171,19 +177,21 @@ def compiled(
     start: int | None = None,
     after: bool = False,
     cache: str = "",
+    groups: int = 0,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     whole = channels_of(2 * pairs + rest, pairs, adjacent)
     channels = whole if weights or store or start is not None else pieces_of(2 * pairs + rest, pairs, adjacent)
     rows = block * whole.pairs_padded // channels.pairs_padded
     constants = {"CHANNELS": channels, "BLOCK": rows}
-    constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0)}
+    constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0, head_groups=groups)}
     q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
     outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}
     types = TYPES | {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
     types |= {"frequencies": cache} if cache else {}
     if start is not None:
-        constants |= {"FROM": angles(start), "FORMAT": k} | ({} if computed else {"scales": None})
+        constants |= {"FROM": angles(start)._replace(head_groups=groups), "FORMAT": k}
+        constants |= {} if computed else {"scales": None}
         types["pages"] = "*u8" if eight_bits else "*bf16"
         return compiled_for(arch, rerotate_kernel, constants, ones, warps, fusion, types)
     constants["NORM_AFTER"] = after

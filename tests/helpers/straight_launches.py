@@ -76,7 +76,9 @@ def call(draw: random.Random) -> Any:
     table = mmpos.place(mmpos.SegmentTable.from_documents([parts]), scheme=scheme)
     ids = (torch.zeros(2, tokens, dtype=each) for each in (torch.int32, torch.int64, torch.float64))
     positions = often(draw, DevicePositions.from_table(table), *ids)
-    rotary = Rotary(dim, pairing=often(draw, "half", "adjacent"), precision=often(draw, "exact", "hf"))
+    by_head: Any = {"allocation": "heads", "axes": 2, "head_axes": [head % 2 for head in range(k_heads)]}
+    kinds: Any = {"pairing": often(draw, "half", "adjacent"), "precision": often(draw, "exact", "hf")}
+    rotary = Rotary(dim, **kinds, **often(draw, {}, {} if q_heads % k_heads else by_head))
     q, k = heads(draw, tokens, q_heads, dim, dtype), heads(draw, tokens, k_heads, dim, dtype)
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
     options: Any = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
@@ -97,7 +99,7 @@ def call(draw: random.Random) -> Any:
         return lambda: rerotate(pages, where, positions, positions, rotary, k_scale=scales, implementation="triton")
     if kind == "backward":
         norm = norm_of(q, k, torch.ones(dim), weights[1], 1e-6, 0.0, order)
-        rotation = _arguments(q[None], positions, rotary, None, True, "triton", False, options.get("cos_sin"))
+        rotation = _arguments(q[None], k[None], positions, rotary, None, True, "triton", False, options.get("cos_sin"))
         wanted = [draw.random() < 0.5 for _ in range(4)]
         return lambda: norm_rotate_backward(q[None], k[None], q[None], k[None], wanted, *norm, *rotation)
     if kind == "apply":

@@ -101,6 +101,25 @@ def test_tables_device_positions_and_dense_ids_give_the_same_bits(scheme: str) -
     assert all(torch.equal(other, want) for other in others)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_heads_with_axes_of_their_own_turn_by_positions(implementation: Any) -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    heads = model.config.num_key_value_heads
+
+    def logits(**allocation: Any) -> Tensor:
+        patch(model, rotary_of(model, axes=2, **allocation), implementation=implementation)
+        with torch.no_grad():
+            out: Tensor = model(input_ids, mm_position_ids=table).logits
+        unpatch(model)
+        return out
+
+    with torch.no_grad():
+        bound = rounding(lambda: model(input_ids).logits, model.parameters())
+    columns = logits(allocation="heads", head_axes=[1] * heads)
+    assert_within(columns, logits(allocation=[1] * (rotary_of(model).num_pairs)), bound)
+    assert (logits(allocation="heads", head_axes=[0, 1] * (heads // 2)) - columns).abs().max() > 0.01
+
+
 def test_any_number_of_axes_and_any_allocation() -> None:
     model, input_ids = model_of("qwen3"), tokens(2, 24)
     for scheme, changes in (

@@ -52,6 +52,12 @@ def test_the_kernel_is_refused_where_part_of_a_head_turns() -> None:
     assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
+def test_axes_of_heads_are_refused_where_q_and_k_do_not_turn_whole_by_one_call() -> None:
+    model = model_of("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    with pytest.raises(UnsupportedError, match="got one with head_axes, want one for all heads"):
+        patch(model, rotary_of(model, allocation="heads", head_axes=[0, 1]))
+
+
 def test_the_kernel_is_refused_where_q_and_k_do_not_turn_by_one_call() -> None:
     models: tuple[tuple[str, dict[str, Any]], ...] = (
         ("gemma3n_text", {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2}),

@@ -36,6 +36,7 @@ ROTARIES = {
     "partial adjacent": Rotary(head_dim=24, rotary_dim=16, pairing="adjacent"),
     "columns first": Rotary(head_dim=16, allocation=[1, 1, 0, 1, 0, 0, 0, 1]),
     "three axes": Rotary(head_dim=16, axes=3),
+    "HoPE": Rotary(head_dim=16, allocation=[1, 2, 1, 2, 1, 2, -1, -1]),
     "qwen3-vl": Rotary(head_dim=128, allocation="mrope-interleaved", theta=5e6),
     "qwen2-vl": Rotary(head_dim=128, allocation="sections", mrope_section=[16, 24, 24], theta=1e6),
     "split": Rotary(head_dim=16, allocation="split"),
@@ -88,6 +89,7 @@ def test_pairs_come_evens_then_odds_and_the_rows_are_row_row_column() -> None:
     [
         ("odd pairs", (0, 3, 2), (0, 0, 1)),
         ("one axis", (8, 0, 0), (0, 0, 0)),
+        ("HoPE", (2, 3, 3), (0, 1, 2)),
         ("qwen2-vl", (16, 24, 24), (0, 1, 2)),
         ("qwen3-vl", (24, 20, 20), (0, 1, 2)),
     ],
@@ -107,6 +109,13 @@ def test_other_allocations_are_refused_without_it(name: str) -> None:
     want = "want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
     with pytest.raises(mmpos.UnsupportedError, match=re.escape(want)):
         Sections(ROTARIES[name], 8)
+
+
+def test_axes_of_heads_are_refused() -> None:
+    rotary = Rotary(16, allocation="heads", head_axes=[0, 1, 2])
+    for call in (lambda: Sections(rotary, 8, permuted=True), lambda: qk_channels(rotary)):
+        with pytest.raises(mmpos.UnsupportedError, match="rotary: got one with head_axes, want one for all heads"):
+            call()
 
 
 @pytest.mark.parametrize("room", ["mmpos.integrations.sections", "mmpos.integrations.sglang"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -32,7 +33,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 def pair_axes(rotary: Rotary) -> list[int]:
-    """The axis that drives each pair."""
+    """The axis that drives each pair; −1 for none."""
     pairs, axes, allocation = rotary.rotary_dim // 2, rotary.axes, rotary.allocation
     interleaved = [j % axes for j in range(pairs)]
     if not isinstance(allocation, str):
@@ -59,7 +60,8 @@ def frequencies(rotary: Rotary) -> list[Any]:
         elif rotary.allocation == "pixtral":
             exponent = Fraction(2 * seen[axis] + axis, pairs)
         theta = rotary.theta if isinstance(rotary.theta, float) else rotary.theta[axis]
-        exact.append(mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator))
+        turning = mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator)
+        exact.append(turning if axis >= 0 else mp.mpf(0))
         seen[axis] += 1
     return exact
 
@@ -83,6 +85,13 @@ def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
     return [[Fraction(p[a]) * tau / 2**168 for a, tau in zip(axes, taus, strict=True)] for p in ids]
 
 
+def by_kv_head(rotary: Rotary) -> list[Rotary]:
+    """The rotation of each kv head, as one for all heads; of the only one where heads turn alike."""
+    pairs = rotary.rotary_dim // 2
+    axes = rotary.head_axes
+    return [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
+
+
 def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
     """The first and the second channel of each pair."""
     pairs = rotary.rotary_dim // 2
@@ -92,7 +101,15 @@ def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
 
 
 def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real:
-    """(tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor."""
+    """(tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor.
+
+    Heads of q are as many neighbours for each kv head.
+    """
+    if rotary.head_axes is not None:
+        shared, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
+        every = {axis: rotated(x, ids, one, conjugate) for axis, one in zip(rotary.head_axes, alone, strict=True)}
+        parts = [every[axis][:, h * shared : (h + 1) * shared] for h, axis in enumerate(rotary.head_axes)]
+        return np.concatenate(parts, axis=1)
     first, second = channels(rotary)
     out = x.astype(np.float64)
     phase = -phases(ids, rotary) if conjugate else phases(ids, rotary)
@@ -209,6 +226,7 @@ ROTARIES: Mapping[str, Rotary] = {
     "axial, columns first": Rotary(20, allocation=[1] * 4 + [0] * 6, axes_dim=[12, 8], pairing="adjacent"),
     "pixtral": Rotary(16, allocation="pixtral"),
     "vector": Rotary(12, allocation=[1, 1, 0, 1, 0, 0]),
+    "HoPE": Rotary(16, axes=3, allocation=[1, 2, 1, 2, 1, 2, -1, -1]),
     "inv_freq": Rotary(8, inv_freq=[0.3, 2.5, 0.0, -1.25]),
     "theta per axis": Rotary(16, theta=[100.0, 5e5], allocation="split"),
     "partial": Rotary(20, rotary_dim=12),

@@ -66,7 +66,7 @@ DECLINED: dict[str, dict[str, Any]] = {
     "wide axes of pairs": with_part(3, np.zeros((1, 8), np.int64)),
     "axes of fewer pairs": with_part(3, np.zeros((1, 7), np.int32)),
     "a pair of an axis past the last": with_part(3, np.array([[0, 1] * 3 + [1, 2]], np.int32)),
-    "a pair of an axis below 0": with_part(3, np.array([[0, -1] * 4], np.int32)),
+    "a pair of an axis below none": with_part(3, np.array([[0, -2] * 4], np.int32)),
     "seven coefficients": with_part(4, cpu.COEFFICIENTS[:28]),
     "coefficients in a list": with_part(4, [1.0] * 8),
     "a whole factor": with_part(5, 1),
@@ -106,6 +106,7 @@ def attempt(
 def test_what_is_declined_is_taken_without_its_flaw() -> None:
     assert attempt()
     assert attempt(given=TABLES)
+    assert attempt(**with_part(3, np.array([[0, -1] * 4], np.int32)))  # −1 is none
     assert attempt(k=np.zeros((1, 4, 0, 18), np.float32))
     assert attempt(x=X.astype(np.int16))
     assert attempt(first=4)

@@ -13,6 +13,7 @@ CASES = [
     "rerotate: ids to a table, sm_100",
     "rerotate: partial, sm_100",
     "rerotate: few tokens, sm_80",
+    "rerotate: by head, sm_90",
 ]
 CASES += [
     "rerotate: fractional, sm_90",

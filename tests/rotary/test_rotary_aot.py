@@ -19,6 +19,9 @@ REST = [
     "head_dim 80 adjacent",
     "table integer half, few tokens",
     "table fractional adjacent, few tokens",
+    "by head half",
+    "by head fractional adjacent",
+    "by head head_dim 80 half",
 ]
 NORMS = ["norm half", "backward half", "norm after half", "backward after half"]
 NORM_REST = [
@@ -36,6 +39,7 @@ NORM_REST = [
     "backward half, few tokens",
     "backward of q half",
     "backward head_dim 80 half",
+    "backward by head half",
 ]
 NORM_PARTIAL = ["norm partial half", "backward partial half", "norm partial adjacent", "backward partial adjacent"]
 CACHED = [
@@ -44,7 +48,12 @@ CACHED = [
     "cached bfloat16 half, dense",
     "cached float16 half, few tokens",
 ]
-AMD = ["norm after half, gfx942", "backward after half, gfx942", "cached bfloat16 adjacent, gfx942"]
+AMD = [
+    "norm after half, gfx942",
+    "backward after half, gfx942",
+    "cached bfloat16 adjacent, gfx942",
+    "by head half, gfx942",
+]
 PLAIN_OTHER = [
     "partial half",
     "partial adjacent",

@@ -192,7 +192,7 @@ def test_hf_precision_rotates_by_float32_angles(axes: int) -> None:
 
 # What rotations are for.
 
-ONE_LADDER = [name for name in ROTARIES if "axial" not in name and name != "pixtral" and "theta" not in name]
+ONE_LADDER = [name for name in ROTARIES if not any(word in name for word in ("axial", "pixtral", "theta", "HoPE"))]
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -119,6 +119,26 @@ def test_an_explicit_vector_says_the_axis_of_each_pair() -> None:
     assert Rotary(8, axes=5, allocation=np.array([2, 0, 0, 1])).axes == 5  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{}, {"scaling": YaRN(4, 2048)}, {"inv_freq": [-0.5, 3.0, 0.1, 0.2]}], ids=str)
+def test_a_pair_of_axis_minus_1_has_frequency_0_and_the_others_keep_theirs(options: dict[str, Any]) -> None:
+    rotary, whole = (Rotary(8, axes=3, allocation=axes, **options) for axes in ([1, 2, -1, -1], [1, 2, 1, 2]))
+    assert rotary.pair_axis.tolist() == [1, 2, -1, -1]
+    for name in ("inv_freq_array", "inv_freq_float32", "turns"):
+        assert getattr(rotary, name).tolist() == [*getattr(whole, name)[:2].tolist(), 0, 0]
+    ids = np.arange(6).reshape(3, 2)
+    assert rotary.pair_ids(ids).tolist() == [[2, 3], [4, 5], [0, 0], [0, 0]]
+
+
+def test_heads_have_an_axis_each_and_the_whole_ladder() -> None:
+    rotary = Rotary(8, allocation="heads", head_axes=np.array([0, 2, -1]))  # type: ignore[arg-type]
+    assert (rotary.axes, rotary.head_axes) == (3, (0, 2, -1))
+    assert rotary.pair_axis.tolist() == [[0] * 4, [2] * 4, [-1] * 4]
+    assert not rotary.pair_axis.flags.writeable
+    assert rotary.turns.tolist() == Rotary(8).turns.tolist()
+    ids = np.arange(6).reshape(3, 2)
+    assert rotary.pair_ids(ids).tolist() == [[[0, 1]] * 4, [[4, 5]] * 4, [[0, 0]] * 4]
+
+
 @pytest.mark.parametrize("scaling", [None, YaRN(4, 2048), PRoPE(0.4), NTK(3)])
 @pytest.mark.parametrize(
     "arguments",
@@ -166,12 +186,31 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         (
             {"allocation": "interleave"},
             "allocation: got 'interleave', want one of 'interleaved', 'split', 'axial', 'pixtral', 'sections', "
-            "'mrope-interleaved'",
+            "'mrope-interleaved', 'heads'",
         ),
         ({"allocation": 3}, "allocation: got 3, want a sequence of numbers"),
         ({"allocation": [0, 1]}, "allocation: got 2 axes, want one for each of 8 pairs"),
         ({"axes": 2, "allocation": [0, 1, 2, 0, 1, 0, 1, 0]}, "allocation[2]: got 2, want <= 1"),
-        ({"allocation": [0, 1, -1, 0, 1, 0, 1, 0]}, "allocation[2]: got -1, want >= 0"),
+        ({"allocation": [0, 1, -2, 0, 1, 0, 1, 0]}, "allocation[2]: got -2, want >= -1"),
+        ({"allocation": [-1] * 8}, "axes: got 0, want >= 1"),
+        ({"allocation": "heads"}, "head_axes: got 0 axes, want 1 to 256, one for each kv head"),
+        ({"allocation": "heads", "head_axes": [0] * 257}, "head_axes: got 257 axes, want 1 to 256"),
+        ({"allocation": "heads", "head_axes": [0, 3], "axes": 3}, "head_axes[1]: got 3, want <= 2"),
+        ({"allocation": "heads", "head_axes": [0, -2]}, "head_axes[1]: got -2, want >= -1"),
+        ({"allocation": "heads", "head_axes": 8}, "head_axes: got 8, want a sequence of numbers"),
+        ({"head_axes": [0, 1]}, "head_axes: got [0, 1], want None for allocation 'interleaved'"),
+        (
+            {"allocation": "heads", "head_axes": [0, 1], "theta": [1e4, 1e5]},
+            "theta: got (10000.0, 100000.0), want one base for allocation 'heads', the same for all",
+        ),
+        (
+            {"allocation": "heads", "head_axes": [0, 1], "mrope_section": [4, 4]},
+            "mrope_section: got [4, 4], want None for allocation 'heads'",
+        ),
+        (
+            {"allocation": "heads", "head_axes": [0, 1], "axes_dim": [4, 12]},
+            "axes_dim: got [4, 12], want None for allocation 'heads'",
+        ),
         ({"allocation": [0.0] * 8}, "allocation[0]: got 0.0, want an integer"),
         ({"allocation": "axial", "axes": 3}, "allocation 'axial': got 8 pairs, want a multiple of axes=3, or axes_dim"),
         ({"axes_dim": [8, 8]}, "axes_dim: got [8, 8], want None for allocation 'interleaved'"),
@@ -284,7 +323,8 @@ ROTARIES = [
     Rotary(16, allocation="sections", mrope_section=(2, 3, 3)),
     Rotary(16, allocation="axial", axes_dim=(4, 10, 2)),
     Rotary(16, allocation=[1, 0] * 4, axes_dim=(8, 8)),
-    Rotary(16, allocation=(0, 0, 1, 2, 0, 0, 1, 2), inv_freq=[0.1] * 8),
+    Rotary(16, allocation=(0, 0, 1, 2, 0, -1, 1, 2), inv_freq=[0.1] * 8),
+    Rotary(16, allocation="heads", head_axes=(0, 0, 1, -1)),
     Rotary(128, allocation="mrope-interleaved"),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
     *(Rotary(16, scaling=scaling).for_length(10_000) for scaling in EVERY_SCALING),

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 NAMES = [
     "plain", "norm", "fractional", "norm adjacent", "head_dim 80", "partial", "few tokens",
-    "norm, return k", "other values", "norm after", "cached bfloat16",
+    "norm, return k", "other values", "norm after", "cached bfloat16", "by head",
 ]  # fmt: skip
 
 STORES = {"other values": 5, "partial": 12, "norm, return k": 8}

@@ -413,6 +413,7 @@ ROTARIES = [
     Rotary(16),
     Rotary(16, allocation="split", pairing="adjacent", rotary_dim=8),
     Rotary(16, allocation="axial", axes_dim=[4, 12]),
+    Rotary(16, allocation="heads", head_axes=[1, 0, -1]),
     Rotary(16, scaling=YaRN(4, 128), precision="hf"),
 ]
 

@@ -159,6 +159,8 @@ ROTARIES = [
     Rotary(128, allocation="mrope-interleaved"),
     Rotary(128, allocation="sections", mrope_section=[16, 24, 24]),
     Rotary(8, allocation=[0, 1, 0, 1], pairing="adjacent", precision="hf"),
+    Rotary(8, allocation=[1, 2, -1, -1]),
+    Rotary(8, axes=4, allocation="heads", head_axes=[0, 0, 1, -1]),
     Rotary(128, allocation="axial", axes_dim=[16, 56, 56], pairing="adjacent"),
     Rotary(16, allocation=[1, 0] * 4, axes_dim=[8, 8]),
     Rotary(16, rotary_dim=8, inv_freq=[1, 0.5, 0.25, 0.125]),

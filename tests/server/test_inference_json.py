@@ -154,7 +154,8 @@ SCALINGS: list[dict[str, object]] = [
 ROTARIES: list[dict[str, object]] = [
     {"theta": 1e4, "axes": 2, "allocation": "split", "pairing": "half", "rotary_dim": 16, "precision": "hf"},
     {"axes": 2, "allocation": "sections", "mrope_section": [4, 4]},
-    {"axes": 2, "allocation": [0, 1] * 4, "inv_freq": [1.0] * 8},
+    {"axes": 2, "allocation": [0, -1] * 4, "inv_freq": [1.0] * 8},
+    {"axes": 2, "allocation": "heads", "head_axes": [1]},
     {"axes": 2, "allocation": "axial", "axes_dim": [8, 8], "theta": [1e4, 1e3]},
     *({"axes": 2, "scaling": scaling, "length": 128} for scaling in SCALINGS),
 ]

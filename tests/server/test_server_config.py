@@ -169,7 +169,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         (
             "[profiles.a.rotary]\nhead_dim = 8\nbase = 1\n",
             "profiles.a.rotary: got 'base', want one of 'head_dim', 'theta', 'axes', 'allocation', 'pairing', "
-            "'rotary_dim', 'scaling', 'precision', 'mrope_section', 'inv_freq', 'length', 'axes_dim'",
+            "'rotary_dim', 'scaling', 'precision', 'mrope_section', 'inv_freq', 'length', 'axes_dim', 'head_axes'",
         ),
         ("[profiles.a.rotary]\n", "profiles.a.rotary: got [], want head_dim among them"),
         ("a = \n", "got broken TOML (Invalid value (at line 1, column 5)), want TOML"),

@@ -211,6 +211,16 @@ TURN: dict[str, Claim] = {
         "positions.table.num_tokens: got 9223372036854775807",
     ),
     "many bytes of reply": (lambda: turn(table(16 * 10**6), head_dim=8), MUCH, "response_bytes: got 1024000000"),
+    "many heads of reply": (
+        lambda: turn(table(16 * 10**4), head_dim=8, allocation="heads", head_axes=[1] * 100),
+        MUCH,
+        "response_bytes: got 1024000000",
+    ),
+    "a million heads": (
+        lambda: turn(head_dim=8, allocation="heads", head_axes=[1] * 10**6),
+        BAD,
+        "rotary.head_axes: got 1000000 numbers, want at most 256",
+    ),
     "no axes": (lambda: turn({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), BAD, "positions: got shape (0, 4)"),
     "axes of a table": (
         lambda: turn({"table": table_pb2.PositionTable(axes=INT32)}, head_dim=8),

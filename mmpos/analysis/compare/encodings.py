@@ -34,8 +34,8 @@ def first_positions(encoding: Known, most: int) -> IntArray:
 
 
 def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
-    """Give the vector of each position: rows of a table, a vector of ones that was turned, or the biases of all
-    heads for a query at the position and a key at 0.
+    """Give the vector of each position: rows of a table, a vector of ones that was turned (by all heads where they have
+    axes of their own), or the biases of all heads for a query at the position and a key at 0.
 
     Args:
         encoding: of any kind.
@@ -47,7 +47,8 @@ def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
     if isinstance(encoding, AdditiveTable):
         return encoding.table(positions)
     if isinstance(encoding, Rotation):
-        return encoding.rotate(np.ones((np.shape(positions)[-1], encoding.rotary.head_dim)), positions)
+        count = np.shape(positions)[-1]
+        return encoding.rotate(np.ones((count, *encoding.shape)), positions).reshape(count, -1)
     return encoding.bias(positions, [0])[..., 0].T
 
 
@@ -67,8 +68,9 @@ def scores(encoding: Known, positions: IntArray) -> Float64Array:
         return (rows @ rows.T)[None]
     if isinstance(encoding, Rotation):
         # One query and one key, which are nothing special.
-        q, k = np.random.default_rng(0).standard_normal((2, 1, encoding.rotary.head_dim)).repeat(len(positions), axis=1)
-        return (encoding.rotate(q, positions) @ encoding.rotate(k, positions).T)[None]
+        q, k = np.random.default_rng(0).standard_normal((2, 1, *encoding.shape)).repeat(len(positions), axis=1)
+        q, k = (encoding.rotate(x, positions).reshape(len(positions), -1, x.shape[-1]) for x in (q, k))
+        return np.einsum("qhd,khd->hqk", q, k)
     return encoding.bias(positions, positions)
 
 

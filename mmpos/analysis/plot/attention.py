@@ -52,7 +52,7 @@ def attention_kernel(
     positions: PositionTable, rotary: Rotary, token: int | None = None, label: str | None = None
 ) -> Kernel:
     """Compute the mean cosine over pairs from the phase of a patch to those of its image and of the text around it:
-    Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs.
+    Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs, over the heads too where they have axes of their own.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, SegmentTable, Text
@@ -118,8 +118,8 @@ def _query(positions: PositionTable, token: int | None) -> tuple[int, int]:
 
 def _cosines(ids: npt.NDArray[np.float64], rotary: Rotary, token: int) -> Cosines:
     """(tokens,) means over pairs, from (axes, tokens) ids."""
-    difference = (ids[:, [token]] - ids)[rotary.pair_axis]
-    means: Cosines = np.cos(difference * rotary.inv_freq_array[:, None]).mean(axis=0)
+    difference = rotary.pair_ids(ids[:, [token]] - ids)
+    means: Cosines = np.cos(difference * rotary.inv_freq_array[:, None]).reshape(-1, ids.shape[1]).mean(axis=0)
     return means
 
 

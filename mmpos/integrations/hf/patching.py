@@ -144,7 +144,17 @@ def _hooks(anatomy: Anatomy, hook: ModelHook) -> tuple[RemovableHandle, ...]:
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
-    """Decide when layers rotate by positions themselves: "never", "always", or on "cuda"."""
+    """Decide when layers rotate by positions themselves: "never", "always", or on "cuda".
+
+    Heads with axes of their own have no cos and sin that a model's function takes: they always rotate by positions.
+    """
+    by_head = any(one.head_axes is not None for one in rotaries.values())
+    if by_head and (not anatomy.fuses or any(one.rotary_dim != one.head_dim for one in rotaries.values())):
+        raise UnsupportedError(
+            "rotary: got one with head_axes, want one for all heads: the model does not turn whole q and k by one call"
+        )
+    if by_head:
+        return "always"
     if implementation == "reference":
         return "never"
     if implementation == "auto":

@@ -41,7 +41,12 @@ def pair_order(rotary: Rotary) -> IntArray:
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
     """
-    return np.argsort(rotary.pair_axis, kind="stable")
+    return np.argsort(_axes(rotary), kind="stable")
+
+
+def _axes(rotary: Rotary) -> IntArray:
+    """Return the axis of each pair: the first for one that does not turn, as the cache has it by no id."""
+    return np.maximum(rotary.pair_axis, 0)
 
 
 def qk_channels(rotary: Rotary) -> IntArray:
@@ -67,6 +72,8 @@ def qk_channels(rotary: Rotary) -> IntArray:
 def _check_rotary(rotary: Rotary) -> None:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
+    if rotary.head_axes is not None:
+        raise UnsupportedError("rotary: got one with head_axes, want one for all heads, as kernels of engines have it")
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,8 @@ class Sections:
         permuted: whether the weights of q and k are those of ``permute_qk``.
 
     Raises:
-        UnsupportedError: more than three axes, or an allocation that needs ``permute_qk`` without it.
+        UnsupportedError: more than three axes, or an allocation that needs ``permute_qk`` without it; a rotary with
+            head_axes.
     """
 
     rotary: Rotary
@@ -102,7 +110,7 @@ class Sections:
         object.__setattr__(self, "permuted", boolean("permuted", self.permuted))
         if self.rotary.axes > len(ROWS):
             raise UnsupportedError(f"rotary: got {self.rotary.axes} axes, want at most 3, the rows of ids of an engine")
-        if not self.permuted and (np.diff(self.rotary.pair_axis) < 0).any():
+        if not self.permuted and (np.diff(_axes(self.rotary)) < 0).any():
             raise UnsupportedError(
                 f"rotary: got allocation {self.rotary.allocation!r}, want one of contiguous sections, such as 'split', "
                 "or weights from permute_qk and permuted=True"
@@ -111,7 +119,7 @@ class Sections:
     @property
     def mrope_section(self) -> tuple[int, int, int]:
         """Pairs rotated by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
-        counts = np.bincount(self.rotary.pair_axis, minlength=self.rotary.axes).tolist()
+        counts = np.bincount(_axes(self.rotary), minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
 

@@ -145,6 +145,7 @@ def launch_backward(
     tokens = batch * seq
     width = tiling.width(head_dim, rotation.num_pairs, True)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
+    shares = tiling.shares_of(shares, rotation.head_groups)
     grid = tiling.cdiv(tokens, block), shares
     sums = [q.new_empty((grid[0] * grid[1], head_dim), dtype=torch.float32) if want else None for want in summed]
     with launching.on(q.device):

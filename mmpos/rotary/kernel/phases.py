@@ -124,9 +124,14 @@ def _ids_of_pairs(
     positions, segments, row_stride, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute (BLOCK, pairs_padded) ids of tokens, each on the axis of its pair: integer part and fraction."""
+    """Compute (BLOCK, pairs_padded) ids of tokens, each on the axis of its pair: integer part and fraction.
+
+    The axis −1 is none of them, and its ids stay 0.
+    """
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
+    if ANGLES.head_groups > 0:
+        pair_axis += tl.program_id(1) * ANGLES.head_groups // tl.num_programs(1) * CHANNELS.pairs
     pair = columns_of(BLOCK, width, CHANNELS)
     axis_of_pair = tl.load(pair_axis + pair, mask=pair < CHANNELS.pairs, other=0)
     column = positions + token

@@ -95,6 +95,7 @@ def launch_rerotate(
         return
     form = format_of(pages.dtype, scales is not None) if pages.dtype.itemsize == 1 else None
     block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, scales is not None))
+    shares = tiling.shares_of(shares, stop.head_groups)
     with launching.on(pages.device):
         launching.launch(
             rerotate_kernel, (tiling.cdiv(tokens, block), shares), warps,

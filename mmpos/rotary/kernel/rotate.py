@@ -135,6 +135,7 @@ def launch_rotate(
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
+    shares = tiling.shares_of(shares, rotation.head_groups)
     of = tiling.channels_of if norm is not NONE else tiling.pieces_of
     channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
     rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
@@ -173,6 +174,7 @@ def launch_store(
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
+    shares = tiling.shares_of(shares, rotation.head_groups)
     with launching.on(q.device):
         launching.launch(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,

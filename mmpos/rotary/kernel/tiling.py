@@ -59,6 +59,7 @@ class Angles(NamedTuple):
         conjugate: whether to rotate by the negative angles.
         scaled: whether cos and sin are multiplied by a factor.
         cache_rows: rows of an engine's cache that cos and sin are read from; 0 where they are computed.
+        head_groups: groups of heads with axes of their own, each a row of pair_axis; 0 where all heads turn alike.
     """
 
     axes: int
@@ -68,6 +69,7 @@ class Angles(NamedTuple):
     conjugate: bool
     scaled: bool
     cache_rows: int = 0
+    head_groups: int = 0
 
 
 def heads_of(x: Tensor) -> Heads:
@@ -106,6 +108,7 @@ def angles_of(rotation: RotationArguments) -> Angles:
         rotation.conjugate,
         rotation.attention_factor != 1.0,
         rotation.cache_rows,
+        rotation.head_groups,
     )
 
 
@@ -132,6 +135,11 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     block = max(1, 32 * warps * 8 // pairs)
     shares = max(wanted // (warps * cdiv(tokens, block)), cdiv(heads, MOST_HEADS))
     return block, max(1, min(cdiv(heads, 2), shares)), warps
+
+
+def shares_of(shares: int, groups: int) -> int:
+    """Round up to as many programs for each group of heads: a program has phases of one group alone."""
+    return groups * cdiv(shares, groups) if groups else shares
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:

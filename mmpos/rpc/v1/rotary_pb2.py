@@ -26,7 +26,7 @@ from mmpos.rpc.v1 import table_pb2 as mmpos_dot_rpc_dot_v1_dot_table__pb2
 from mmpos.rpc.v1 import tensor_pb2 as mmpos_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mmpos/rpc/v1/rotary.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"\x90\x04\n\x07Scaling\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x13\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15original_max_position\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x1c\n\x0flow_freq_factor\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10high_freq_factor\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x16\n\tbeta_fast\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x16\n\tbeta_slow\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10\x61ttention_factor\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x13\n\x06mscale\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1b\n\x0emscale_all_dim\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x15\n\x08truncate\x18\x0b \x01(\x08H\t\x88\x01\x01\x12\x14\n\x0cshort_factor\x18\x0c \x03(\x01\x12\x13\n\x0blong_factor\x18\r \x03(\x01\x12\x0e\n\x01p\x18\x0e \x01(\x01H\n\x88\x01\x01\x42\t\n\x07_factorB\x18\n\x16_original_max_positionB\x12\n\x10_low_freq_factorB\x13\n\x11_high_freq_factorB\x0c\n\n_beta_fastB\x0c\n\n_beta_slowB\x13\n\x11_attention_factorB\t\n\x07_mscaleB\x11\n\x0f_mscale_all_dimB\x0b\n\t_truncateB\x04\n\x02_p\"\x90\x03\n\x06Rotary\x12\x10\n\x08head_dim\x18\x01 \x01(\x03\x12\r\n\x05theta\x18\x02 \x03(\x01\x12\x11\n\x04\x61xes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nallocation\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x11\n\tpair_axis\x18\x05 \x03(\x03\x12&\n\x07pairing\x18\x06 \x01(\x0e\x32\x15.mmpos.rpc.v1.Pairing\x12\x17\n\nrotary_dim\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12+\n\x07scaling\x18\x08 \x01(\x0b\x32\x15.mmpos.rpc.v1.ScalingH\x03\x88\x01\x01\x12*\n\tprecision\x18\t \x01(\x0e\x32\x17.mmpos.rpc.v1.Precision\x12\x15\n\rmrope_section\x18\n \x03(\x03\x12\x10\n\x08inv_freq\x18\x0b \x03(\x01\x12\x13\n\x06length\x18\x0c \x01(\x03H\x04\x88\x01\x01\x12\x10\n\x08\x61xes_dim\x18\r \x03(\x03\x42\x07\n\x05_axesB\r\n\x0b_allocationB\r\n\x0b_rotary_dimB\n\n\x08_scalingB\t\n\x07_length\"W\n\x0eRotarySettings\x12&\n\x06rotary\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.RotaryH\x00\x12\x11\n\x07profile\x18\x02 \x01(\tH\x00\x42\n\n\x08settings\"q\n\x0fRotaryPositions\x12,\n\x05table\x18\x01 \x01(\x0b\x32\x1b.mmpos.rpc.v1.PositionTableH\x00\x12#\n\x03ids\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x42\x0b\n\tpositions\"\xd7\x01\n\rCosSinRequest\x12\x30\n\tpositions\x18\x01 \x01(\x0b\x32\x1d.mmpos.rpc.v1.RotaryPositions\x12,\n\x06rotary\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.RotarySettings\x12*\n\x06layout\x18\x03 \x01(\x0e\x32\x1a.mmpos.rpc.v1.CosSinLayout\x12/\n\x06output\x18\x04 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x00\x88\x01\x01\x42\t\n\x07_output\"\xa4\x01\n\x0e\x43osSinResponse\x12&\n\x03\x63os\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12&\n\x03sin\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x01\x88\x01\x01\x12(\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x02\x88\x01\x01\x42\x06\n\x04_cosB\x06\n\x04_sinB\x08\n\x06_cache\"\xb7\x02\n\rRotateRequest\x12\x1f\n\x01q\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12$\n\x01k\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12\x30\n\tpositions\x18\x03 \x01(\x0b\x32\x1d.mmpos.rpc.v1.RotaryPositions\x12,\n\x06rotary\x18\x04 \x01(\x0b\x32\x1c.mmpos.rpc.v1.RotarySettings\x12*\n\x06layout\x18\x05 \x01(\x0e\x32\x1a.mmpos.rpc.v1.RotateLayout\x12\x11\n\tconjugate\x18\x06 \x01(\x08\x12/\n\x06output\x18\x07 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x01\x88\x01\x01\x42\x04\n\x02_kB\t\n\x07_output\"]\n\x0eRotateResponse\x12\x1f\n\x01q\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12$\n\x01k\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x42\x04\n\x02_k*J\n\x07Pairing\x12\x17\n\x13PAIRING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPAIRING_HALF\x10\x01\x12\x14\n\x10PAIRING_ADJACENT\x10\x02*M\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x13\n\x0fPRECISION_EXACT\x10\x01\x12\x10\n\x0cPRECISION_HF\x10\x02*\xa3\x01\n\x0c\x43osSinLayout\x12\x1e\n\x1a\x43OS_SIN_LAYOUT_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43OS_SIN_LAYOUT_PAIRS\x10\x01\x12\x1f\n\x1b\x43OS_SIN_LAYOUT_TRANSFORMERS\x10\x02\x12\x1d\n\x19\x43OS_SIN_LAYOUT_TORCHTITAN\x10\x03\x12\x19\n\x15\x43OS_SIN_LAYOUT_ANGLES\x10\x04*t\n\x0cRotateLayout\x12\x1d\n\x19ROTATE_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11ROTATE_LAYOUT_THD\x10\x01\x12\x16\n\x12ROTATE_LAYOUT_BSHD\x10\x02\x12\x16\n\x12ROTATE_LAYOUT_BHSD\x10\x03\x32\xa3\x01\n\rRotaryService\x12H\n\x06\x43osSin\x12\x1b.mmpos.rpc.v1.CosSinRequest\x1a\x1c.mmpos.rpc.v1.CosSinResponse\"\x03\x90\x02\x01\x12H\n\x06Rotate\x12\x1b.mmpos.rpc.v1.RotateRequest\x1a\x1c.mmpos.rpc.v1.RotateResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mmpos/rpc/v1/rotary.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"\x90\x04\n\x07Scaling\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x13\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15original_max_position\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x1c\n\x0flow_freq_factor\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10high_freq_factor\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x16\n\tbeta_fast\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x16\n\tbeta_slow\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10\x61ttention_factor\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x13\n\x06mscale\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1b\n\x0emscale_all_dim\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x15\n\x08truncate\x18\x0b \x01(\x08H\t\x88\x01\x01\x12\x14\n\x0cshort_factor\x18\x0c \x03(\x01\x12\x13\n\x0blong_factor\x18\r \x03(\x01\x12\x0e\n\x01p\x18\x0e \x01(\x01H\n\x88\x01\x01\x42\t\n\x07_factorB\x18\n\x16_original_max_positionB\x12\n\x10_low_freq_factorB\x13\n\x11_high_freq_factorB\x0c\n\n_beta_fastB\x0c\n\n_beta_slowB\x13\n\x11_attention_factorB\t\n\x07_mscaleB\x11\n\x0f_mscale_all_dimB\x0b\n\t_truncateB\x04\n\x02_p\"\xa3\x03\n\x06Rotary\x12\x10\n\x08head_dim\x18\x01 \x01(\x03\x12\r\n\x05theta\x18\x02 \x03(\x01\x12\x11\n\x04\x61xes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nallocation\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x11\n\tpair_axis\x18\x05 \x03(\x03\x12&\n\x07pairing\x18\x06 \x01(\x0e\x32\x15.mmpos.rpc.v1.Pairing\x12\x17\n\nrotary_dim\x18\x07 \x01(\x03H\x02\x88\x01\x01\x12+\n\x07scaling\x18\x08 \x01(\x0b\x32\x15.mmpos.rpc.v1.ScalingH\x03\x88\x01\x01\x12*\n\tprecision\x18\t \x01(\x0e\x32\x17.mmpos.rpc.v1.Precision\x12\x15\n\rmrope_section\x18\n \x03(\x03\x12\x10\n\x08inv_freq\x18\x0b \x03(\x01\x12\x13\n\x06length\x18\x0c \x01(\x03H\x04\x88\x01\x01\x12\x10\n\x08\x61xes_dim\x18\r \x03(\x03\x12\x11\n\thead_axes\x18\x0e \x03(\x03\x42\x07\n\x05_axesB\r\n\x0b_allocationB\r\n\x0b_rotary_dimB\n\n\x08_scalingB\t\n\x07_length\"W\n\x0eRotarySettings\x12&\n\x06rotary\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.RotaryH\x00\x12\x11\n\x07profile\x18\x02 \x01(\tH\x00\x42\n\n\x08settings\"q\n\x0fRotaryPositions\x12,\n\x05table\x18\x01 \x01(\x0b\x32\x1b.mmpos.rpc.v1.PositionTableH\x00\x12#\n\x03ids\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x42\x0b\n\tpositions\"\xd7\x01\n\rCosSinRequest\x12\x30\n\tpositions\x18\x01 \x01(\x0b\x32\x1d.mmpos.rpc.v1.RotaryPositions\x12,\n\x06rotary\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.RotarySettings\x12*\n\x06layout\x18\x03 \x01(\x0e\x32\x1a.mmpos.rpc.v1.CosSinLayout\x12/\n\x06output\x18\x04 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x00\x88\x01\x01\x42\t\n\x07_output\"\xa4\x01\n\x0e\x43osSinResponse\x12&\n\x03\x63os\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12&\n\x03sin\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x01\x88\x01\x01\x12(\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x02\x88\x01\x01\x42\x06\n\x04_cosB\x06\n\x04_sinB\x08\n\x06_cache\"\xb7\x02\n\rRotateRequest\x12\x1f\n\x01q\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12$\n\x01k\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12\x30\n\tpositions\x18\x03 \x01(\x0b\x32\x1d.mmpos.rpc.v1.RotaryPositions\x12,\n\x06rotary\x18\x04 \x01(\x0b\x32\x1c.mmpos.rpc.v1.RotarySettings\x12*\n\x06layout\x18\x05 \x01(\x0e\x32\x1a.mmpos.rpc.v1.RotateLayout\x12\x11\n\tconjugate\x18\x06 \x01(\x08\x12/\n\x06output\x18\x07 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x01\x88\x01\x01\x42\x04\n\x02_kB\t\n\x07_output\"]\n\x0eRotateResponse\x12\x1f\n\x01q\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12$\n\x01k\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x42\x04\n\x02_k*J\n\x07Pairing\x12\x17\n\x13PAIRING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPAIRING_HALF\x10\x01\x12\x14\n\x10PAIRING_ADJACENT\x10\x02*M\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x13\n\x0fPRECISION_EXACT\x10\x01\x12\x10\n\x0cPRECISION_HF\x10\x02*\xa3\x01\n\x0c\x43osSinLayout\x12\x1e\n\x1a\x43OS_SIN_LAYOUT_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43OS_SIN_LAYOUT_PAIRS\x10\x01\x12\x1f\n\x1b\x43OS_SIN_LAYOUT_TRANSFORMERS\x10\x02\x12\x1d\n\x19\x43OS_SIN_LAYOUT_TORCHTITAN\x10\x03\x12\x19\n\x15\x43OS_SIN_LAYOUT_ANGLES\x10\x04*t\n\x0cRotateLayout\x12\x1d\n\x19ROTATE_LAYOUT_UNSPECIFIED\x10\x00\x12\x15\n\x11ROTATE_LAYOUT_THD\x10\x01\x12\x16\n\x12ROTATE_LAYOUT_BSHD\x10\x02\x12\x16\n\x12ROTATE_LAYOUT_BHSD\x10\x03\x32\xa3\x01\n\rRotaryService\x12H\n\x06\x43osSin\x12\x1b.mmpos.rpc.v1.CosSinRequest\x1a\x1c.mmpos.rpc.v1.CosSinResponse\"\x03\x90\x02\x01\x12H\n\x06Rotate\x12\x1b.mmpos.rpc.v1.RotateRequest\x1a\x1c.mmpos.rpc.v1.RotateResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,30 +37,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROTARYSERVICE'].methods_by_name['CosSin']._serialized_options = b'\220\002\001'
   _globals['_ROTARYSERVICE'].methods_by_name['Rotate']._loaded_options = None
   _globals['_ROTARYSERVICE'].methods_by_name['Rotate']._serialized_options = b'\220\002\001'
-  _globals['_PAIRING']._serialized_start=2028
-  _globals['_PAIRING']._serialized_end=2102
-  _globals['_PRECISION']._serialized_start=2104
-  _globals['_PRECISION']._serialized_end=2181
-  _globals['_COSSINLAYOUT']._serialized_start=2184
-  _globals['_COSSINLAYOUT']._serialized_end=2347
-  _globals['_ROTATELAYOUT']._serialized_start=2349
-  _globals['_ROTATELAYOUT']._serialized_end=2465
+  _globals['_PAIRING']._serialized_start=2047
+  _globals['_PAIRING']._serialized_end=2121
+  _globals['_PRECISION']._serialized_start=2123
+  _globals['_PRECISION']._serialized_end=2200
+  _globals['_COSSINLAYOUT']._serialized_start=2203
+  _globals['_COSSINLAYOUT']._serialized_end=2366
+  _globals['_ROTATELAYOUT']._serialized_start=2368
+  _globals['_ROTATELAYOUT']._serialized_end=2484
   _globals['_SCALING']._serialized_start=97
   _globals['_SCALING']._serialized_end=625
   _globals['_ROTARY']._serialized_start=628
-  _globals['_ROTARY']._serialized_end=1028
-  _globals['_ROTARYSETTINGS']._serialized_start=1030
-  _globals['_ROTARYSETTINGS']._serialized_end=1117
-  _globals['_ROTARYPOSITIONS']._serialized_start=1119
-  _globals['_ROTARYPOSITIONS']._serialized_end=1232
-  _globals['_COSSINREQUEST']._serialized_start=1235
-  _globals['_COSSINREQUEST']._serialized_end=1450
-  _globals['_COSSINRESPONSE']._serialized_start=1453
-  _globals['_COSSINRESPONSE']._serialized_end=1617
-  _globals['_ROTATEREQUEST']._serialized_start=1620
-  _globals['_ROTATEREQUEST']._serialized_end=1931
-  _globals['_ROTATERESPONSE']._serialized_start=1933
-  _globals['_ROTATERESPONSE']._serialized_end=2026
-  _globals['_ROTARYSERVICE']._serialized_start=2468
-  _globals['_ROTARYSERVICE']._serialized_end=2631
+  _globals['_ROTARY']._serialized_end=1047
+  _globals['_ROTARYSETTINGS']._serialized_start=1049
+  _globals['_ROTARYSETTINGS']._serialized_end=1136
+  _globals['_ROTARYPOSITIONS']._serialized_start=1138
+  _globals['_ROTARYPOSITIONS']._serialized_end=1251
+  _globals['_COSSINREQUEST']._serialized_start=1254
+  _globals['_COSSINREQUEST']._serialized_end=1469
+  _globals['_COSSINRESPONSE']._serialized_start=1472
+  _globals['_COSSINRESPONSE']._serialized_end=1636
+  _globals['_ROTATEREQUEST']._serialized_start=1639
+  _globals['_ROTATEREQUEST']._serialized_end=1950
+  _globals['_ROTATERESPONSE']._serialized_start=1952
+  _globals['_ROTATERESPONSE']._serialized_end=2045
+  _globals['_ROTARYSERVICE']._serialized_start=2487
+  _globals['_ROTARYSERVICE']._serialized_end=2650
 # @@protoc_insertion_point(module_scope)

@@ -78,9 +78,11 @@ class _CosSinLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CosSinLa
     COS_SIN_LAYOUT_UNSPECIFIED: _CosSinLayout.ValueType  # 0
     """Not a layout: left out, PAIRS."""
     COS_SIN_LAYOUT_PAIRS: _CosSinLayout.ValueType  # 1
-    """cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length."""
+    """cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length; with head_axes
+    (..., kv_heads, pairs).
+    """
     COS_SIN_LAYOUT_TRANSFORMERS: _CosSinLayout.ValueType  # 2
-    """cos and sin, (batch, seq, rotary_dim), batch 1 when packed."""
+    """cos and sin, (batch, seq, rotary_dim), batch 1 when packed; with head_axes (batch, kv_heads, seq, rotary_dim)."""
     COS_SIN_LAYOUT_TORCHTITAN: _CosSinLayout.ValueType  # 3
     """One cache, (..., 2 * rotary_dim) of cos then sin, or COMPLEX64 (..., pairs) for adjacent pairs."""
     COS_SIN_LAYOUT_ANGLES: _CosSinLayout.ValueType  # 4
@@ -92,9 +94,11 @@ class CosSinLayout(_CosSinLayout, metaclass=_CosSinLayoutEnumTypeWrapper):
 COS_SIN_LAYOUT_UNSPECIFIED: CosSinLayout.ValueType  # 0
 """Not a layout: left out, PAIRS."""
 COS_SIN_LAYOUT_PAIRS: CosSinLayout.ValueType  # 1
-"""cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length."""
+"""cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length; with head_axes
+(..., kv_heads, pairs).
+"""
 COS_SIN_LAYOUT_TRANSFORMERS: CosSinLayout.ValueType  # 2
-"""cos and sin, (batch, seq, rotary_dim), batch 1 when packed."""
+"""cos and sin, (batch, seq, rotary_dim), batch 1 when packed; with head_axes (batch, kv_heads, seq, rotary_dim)."""
 COS_SIN_LAYOUT_TORCHTITAN: CosSinLayout.ValueType  # 3
 """One cache, (..., 2 * rotary_dim) of cos then sin, or COMPLEX64 (..., pairs) for adjacent pairs."""
 COS_SIN_LAYOUT_ANGLES: CosSinLayout.ValueType  # 4
@@ -271,12 +275,13 @@ class Rotary(_message.Message):
     INV_FREQ_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     AXES_DIM_FIELD_NUMBER: _builtins.int
+    HEAD_AXES_FIELD_NUMBER: _builtins.int
     head_dim: _builtins.int
     """Channels of a head; even; required."""
     axes: _builtins.int
     """Position axes; left out, what the allocation says, else 2."""
     allocation: _builtins.str
-    """"interleaved", "split", "sections", "mrope-interleaved", "axial" or "pixtral"; left out, "interleaved"."""
+    """"interleaved", "split", "sections", "mrope-interleaved", "axial", "pixtral" or "heads"; left out, "interleaved"."""
     pairing: Global___Pairing.ValueType
     """Which channels make a pair."""
     rotary_dim: _builtins.int
@@ -291,7 +296,7 @@ class Rotary(_message.Message):
 
     @_builtins.property
     def pair_axis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The axis of every pair, instead of an allocation by name."""
+        """The axis of every pair, -1 for one that does not turn, instead of an allocation by name."""
 
     @_builtins.property
     def scaling(self) -> Global___Scaling:
@@ -309,6 +314,10 @@ class Rotary(_message.Message):
     def axes_dim(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Channels per axis, for "axial" whose axes have different numbers of them; empty, equal parts."""
 
+    @_builtins.property
+    def head_axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The axis of every kv head and of the q heads that share it, -1 for heads that do not turn, for "heads"."""
+
     def __init__(
         self,
         *,
@@ -325,10 +334,11 @@ class Rotary(_message.Message):
         inv_freq: _abc.Iterable[_builtins.float] | None = ...,
         length: _builtins.int | None = ...,
         axes_dim: _abc.Iterable[_builtins.int] | None = ...,
+        head_axes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "length", b"length", "rotary_dim", b"rotary_dim", "scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "head_axes", b"head_axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allocation: _TypeAlias = _typing.Literal["allocation"]  # noqa: Y015
     _WhichOneofArgType__allocation: _TypeAlias = _typing.Literal["_allocation", b"_allocation"]  # noqa: Y015

@@ -1,0 +1,418 @@
+"""Rotations whose heads have axes of their own, as MHRoPE has them: every operator, in every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rotary_oracle import DTYPES, assert_rotated, by_kv_head, heads, ids_of, packed, phases, rotated
+from store_oracle import DEVICE, assert_same_bits
+from tolerance import assert_within, cos_sin, printed, rounding
+from torch import Tensor
+
+from mmpos import InvalidInputError, PositionTable, UnsupportedError
+from mmpos.rotary import (
+    DevicePositions,
+    Rotary,
+    RotaryEmbedding,
+    YaRN,
+    angles,
+    apply_rotary,
+    cpu,
+    rerotate,
+    rotate_and_store,
+)
+from mmpos.rotary import cos_sin as tables_of
+from mmpos.rotary.device import frequencies_of
+from mmpos.rotary.kernel import tiling
+
+INTERPRETED = pytest.param("triton", marks=pytest.mark.slow)
+WAYS = ("reference", "auto", INTERPRETED)
+PAIRINGS = ("half", "adjacent")
+EPS = 1e-5
+
+own_tiles = tiling.tiles
+
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")
+
+PARTIAL = "out of order, partial"
+ROTARIES: Mapping[str, Rotary] = {
+    "MHRoPE": Rotary(6, allocation="heads", head_axes=[0, 0, 1, 1, 1, 2, 2, 2]),
+    "one head an axis": Rotary(24, allocation="heads", head_axes=[0, 1, 2]),
+    PARTIAL: Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, 1, 0]),
+    "two alike": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
+    "a head that stands": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
+    "scaled": Rotary(16, allocation="heads", head_axes=[2, 1, 0], scaling=YaRN(4.0, 2048)),
+}
+ROTARY = ROTARIES[PARTIAL]
+TABLE = packed("videorope", 70_000).slice(5, 14)
+TOKENS = TABLE.num_tokens
+
+
+def heads_of(rotary: Rotary, shared: int = 2, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, with so many heads for each of k, and k."""
+    assert rotary.head_axes is not None
+    count = len(rotary.head_axes)
+    made = heads(tokens, shared * count, rotary.head_dim, dtype), heads(tokens, count, rotary.head_dim, dtype, seed=1)
+    return [x.to(DEVICE) for x in made]
+
+
+def truncation(way: str, dtype: torch.dtype) -> int:
+    """Units by which Triton's interpreter, which truncates to bfloat16, may differ."""
+    return int(way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu")
+
+
+# The map.
+
+
+def test_a_kv_head_and_the_q_heads_that_share_it_turn_by_one_axis() -> None:
+    rotary = Rotary(4, theta=100.0, allocation="heads", head_axes=[0, 2, 1])
+    q = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 6, 4)
+    got = apply_rotary(q, q[:, :3], torch.tensor([[1], [2], [3]]), rotary)
+    turned = {  # cos and sin of the id and of a tenth of it
+        1: ["0.54030", "0.99500", "0.84147", "0.09983"],
+        2: ["-0.41615", "0.98007", "0.90930", "0.19867"],
+        3: ["-0.98999", "0.95534", "0.14112", "0.29552"],
+    }
+    for out, ids in zip(got, ([1, 1, 3, 3, 2, 2], [1, 3, 2]), strict=True):
+        assert out is not None
+        for head, id_ in zip(out[0].tolist(), ids, strict=True):
+            assert head == [printed(number) for number in turned[id_]]
+
+
+@pytest.mark.parametrize("way", ["reference", "auto", "triton"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("MHRoPE" in name)) for name in ROTARIES]
+)
+def test_every_allocation_of_heads_rotates_as_the_oracle_does(name: str, pairing: Any, way: Any) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    q, k = heads_of(rotary)
+    for x, out in zip((q, k), apply_rotary(q, k, TABLE, rotary, implementation=way), strict=True):
+        assert_rotated(out, x, TABLE, rotary)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("shared", "dtype"), [*zip((1, 4, 7), DTYPES, strict=True)])
+def test_any_number_of_q_heads_may_share_a_kv_head(shared: int, dtype: torch.dtype, way: Any) -> None:
+    q, k = heads_of(ROTARY, shared, dtype=dtype)
+    want = apply_rotary(q, k, TABLE, ROTARY, implementation="reference")
+    for x, out in zip((q, k), want, strict=True):
+        assert_rotated(out, x, TABLE, ROTARY)
+    for out, expected in zip(apply_rotary(q, k, TABLE, ROTARY, implementation=way), want, strict=True):
+        assert_same_bits(out, expected, truncation(way, dtype))
+
+
+FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
+    "table": lambda table: table,
+    "device": lambda table: DevicePositions.from_table(table, DEVICE, 40),
+    "int32": lambda table: torch.from_numpy(table.dense()).to(DEVICE),
+    "int64": lambda table: torch.from_numpy(table.dense()).to(DEVICE, torch.int64),
+    "float64": lambda table: torch.from_numpy(table.dense()).to(DEVICE, torch.float64) + 0.375,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_positions_turns_heads(form: str, way: Any) -> None:
+    positions, (q, k) = FORMS[form](TABLE), heads_of(ROTARY)
+    judged = positions if isinstance(positions, Tensor) else TABLE
+    for x, out in zip((q, k), apply_rotary(q, k, positions, ROTARY, implementation=way), strict=True):
+        assert_rotated(out, x, judged, ROTARY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_views_of_a_padded_batch_turn_in_every_layout_also_in_place_and_backwards(layout: Any, way: Any) -> None:
+    table = packed("rope-tie-fractional", 9).pad(13)
+    rotary = Rotary(12, rotary_dim=8, allocation="heads", head_axes=[1, 0])
+    fused = heads((3, 13), 8, 12).to(DEVICE)
+    q, k = fused[:, :, :4], fused[:, :, 4:6]
+    if layout == "bhsd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    before = fused.clone()
+    options: Any = {"layout": layout, "implementation": way}
+    for x, out in zip((q, k), apply_rotary(q, k, table, rotary, conjugate=True, **options), strict=True):
+        assert_rotated(out, x, table, rotary, layout=layout, conjugate=True)
+    want = apply_rotary(q, k, table, rotary, **options)
+    for turned, expected in zip(apply_rotary(q, k, table, rotary, inplace=True, **options), want, strict=True):
+        assert_same_bits(turned, expected)
+    assert torch.equal(fused[:, :, 6:], before[:, :, 6:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_k_or_without_tokens_heads_turn_too(way: Any) -> None:
+    q, k = heads_of(ROTARY)
+    options: Any = {"implementation": way}
+    both = apply_rotary(q, k, TABLE, ROTARY, **options)
+    assert_same_bits(apply_rotary(q, None, TABLE, ROTARY, **options)[0], both[0])
+    assert_same_bits(apply_rotary(k, None, TABLE, ROTARY, **options)[0], both[1])
+    none = apply_rotary(q[:0], k[:0], TABLE.slice(3, 3), ROTARY, **options)
+    assert [x.shape[0] for x in none if x is not None] == [0, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_or_a_pair_that_stands_keeps_its_bits_and_hands_gradients_on(way: Any) -> None:
+    by_head = Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2])
+    by_pair = Rotary(12, axes=3, allocation=[1, 2, -1, 0, -1, -1])  # HoPE, but for the 0
+    for rotary, still in ((by_head, (slice(1, 2), slice(None))), (by_pair, (slice(None), [2, 4, 5, 8, 10, 11]))):
+        for precision in ("exact", "hf"):
+            k = heads(TOKENS, 3, 12).to(DEVICE).requires_grad_()
+            each = replace(rotary, precision=precision)
+            out, _ = apply_rotary(k, None, TABLE, each, implementation=way)
+            gradient = heads(TOKENS, 3, 12, seed=5).to(DEVICE)
+            torch.autograd.backward(out, gradient)
+            assert k.grad is not None
+            assert_same_bits(out.detach()[:, *still], k.detach()[:, *still])
+            assert_same_bits(k.grad[:, *still], gradient[:, *still])
+            turning = (out != k).any(0)
+            turning[still] = True
+            assert turning.all()
+
+
+def test_another_axis_of_one_head_is_seen() -> None:
+    q, k = heads_of(ROTARY)
+    out = apply_rotary(q, k, TABLE, replace(ROTARY, head_axes=[2, 0, 0, 0]))
+    for x, got in zip((q, k), out, strict=True):
+        with pytest.raises(AssertionError, match="wrong; first"):
+            assert_rotated(got, x, TABLE, ROTARY)
+
+
+# Gradients, and programs that share heads.
+
+
+def everything(way: Any, inputs: Sequence[Tensor], rotary: Rotary, positions: Any = TABLE) -> list[Tensor]:
+    """Rotated q and k, and the gradients of both."""
+    q, k = (x.detach().requires_grad_() for x in inputs)
+    out = apply_rotary(q, k, positions, rotary, implementation=way)
+    given = [heads(TOKENS, x.shape[1], x.shape[2], x.dtype, seed=9).to(DEVICE) for x in (q, k)]
+    torch.autograd.backward(out, given)  # type: ignore[arg-type]
+    assert out[1] is not None
+    assert q.grad is not None
+    assert k.grad is not None
+    return [out[0].detach(), out[1].detach(), q.grad, k.grad]
+
+
+def test_gradients_turn_back_by_the_axis_of_their_head() -> None:
+    inputs = heads_of(ROTARY)
+    _, _, q_grad, k_grad = everything("reference", inputs, ROTARY)
+    for got, heads_in in ((q_grad, inputs[0]), (k_grad, inputs[1])):
+        given = heads(TOKENS, heads_in.shape[1], heads_in.shape[2], seed=9).to(DEVICE)
+        assert_rotated(got, given, TABLE, ROTARY, conjugate=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "pairing"),
+    [
+        ("one head an axis", "half"),  # in pieces
+        *(
+            pytest.param(name, pairing, marks=pytest.mark.slow)
+            for name, pairing in (("MHRoPE", "half"), ("one head an axis", "adjacent"), (PARTIAL, "adjacent"))
+        ),
+    ],
+)
+def test_gradients_have_the_bits_of_the_reference(name: str, pairing: Any) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    want = everything("reference", heads_of(rotary), rotary)
+    for way in ("auto", "triton"):
+        for got, expected in zip(everything(way, heads_of(rotary), rotary), want, strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "shares"), [(4, 3), (16, 4), (8, 7)])
+def test_programs_have_heads_of_one_group_however_many_there_are(block: int, shares: int, tile: Any) -> None:
+    tile(block, shares)
+    inputs = heads_of(ROTARY, 3)
+    want = everything("reference", inputs, ROTARY)
+    for got, expected in zip(everything("triton", inputs, ROTARY), want, strict=True):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.slow
+def test_the_tiling_of_few_tokens_turns_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "tiles", own_tiles)
+    inputs = heads_of(ROTARY, 3)
+    for got, expected in zip(*(everything(way, inputs, ROTARY) for way in ("triton", "reference")), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_programs_are_as_many_for_each_group_and_neighbours_that_turn_alike_are_one() -> None:
+    assert [tiling.shares_of(shares, groups) for shares, groups in ((5, 0), (1, 8), (8, 8), (9, 8))] == [5, 8, 8, 16]
+    rows = {
+        (0, 0, 1, 1, 2, 2): [0, 1, 2],
+        (0, 0, 1, 1, 1, 2): [0, 0, 1, 1, 1, 2],
+        (0, 0, 0, 0, 1, 1): [0, 0, 1],
+        (2, 2): [2],
+    }
+    for axes, want in rows.items():
+        _, pair_axis = frequencies_of(Rotary(6, axes=3, allocation="heads", head_axes=axes))
+        assert pair_axis.tolist() == [[axis] * 3 for axis in want]
+
+
+# Norms.
+
+
+def normed_and_turned(x: Tensor, weight: Tensor, after: bool) -> Tensor:
+    """float64 by the norm of torch and by the oracle's rotation as a matrix, which autograd goes back through."""
+    basis = np.tile(np.eye(ROTARY.head_dim), (TOKENS, x.shape[1], 1))  # one head for each channel of each head
+    matrix = torch.from_numpy(rotated(basis, ids_of(TABLE), ROTARY)).unflatten(1, (x.shape[1], -1)).to(x.device)
+
+    def turn(y: Tensor) -> Tensor:
+        return torch.einsum("thc,thcd->thd", y, matrix)
+
+    def norm(y: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(y, y.shape[-1:], weight.double(), EPS)
+
+    return norm(turn(x.double())) if after else turn(norm(x.double()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_norms_and_their_gradients_are_those_of_the_formula(order: Any, way: Any) -> None:
+    q, k = (x.requires_grad_() for x in heads_of(ROTARY))
+    weights = [(0.5 + heads(1, 1, ROTARY.head_dim, seed=seed)[0, 0]).to(DEVICE).requires_grad_() for seed in (3, 4)]
+    options: Any = {"norm_eps": EPS, "norm_order": order, "implementation": way}
+    given = [heads(TOKENS, x.shape[1], x.shape[2], seed=9).to(DEVICE) for x in (q, k)]
+
+    def results(out: Sequence[Tensor]) -> list[Tensor]:
+        grads = [x.to(out[0].dtype) for x in given]
+        return [x.double() for x in (*out, *torch.autograd.grad(out, (q, k, *weights), grads))]
+
+    def formula() -> list[Tensor]:
+        return results([normed_and_turned(x, w, order == "after") for x, w in zip((q, k), weights, strict=True)])
+
+    q_out, k_out = apply_rotary(q, k, TABLE, ROTARY, q_norm_weight=weights[0], k_norm_weight=weights[1], **options)
+    assert k_out is not None
+    assert_within(results([q_out, k_out]), formula(), rounding(formula, (q, k, *weights), length=TOKENS * 8))
+
+
+# Caches.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_stored_keys_are_the_rotated_ones(eight_bits: bool, way: Any) -> None:
+    q, k = heads_of(ROTARY)
+    weight = (0.5 + heads(1, 1, 14, seed=3)[0, 0]).to(DEVICE)
+    options: Any = {"q_norm_weight": weight, "k_norm_weight": weight, "implementation": way}
+    q_want, k_want = apply_rotary(q, k, TABLE, ROTARY, **options)
+    assert k_want is not None
+    dtype = torch.float8_e4m3fn if eight_bits else torch.float32
+    keys, values = (torch.zeros(4, 5, 4, 14, device=DEVICE).to(dtype) for _ in "kv")
+    slots = torch.tensor([19, 3, -1, 7, 0, 11, -1, 8, 5], device=DEVICE)
+    scales: Any = {f"{x}_scale": torch.zeros(4, 5, 4, device=DEVICE) for x in "kv"} if eight_bits else {}
+    q_out, k_out = rotate_and_store(q, k, k, TABLE, ROTARY, keys, values, slots, return_k=True, **scales, **options)
+    assert_same_bits(q_out, q_want)
+    assert_same_bits(k_out, k_want)
+    kept = slots >= 0
+    stored = keys.flatten(0, 1)[slots[kept]].float()
+    if eight_bits:
+        scale = scales["k_scale"].flatten(0, 1)[slots[kept]][..., None]
+        assert_within(stored * scale, k_want[kept], k_want[kept].abs() / 16 + 2**-10 * scale)  # half a step of e4m3
+    else:
+        assert_same_bits(stored, k_want[kept])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_in_a_cache_move_by_the_axis_of_their_head(way: Any) -> None:
+    _, k = heads_of(ROTARY)
+    there = packed("videorope", 3).slice(0, TOKENS)
+    cache = k.clone()
+    rerotate(cache, torch.arange(TOKENS, device=DEVICE), TABLE, there, ROTARY, implementation=way)
+    between = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(ids_of(TABLE), ids_of(there), strict=True)]
+    assert_rotated(cache, k, between, ROTARY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_a_head(way: Any) -> None:
+    table = packed("mrope").slice(5, 14)
+    rotary = Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, -1, 1])
+    flat = Rotary(14, rotary_dim=10, axes=1)
+    rows = torch.cat([*tables_of(flat, torch.arange(100)[None])], -1).to(DEVICE)
+    q, k = heads_of(rotary)
+    got = apply_rotary(q, k, table, rotary, cos_sin=rows, implementation=way)
+    for out, want in zip(got, apply_rotary(q, k, table, rotary, implementation="reference"), strict=True):
+        assert_same_bits(out, want)
+
+
+# Tables for others, and modules.
+
+
+@pytest.mark.parametrize("name", ["two alike", "a head that stands", "scaled"])
+def test_tables_of_cos_and_sin_have_a_place_for_every_kv_head(name: str) -> None:
+    rotary = ROTARIES[name]
+    want = np.stack([phases(ids_of(TABLE), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
+    cos, sin = tables_of(rotary, TABLE)
+    factor = rotary.attention_factor
+    assert_within((cos, sin), tuple(factor * torch.from_numpy(f(want)).float() for f in (np.cos, np.sin)), cos_sin())
+    wide = tables_of(rotary, TABLE, "transformers")
+    for table, narrow in zip(wide, (cos, sin), strict=True):
+        assert torch.equal(table, torch.cat((narrow, narrow), -1).transpose(0, 1)[None])
+    batch = torch.arange(3 * 8).view(1, 2, 12).expand(3, 2, 12)
+    assert [x.shape for x in tables_of(rotary, batch, "transformers")] == [
+        (2, len(rotary.head_axes or ()), 12, rotary.rotary_dim)
+    ] * 2
+    assert tables_of(rotary, batch)[0].shape == (2, 12, *cos.shape[1:])
+
+
+@pytest.mark.slow
+def test_a_module_and_a_compiled_graph_turn_heads() -> None:
+    module, (q, k) = RotaryEmbedding(ROTARY), heads_of(ROTARY)
+    want = apply_rotary(q, k, TABLE, ROTARY, implementation="reference")
+    positions = DevicePositions.from_table(TABLE, DEVICE)
+    module = module.to(DEVICE)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for call in (module, compiled):
+        for got, expected in zip(call(q, k, positions, implementation="reference"), want, strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_where_c_declines_the_reference_turns_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = heads_of(ROTARY)
+    want = apply_rotary(q, k, TABLE, ROTARY, implementation="reference")
+    monkeypatch.setattr(cpu, "rotate", lambda *_, **__: False)
+    for got, expected in zip(apply_rotary(q, k, TABLE, ROTARY), want, strict=True):
+        assert_same_bits(got, expected)
+
+
+# Refusals.
+
+REFUSED: Mapping[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "other heads of k": (
+        lambda: apply_rotary(torch.zeros(TOKENS, 8, 14), torch.zeros(TOKENS, 2, 14), TABLE, ROTARY),
+        InvalidInputError,
+        "k: got 2 heads, want 4 as head_axes in rotary",
+    ),
+    "heads of q that share nothing": (
+        lambda: apply_rotary(torch.zeros(TOKENS, 6, 14), None, TABLE, ROTARY),
+        InvalidInputError,
+        "q: got 6 heads, want a multiple of 4 as head_axes in rotary",
+    ),
+    "other heads of a cache": (
+        lambda: rerotate(torch.zeros(16, 1, 14), torch.arange(TOKENS), TABLE, TABLE, ROTARY),
+        InvalidInputError,
+        "k_cache: got 1 head, want 4 as head_axes in rotary",
+    ),
+    "torchtitan's one cache": (
+        lambda: tables_of(ROTARY, TABLE, "torchtitan"),
+        UnsupportedError,
+        "layout 'torchtitan': got a rotary with head_axes, want one for all heads",
+    ),
+    "angles for Megatron": (
+        lambda: angles(ROTARY, TABLE),
+        UnsupportedError,
+        "angles: got a rotary with head_axes, want one for all heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_heads_that_do_not_fit_are_refused(case: str) -> None:
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call()

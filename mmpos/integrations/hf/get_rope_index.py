@@ -36,6 +36,8 @@ _MODEL_TYPES = (
 )
 """Model types whose method is RopeIndex, or TimedRopeIndex if MODEL_TYPES says that they are timed."""
 
+_MROPE = MRopeTransformers()
+
 _METHOD = "get_rope_index"
 _IMAGE, _VIDEO = 1, 2  # of mm_token_type_ids; text is 0
 
@@ -289,12 +291,12 @@ def _compute(
         tokens.used("image_grid_thw", images, _IMAGE, merge),
         tokens.used("video_grid_thw", videos, _VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
         image_token_id=_IMAGE,
-        video_token_id=_VIDEO,
+        video_token_id=_VIDEO if tokens.videos or videos is not None else None,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         frames_apart=frames_apart,
     )
-    positions = place(segments, MRopeTransformers() if intervals is None else _timed(segments, tokens, intervals))
+    positions = place(segments, _MROPE if intervals is None else _timed(segments, tokens, intervals))
     batch, seq = input_ids.shape
     numbers = np.empty(3 * batch * seq + batch, np.int64)
     dense, deltas = numbers[: 3 * batch * seq].reshape(3, -1), numbers[3 * batch * seq :]
@@ -334,11 +336,13 @@ class _Tokens:
 
     Args:
         types: (batch, seq), 0 under padding; or (tokens,) those alone that a mask with holes leaves.
+        videos: whether tokens of videos are among them.
         real: (batch, seq) the mask, (batch · seq,) where it has holes; None where it leaves everything.
         cu_seqlens: (batch + 1,) first token of each row, then the total, if the mask has holes; else None.
     """
 
     types: IntArray
+    videos: bool
     real: npt.NDArray[np.bool_] | None = None
     cu_seqlens: IntArray | None = None
 
@@ -352,15 +356,17 @@ class _Tokens:
         if types.dtype not in (np.int32, np.int64):
             types = types.astype(np.int64)
         if mask is None or (real := mask.numpy()).all():
-            return cls(_checked(types))
+            return cls(types, _has_videos(types))
         lengths = real.sum(axis=1)
         if not lengths.all():
             row = int((lengths == 0).argmax())
             raise InvalidInputError(f"attention_mask[{row}]: got no tokens, want at least one")
         runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
         if (runs == 1).all():
-            return cls(_checked(np.where(real, types, np.zeros((), types.dtype))), real)
-        return cls(_checked(types[real]), real.ravel(), np.append(0, lengths.cumsum()))
+            types = np.where(real, types, np.zeros((), types.dtype))
+            return cls(types, _has_videos(types), real)
+        types = types[real]
+        return cls(types, _has_videos(types), real.ravel(), np.append(0, lengths.cumsum()))
 
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
@@ -387,11 +393,13 @@ class _Tokens:
         return grids
 
 
-def _checked(types: Array) -> IntArray:
-    if types.size and (types.min() < 0 or types.max() > _VIDEO):
-        wrong = types[(types < 0) | (types > _VIDEO)]
-        raise InvalidInputError(f"mm_token_type_ids: got {wrong[0]}, want 0, {_IMAGE} or {_VIDEO}")
-    return types
+def _has_videos(types: Array) -> bool:
+    """Check that there is nothing but text, images and videos; returns whether there are the last."""
+    least, most = (int(types.min()), int(types.max())) if types.size else (0, 0)
+    if least < 0 or most > _VIDEO:
+        got = least if least < 0 else most
+        raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {_IMAGE} or {_VIDEO}")
+    return most == _VIDEO
 
 
 def _timed(segments: SegmentTable, tokens: _Tokens, intervals: Tensor) -> MRopeTransformers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -91,29 +92,57 @@ def from_ids(documents: list[Document], options: Options) -> Lineup:
     """Line up ids from the token ids of a batch, as a tokenizer and a processor leave them, against reading them and
     writing as many bytes as the result has, and against Transformers.
     """
-    parts = [part for document in documents for part in document]
-    kinds = np.array([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], np.int64)
-    input_ids = kinds.repeat(list(map(tokens_of, parts))).reshape(len(documents), -1)  # documents are of equal length
-    before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
-    grid_thw = np.array(before_merging, np.int64).reshape(-1, 3)
+    input_ids, grid_thw = token_ids_of(documents)
     mrope = loop_ids(documents, "mrope")
     read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int32)
-
-    def copy() -> None:
-        np.copyto(read, input_ids)
-        written.fill(1)
 
     def ours(scheme: str) -> npt.NDArray[np.number]:
         segments = SegmentTable.from_input_ids(input_ids, grid_thw, image_token_id=_IMAGE, spatial_merge_size=_MERGE)
         return place(segments, scheme).dense()
 
     contestants = [
-        limit("copy of token ids, and fill", copy),
+        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
         giving("mmpos, mrope", partial(ours, "mrope"), mrope),
         giving("mmpos, rope-tie", partial(ours, "rope-tie"), loop_ids(documents, "rope-tie")),
     ]
     if rope_index := options.peer("Transformers", load_rope_index):
         contestants.append(giving("Transformers", rope_index(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
+    return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
+
+
+def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
+    """Make (batch, seq) token ids of documents of equal length, and (images, 3) grids before merging."""
+    parts = [part for document in documents for part in document]
+    kinds = np.array([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], np.int64)
+    before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
+    input_ids = kinds.repeat(list(map(tokens_of, parts))).reshape(len(documents), -1)
+    return input_ids, np.array(before_merging, np.int64).reshape(-1, 3)
+
+
+def copy_and_fill(read: IntArray, input_ids: IntArray, written: npt.NDArray[np.integer]) -> None:
+    """Read token ids, and write as many bytes as their ids take."""
+    np.copyto(read, input_ids)
+    written.fill(1)
+
+
+def in_place_of_theirs(documents: list[Document], options: Options) -> Lineup:
+    """Line up ``rope_index``, which has the tensors and the results of Transformers' method, against that."""
+    import torch
+
+    from mmpos.integrations.hf import rope_index
+
+    input_ids, grid_thw = token_ids_of(documents)
+    mrope = loop_ids(documents, "mrope")
+    read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int64)
+    function = rope_index({"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": _MERGE}})
+    ids, grids = torch.from_numpy(input_ids), torch.from_numpy(grid_thw)
+    types = (ids == _IMAGE).int()
+    contestants = [
+        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
+        giving("mmpos, rope_index", lambda: function(ids, types, grids)[0].reshape(3, -1).numpy(), mrope),
+    ]
+    if theirs := options.peer("Transformers", load_rope_index):
+        contestants.append(giving("Transformers", theirs(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
     return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
 
 
@@ -161,6 +190,7 @@ def curves(options: Options) -> Iterator[Case]:
     most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
     lists, token_ids = partial(lists_or_spans, options=options), partial(from_ids, options=options)
+    in_place = partial(in_place_of_theirs, options=options)
 
     def case(
         group: str, name: str, line_up: LineUp, axis: str, value: int, sizes: tuple[int, int, int, int], unit: str
@@ -172,6 +202,9 @@ def curves(options: Options) -> Iterator[Case]:
         name, sizes = f"{n:,} tokens", (1, n, n // 320, 16)
         yield case("dense(out=) over tokens", name, placed, axis, n, sizes, "tokens")
         yield case("from token ids, over tokens", name, token_ids, axis, n, sizes, "tokens")
+    for n in [2**10, 2**12, 2**15, 2**17][:most] if find_spec("torch") else ():
+        name, sizes = f"{n:,} tokens", (1, n, n // 320, 16)
+        yield case("rope_index, over tokens", name, in_place, axis, n, sizes, "tokens")
     axis = f"images of 8×8 in {million:,} tokens"
     for n in [0, 1, 10, 100, 1000, 10_000][:most]:
         name, sizes = counted(n, "image", ","), (1, million, n, 8)

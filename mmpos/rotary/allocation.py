@@ -127,10 +127,12 @@ def allocate(
     """
     if section is not None and (not isinstance(allocation, str) or allocation not in _BY_SECTION):
         raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
+    if head_axes is not None and allocation != HEADS:
+        raise InvalidInputError(f"head_axes: got {list(head_axes)}, want None for allocation {allocation!r}")
     if axes_dim is not None:
         return _axial_by_dim(allocation, axes, pairs, axes_dim)
-    if head_axes is not None or allocation == HEADS:
-        return _of_heads(allocation, axes, pairs, head_axes)
+    if allocation == HEADS:
+        return _of_heads(axes, pairs, head_axes or ())
     if not isinstance(allocation, str):
         if len(allocation) != pairs:
             raise InvalidInputError(f"allocation: got {len(allocation)} axes, want one for each of {pairs} pairs")
@@ -172,14 +174,11 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
     return replace(layout, axis=tuple(allocation), rung=tuple(next(rungs[axis]) for axis in allocation))
 
 
-def _of_heads(allocation: str | Sequence[int], axes: int, pairs: int, head_axes: Sequence[int] | None) -> Layout:
+def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> Layout:
     """Give every head the whole ladder, for one axis (MHRoPE)."""
-    if allocation != HEADS:
-        got = list(head_axes or ())
-        raise InvalidInputError(f"head_axes: got {got}, want None for allocation {allocation!r}")
-    if not head_axes or len(head_axes) > MAX_HEADS:
-        count = len(head_axes or ())
-        raise InvalidInputError(f"head_axes: got {counted(count, 'axis')}, want 1 to {MAX_HEADS}, one for each kv head")
+    if not 1 <= len(head_axes) <= MAX_HEADS:
+        got = counted(len(head_axes), "axis")
+        raise InvalidInputError(f"head_axes: got {got}, want 1 to {MAX_HEADS}, one for each kv head")
     _check_axes("head_axes", head_axes, axes)
     return _shared((0,) * pairs, axes)
 

@@ -20,7 +20,16 @@ from mmpos.rotary.paged import NO_SCALES, Scales, Stored
 from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
-__all__ = ["norm_rotate", "norm_rotate_", "rerotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
+__all__ = [
+    "norm_rotate",
+    "norm_rotate_",
+    "outside_of_graphs",
+    "rerotate_",
+    "rotate",
+    "rotate_",
+    "rotate_and_store",
+    "rotate_and_store_",
+]
 
 _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
@@ -377,7 +386,7 @@ def _mark_written(*tensors: Tensor) -> None:
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the function out of sight of what compiles graphs, once that is there."""
     hidden = cache(lambda: torch.compiler.disable(function))
 
@@ -397,7 +406,7 @@ for _name, _function, _fake in (
     ("rotate_and_store_", _store_in_place, _fake_in_place),
     ("rerotate_", _rerotate_in_place, _fake_in_place),
 ):
-    _LIBRARY.impl(_name, _outside_of_graphs(_function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, outside_of_graphs(_function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save_rotation, lib=_LIBRARY)
 torch.library.register_autograd("mmpos::norm_rotate", _norm_backward, setup_context=_save_norm_rotation, lib=_LIBRARY)

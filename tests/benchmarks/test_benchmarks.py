@@ -29,6 +29,7 @@ def test_the_positions_suite_takes_every_path_on_toy_sizes() -> None:
         **dict.fromkeys(whole, WORKLOADS),
         "dense(out=) over tokens": ["1,024 tokens", "4,096 tokens"],
         "from token ids, over tokens": ["1,024 tokens", "4,096 tokens"],
+        "rope_index, over tokens": ["1,024 tokens", "4,096 tokens"],
         "from lists, over images": ["0 images", "1 image"],
         "dense(out=) over the size of images": ["2×2", "4×4"],
         "from lists, over documents": ["1 document", "4 documents"],
@@ -40,6 +41,7 @@ def test_the_positions_suite_takes_every_path_on_toy_sizes() -> None:
         "from lists to dense ids": looped,
         "from token ids to dense ids": indexed,
         "from token ids, over tokens": indexed,
+        "rope_index, over tokens": indexed,
         "from lists, over images": looped,
         "from lists, over documents": looped,
     }

@@ -1,0 +1,430 @@
+"""rope_index: a function in the place of ``get_rope_index`` of vision-language models of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.models.from_config import MODEL_TYPES
+from mmpos.positions.place import place
+from mmpos.rotary.hf_config import Fields
+from mmpos.rotary.operators import outside_of_graphs
+from mmpos.schemes import MRopeTransformers
+from mmpos.schemes.base import Grids, Pieces, Placement, check_pieces
+from mmpos.segments.table import GRID, SegmentTable
+from mmpos.support.checks import Array, IntArray, int_array
+from mmpos.support.ragged import ragged_arange
+
+__all__ = ["RopeIndex", "TimedRopeIndex", "install", "rope_index", "uninstall"]
+
+Ids = tuple[Tensor, Tensor]
+"""(3, batch, seq) position ids and (batch, 1) deltas."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_MODEL_TYPES = (
+    *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
+    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
+)
+"""Model types whose method is RopeIndex, or TimedRopeIndex if MODEL_TYPES says that they are timed."""
+
+_MROPE = MRopeTransformers()
+
+_METHOD = "get_rope_index"
+_IMAGE, _VIDEO = 1, 2  # of mm_token_type_ids; text is 0
+
+
+@dataclass(frozen=True)
+class RopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of Qwen2-VL and those that follow it.
+
+    It keeps numbers of the config alone, so that it can be copied and pickled, and what it does is one operator of
+    torch, so that graphs of torch.compile hold it.
+
+    Args:
+        spatial_merge_size: patches merged along each side into one token.
+        temporal_merge_size: frames of a video merged into one.
+        frames_apart: every frame of a video is a grid of its own.
+    """
+
+    spatial_merge_size: int
+    temporal_merge_size: int = 1
+    frames_apart: bool = False
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+
+        Args:
+            input_ids: (batch, seq); only shape, dtype and device count.
+            mm_token_type_ids: (batch, seq) 0 for text, 1 for images, 2 for videos.
+            image_grid_thw: (images, 3) frames, height, width before merging; those that no token is left for are
+                passed over.
+            video_grid_thw: (videos, 3) likewise.
+            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
+            kwargs: ignored, as there.
+
+        Returns:
+            (3, batch, seq) position ids of the dtype of input_ids, and (batch, 1) int64: the highest id plus one less
+            the number of tokens; new tensors on the device of input_ids.
+
+        Raises:
+            InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
+        """
+        return self._ids(input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, None)
+
+    def _ids(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        attention_mask: Tensor | None,
+        intervals: Tensor | None,
+    ) -> Ids:
+        named = {
+            "input_ids": input_ids,
+            "mm_token_type_ids": mm_token_type_ids,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "attention_mask": attention_mask,
+        }
+        for name, value in named.items():
+            if not isinstance(value, Tensor) and (value is not None or name in ("input_ids", "mm_token_type_ids")):
+                raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
+        if input_ids.dim() != 2:
+            raise InvalidInputError(f"input_ids: got shape {tuple(input_ids.shape)}, want (batch, seq)")
+        for name, value in (("mm_token_type_ids", mm_token_type_ids), ("attention_mask", attention_mask)):
+            if value is not None and value.shape != input_ids.shape:
+                want = f"{tuple(input_ids.shape)} as input_ids"
+                raise InvalidInputError(f"{name}: got shape {tuple(value.shape)}, want {want}")
+        merges = self.spatial_merge_size, self.temporal_merge_size, self.frames_apart
+        ids: Ids = _OPERATOR(*named.values(), intervals, *merges)
+        return ids
+
+
+@dataclass(frozen=True)
+class TimedRopeIndex(RopeIndex):
+    """Function with the arguments and the results of ``get_rope_index`` of Qwen2.5-VL, whose videos are timed.
+
+    Args:
+        tokens_per_second: ids that a second of a video takes.
+    """
+
+    tokens_per_second: int = 1
+
+    def __call__(  # type: ignore[override]  # their order is that of Qwen2.5-VL
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | Sequence[float | Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+
+        Args:
+            input_ids: as for RopeIndex, and the others likewise.
+            mm_token_type_ids: likewise.
+            image_grid_thw: likewise.
+            video_grid_thw: likewise.
+            second_per_grid_ts: seconds between frames, one per video; None is a second. Ids of frames are rounded down
+                as Transformers rounds them: seconds of a tensor are multiplied in its dtype, and those of a list as
+                Python's floats, before both meet the frames.
+            attention_mask: likewise.
+            kwargs: ignored, as there.
+        """
+        intervals = None
+        if isinstance(video_grid_thw, Tensor):
+            intervals = _intervals(second_per_grid_ts, self.tokens_per_second, len(video_grid_thw))
+        return self._ids(input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, intervals)
+
+
+def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
+    """Multiply seconds by the ids of a second, in the dtypes of Transformers: (videos,), of any dtype."""
+    if seconds is None:
+        return torch.full((videos,), rate)
+    if isinstance(seconds, Tensor):
+        return rate * seconds
+    if any(isinstance(each, Tensor) for each in seconds):
+        return rate * torch.stack([torch.as_tensor(each) for each in seconds])
+    if all(isinstance(each, int) for each in seconds):
+        return rate * torch.tensor(seconds)
+    return (rate * torch.tensor(seconds, dtype=torch.float64)).to(torch.get_default_dtype())
+
+
+@dataclass(frozen=True, eq=False)
+class _FrameTimes(MRopeTransformers):
+    """M-RoPE of Transformers with the id of every frame given, since floats round these in their own way.
+
+    Args:
+        times: (frames of all grids,) ids after the first of the grid.
+    """
+
+    times: IntArray = field(kw_only=True)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        owner, frame = ragged_arange(grids.frames)
+        check_pieces(self, owner.size)
+        height, width = grids.height[owner], grids.width[owner]
+        pieces = Pieces(owner, height * width, frame * height * width, height, width)
+        start = cursor[owner]
+        return Placement([start + self.times, start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
+
+    def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
+        last = np.maximum.reduceat(self.times, grids.frames.cumsum() - grids.frames)
+        return cursor + np.maximum(last + 1, self.advance(grids))
+
+
+def rope_index(config: object) -> RopeIndex:
+    """Make a function in the place of ``get_rope_index`` of a model of Transformers, from its config.
+
+    Its ids and deltas are those of the method, bit for bit, in the same dtype and on the same device. It also answers
+    where the method fails though the input is right: images, or frames, that touch without text between them.
+
+    Args:
+        config: the whole config object of a model, the mapping of its config.json, or the folder with that.
+
+    Returns:
+        a function with the parameters of the method, without self; it has no reference to the model, and no state.
+
+    Raises:
+        UnsupportedError: a model type without such a function here.
+        InvalidInputError: the config lacks a field.
+    """
+    fields = Fields.of(config)
+    known = MODEL_TYPES.get(fields.model_type)
+    if known is None or fields.model_type not in _MODEL_TYPES:
+        got, want = fields.model_type, ", ".join(sorted(_MODEL_TYPES))
+        raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
+    vision = fields.part("vision_config")
+    if vision is None:
+        raise fields.missing("vision_config", "the config of the encoder")
+    named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
+    sizes = {name: vision.integer(name, needed=True, minimum=1) or 1 for name, read in named.items() if read}
+    return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
+
+
+def install(model: Model) -> Model:
+    """Put ``rope_index`` in the place of ``get_rope_index`` of a model, and of every model inside it.
+
+    The method is covered on the instance alone; copies and pickles of the model keep the function. A model in which it
+    is installed may be given again.
+
+    Args:
+        model: a model of Transformers, with a head or without, or a module around one; changed in place.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        UnsupportedError: no model inside has the method, or one is of a type that rope_index does not know, or has
+            another function in its place; nothing is changed then.
+    """
+    modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
+    if not modules:
+        raise UnsupportedError(f"model: got {type(model).__name__}, want a model with {_METHOD}")
+    for module in modules:
+        if not isinstance(vars(module).get(_METHOD, RopeIndex(1)), RopeIndex):
+            got = f"{type(module).__name__}.{_METHOD}"
+            raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
+    functions = [rope_index(module.config) for module in modules]
+    for module, function in zip(modules, functions, strict=True):
+        setattr(module, _METHOD, function)
+    return model
+
+
+def uninstall(model: Model) -> Model:
+    """Remove the functions that ``install`` put in; a model without them is left as it is.
+
+    Args:
+        model: as for install.
+
+    Returns:
+        the model itself.
+    """
+    for module in model.modules():
+        if isinstance(vars(module).get(_METHOD), RopeIndex):
+            delattr(module, _METHOD)
+    return model
+
+
+# The operator. The host reads everything in one copy, and gives the result back in one.
+
+
+def _compute(
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    image_grid_thw: Tensor | None,
+    video_grid_thw: Tensor | None,
+    attention_mask: Tensor | None,
+    intervals: Tensor | None,
+    spatial_merge_size: int,
+    temporal_merge_size: int,
+    frames_apart: bool,
+) -> Ids:
+    mask = None if attention_mask is None else attention_mask.bool()
+    types, mask, images, videos, intervals = _on_host(
+        mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals
+    )
+    tokens = _Tokens.of(types, mask)
+    merge = np.array([1, spatial_merge_size, spatial_merge_size])
+    segments = SegmentTable.from_input_ids(
+        tokens.types,
+        tokens.used("image_grid_thw", images, _IMAGE, merge),
+        tokens.used("video_grid_thw", videos, _VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
+        image_token_id=_IMAGE,
+        video_token_id=_VIDEO if tokens.videos or videos is not None else None,
+        cu_seqlens=tokens.cu_seqlens,
+        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
+        frames_apart=frames_apart,
+    )
+    positions = place(segments, _MROPE if intervals is None else _timed(segments, tokens, intervals))
+    batch, seq = input_ids.shape
+    numbers = np.empty(3 * batch * seq + batch, np.int64)
+    dense, deltas = numbers[: 3 * batch * seq].reshape(3, -1), numbers[3 * batch * seq :]
+    if tokens.cu_seqlens is None:
+        positions.dense(out=dense)
+    else:
+        dense[:] = 0
+        dense[:, tokens.real] = positions.dense()
+    deltas[:] = positions.deltas
+    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, after = moved.split([3 * batch * seq, batch])
+    # A model keeps the deltas, which are not to hold the memory of the ids.
+    return ids.view(3, batch, seq).to(input_ids.dtype), after.view(batch, 1).clone()
+
+
+def _shapes(input_ids: Tensor, *_: object) -> Ids:
+    """Give results without values, for graphs that are traced."""
+    batch, seq = input_ids.shape
+    return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)
+
+
+def _on_host(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Copy tensors to the host, those of one device in one copy."""
+    away = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
+    if len({tensor.device for tensor in away}) != 1:
+        return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
+    away.sort(key=lambda tensor: -tensor.element_size())  # the widest first, so that all stand at multiples of theirs
+    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in away]).cpu()
+    parts = joined.split([tensor.numel() * tensor.element_size() for tensor in away])
+    copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(away, parts, strict=True)}
+    return [copies.get(id(tensor), tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """Token types of a batch.
+
+    Args:
+        types: (batch, seq), 0 under padding; or (tokens,) those alone that a mask with holes leaves.
+        videos: whether tokens of videos are among them.
+        real: (batch, seq) the mask, (batch · seq,) where it has holes; None where it leaves everything.
+        cu_seqlens: (batch + 1,) first token of each row, then the total, if the mask has holes; else None.
+    """
+
+    types: IntArray
+    videos: bool
+    real: npt.NDArray[np.bool_] | None = None
+    cu_seqlens: IntArray | None = None
+
+    @classmethod
+    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None) -> _Tokens:
+        """Read token types and a mask of the same shape, both on the host."""
+        assert mm_token_type_ids is not None, "the call has looked"
+        types = mm_token_type_ids.numpy()
+        if types.dtype.kind not in "biu":
+            raise InvalidInputError(f"mm_token_type_ids: got {mm_token_type_ids.dtype}, want integers")
+        if types.dtype not in (np.int32, np.int64):
+            types = types.astype(np.int64)
+        if mask is None or (real := mask.numpy()).all():
+            return cls(types, _has_videos(types))
+        lengths = real.sum(axis=1)
+        if not lengths.all():
+            row = int((lengths == 0).argmax())
+            raise InvalidInputError(f"attention_mask[{row}]: got no tokens, want at least one")
+        runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
+        if (runs == 1).all():
+            types = np.where(real, types, np.zeros((), types.dtype))
+            return cls(types, _has_videos(types), real)
+        types = types[real]
+        return cls(types, _has_videos(types), real.ravel(), np.append(0, lengths.cumsum()))
+
+    def used(
+        self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
+    ) -> IntArray | None:
+        """Merge the grids of a kind, and leave those at the end away that no token is left for."""
+        if grid_thw is None:
+            return None
+        grids = int_array(name, grid_thw.numpy(), (None, 3))
+        small = (grids < merge).any(axis=1)
+        if small.any():
+            g, least = int(small.argmax()), tuple(merge.tolist())
+            raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
+        grids = grids // merge
+        room = int(np.count_nonzero(self.types == kind))
+        stops = grids.prod(axis=1, dtype=np.float64).cumsum()
+        if not stops.size or stops[-1] <= room:
+            return grids
+        grids = grids[: np.searchsorted(stops, room) + (room > 0)]
+        if frames_apart and room:
+            grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
+            grids[:, 0] = 1
+            stops = grids.prod(axis=1, dtype=np.float64).cumsum()
+            grids = grids[: np.searchsorted(stops, room) + 1]
+        return grids
+
+
+def _has_videos(types: Array) -> bool:
+    """Check that there is nothing but text, images and videos; returns whether there are the last."""
+    least, most = (int(types.min()), int(types.max())) if types.size else (0, 0)
+    if least < 0 or most > _VIDEO:
+        got = least if least < 0 else most
+        raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {_IMAGE} or {_VIDEO}")
+    return most == _VIDEO
+
+
+def _timed(segments: SegmentTable, tokens: _Tokens, intervals: Tensor) -> MRopeTransformers:
+    """Give frames of videos the ids that products of floats have when they are cut off."""
+    lengths, grid = segments.lengths, segments.kind == GRID
+    is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == _VIDEO
+    videos = int(is_video.sum())
+    if intervals.dim() != 1 or len(intervals) < videos:
+        got = f"shape {tuple(intervals.shape)}"
+        raise InvalidInputError(f"second_per_grid_ts: got {got}, want at least {videos} values, one per video")
+    owner, times = ragged_arange(segments.extents[0, grid])
+    moving = is_video[owner]
+    video = torch.from_numpy((is_video.cumsum() - 1)[owner[moving]])
+    times[moving] = (torch.from_numpy(times[moving]) * intervals[video]).long().numpy()
+    return _FrameTimes(times=times)
+
+
+# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
+_LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
+_LIBRARY.define(
+    "rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? video_grid_thw, "
+    "Tensor? attention_mask, Tensor? intervals, int spatial_merge_size, int temporal_merge_size, bool frames_apart)"
+    " -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("rope_index", outside_of_graphs(_compute), "CompositeExplicitAutograd")
+torch.library.register_fake("mmpos::rope_index", _shapes, lib=_LIBRARY)
+_OPERATOR = torch.ops.mmpos.rope_index.default

@@ -50,7 +50,8 @@ class Padding(StrEnum):
 @app.command(
     help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
     f"{SPECS}\n\n{JSON_FILE}\n\n"
-    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
+    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save; "
+    "(4, batch, length) for three axes has Transformers' text row first. "
     f"Exit codes: 0 equal, {DIFFERENT} different."
 )
 def check(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
     from mmpos.data.formats.images import Images
     from mmpos.data.loader import BatchDataset
+    from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
@@ -37,6 +38,7 @@ __all__ = [
     "Images",
     "LLaVA",
     "Location",
+    "ModelCollator",
     "Obelics",
     "Pack",
     "PackedCollator",
@@ -45,6 +47,7 @@ __all__ = [
     "Pairs",
     "Piece",
     "Preprocess",
+    "ProcessedInputs",
     "Progress",
     "RankLoader",
     "Reader",
@@ -72,6 +75,7 @@ _ROOMS = {
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
     ),
     "loader": ("BatchDataset",),
+    "model_inputs": ("ModelCollator", "ProcessedInputs"),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),

@@ -20,7 +20,7 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["Batch", "MaskMod", "mask_mod"]
+__all__ = ["Batch", "MaskMod", "ModelArguments", "mask_mod"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, whether a query attends to a key."""
@@ -49,7 +49,8 @@ class Batch:
             go on through padding after a document and are 0 before one.
         cu_seqlens: (documents + 1,) int32 first token of each document, its padding included, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
-        patches: (patches, patch_size, patch_size, 3) pixels of all images; None without pixels.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as the processor of a
+            model makes them; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
             ``positions.dense()``, which index ``input_ids.view(-1)``. An image whose rows end in separators, which are
@@ -283,7 +284,7 @@ class Batch:
         rest = {name: value for name in names if (value := getattr(self, name)) is not None}
         table = {"positions": self.device_positions} if positions == "table" else {}
         # An integer comes first: the dispatcher counts rows in what is first and fails, also where this was copied.
-        return _Arguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
+        return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def _each(self, move: methodcaller) -> Batch:
         names = _PER_TOKEN + _PER_BATCH
@@ -297,8 +298,8 @@ class Batch:
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
 
 
-class _Arguments(dict[str, Any]):
-    """Arguments of a model that refuse to be cut.
+class ModelArguments(dict[str, Any]):
+    """Arguments of a model, which refuse to be cut.
 
     accelerate's dispatcher makes a mapping of this class from descriptions of the tensors, and then cuts each tensor
     after as many rows as the first has, cu_seqlens and patches too.
@@ -308,8 +309,8 @@ class _Arguments(dict[str, Any]):
         super().__init__(*arguments, **named)
         if any(type(value).__name__ == "TensorInformation" for value in self.values()):
             raise UnsupportedError(
-                "as_dict: got arguments that accelerate's dispatcher is about to cut by their first dimension, want "
-                "the batch whole: load through mmpos.data.RankLoader, which accelerate leaves as it is"
+                "batch: got arguments of a model, which accelerate's dispatcher is about to cut by their first "
+                "dimension, want the batch whole: load through mmpos.data.RankLoader, which accelerate leaves as it is"
             )
 
 

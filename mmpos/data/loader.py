@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import cast, get_args
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mmpos.data.examples import MakeExample
-from mmpos.data.packing import Batching
+from mmpos.data.examples import Example, Location, MakeExample, Record
+from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
 from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.support.checks import integer, one_of
+from mmpos.sequence.builder import InterleavedSequence
+from mmpos.support.checks import IntArray, integer, one_of
 
 __all__ = ["BatchDataset"]
 
@@ -124,6 +128,27 @@ class BatchDataset(IterableDataset[Item]):
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
+    def num_batches(self, num_workers: int = 0) -> int | None:
+        """Count the batches of the next epoch on this rank by the sizes of records, reading none; None if unknown.
+
+        Sizes are known of shards with lengths (SequenceShard), and for a Batcher that takes any of shards with a count.
+        Texts are split or truncated by more than sizes: then, and where records may be skipped, nothing is known.
+
+        Args:
+            num_workers: of the DataLoader.
+        """
+        batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
+        lengths = [_lengths(shard, batching) for shard in self._readers(epoch)]
+        if self._on_error != "raise" or any(each is None for each in lengths):
+            return None
+        readers = tuple(_Sizes(each) for each in lengths if each is not None)
+        count = 0
+        for worker in range(workers):
+            split = replace(self._split, worker=worker, num_workers=workers)
+            stages, quarantine = Stages(_Sizes.example, batching), Quarantine("raise", None)
+            count += sum(1 for _ in BatchStream(self._feed(readers, split, epoch), stages, quarantine))
+        return count
+
     @property
     def generator(self) -> None:
         """None: all shuffling follows from the seed; accelerate looks here before it shares a dataset over ranks.
@@ -145,10 +170,7 @@ class BatchDataset(IterableDataset[Item]):
             self._check(self._state)  # again: the state was loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._here(), self._streamed
-        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
-        readers = tuple(self._shards[i] for i in order)
-        seed = (self._seed, epoch, split.consumer)
-        feed = Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+        feed = self._feed(self._readers(epoch), split, epoch)
         lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
         quarantine = Quarantine(self._on_error, lines, {"epoch": epoch})
         self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
@@ -211,6 +233,16 @@ class BatchDataset(IterableDataset[Item]):
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
 
+    def _readers(self, epoch: int) -> tuple[Reader, ...]:
+        """Return the shards in the order of an epoch."""
+        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
+        return tuple(self._shards[i] for i in order)
+
+    def _feed(self, readers: tuple[Reader, ...], split: Split, epoch: int) -> Feed:
+        """Return the records of one consumer."""
+        seed = (self._seed, epoch, split.consumer)
+        return Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+
     def _lines(self, name: str) -> QuarantineFile | None:
         return None if self._folder is None else QuarantineFile(self._folder / name)
 
@@ -225,6 +257,44 @@ class BatchDataset(IterableDataset[Item]):
             "shuffle": self._shuffle,
             "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
         }
+
+
+def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
+    """(records,) the tokens of each record, or ones if they make no difference; None if they are not known."""
+    if isinstance(batching, Packer) and (batching.split_text or batching.overlong == "truncate"):
+        return None
+    if not isinstance(batching, Packer | Batcher):
+        return None
+    lengths: IntArray | None = getattr(shard, "lengths", None)
+    if lengths is None and isinstance(batching, Batcher) and batching.max_tokens is None:
+        count = shard.count()
+        return None if count is None else np.ones(count, np.int64)
+    return lengths
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Reader of records of which only the size is known.
+
+    Args:
+        lengths: (records,) tokens of each.
+    """
+
+    lengths: IntArray
+    source: str = "sizes"
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Record]]:
+        for index in range(start, self.lengths.size, step):
+            yield Location(self.source, index), {"tokens": int(self.lengths[index])}
+
+    def count(self) -> int:
+        return self.lengths.size
+
+    @staticmethod
+    def example(record: Record, location: Location) -> Example:
+        """Make an example of so many tokens, which take no memory."""
+        tokens = np.broadcast_to(np.int64(0), record["tokens"])
+        return Example(str(location), cast(InterleavedSequence, SimpleNamespace(input_ids=tokens)), tokens)
 
 
 def _distributed() -> bool:

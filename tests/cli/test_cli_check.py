@@ -50,6 +50,35 @@ def test_equal_ids_are_one_sentence() -> None:
     assert check(RIGHT, "--spec", "3,2x3,2") == (0, "All 11 tokens of 1 document have the ids of rope-tie.\n")
 
 
+def test_a_text_row_before_the_axes_is_compared_too() -> None:
+    specs = ("--spec", "1,2x1,1", "--spec", "2", "--scheme", "mrope-qwen3")
+    rows = [[0, 1, 1, 3, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 1, 3, 0, 1]]
+    counted, through, other = [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 9]
+    assert check([[counted], *([row] for row in rows)], *specs) == (
+        0,
+        "All 6 tokens of 2 documents have the ids of mrope-qwen3.\n",
+    )
+    padded = [[row[:4], [*row[4:], 7, 7]] for row in (counted, *rows)]
+    assert check(padded, *specs)[0] == 0
+    code, said = check([[through], *([row] for row in rows)], *specs)
+    assert (code, said.splitlines()) == (
+        3,
+        [
+            "documents[1], token 0, is token 0 of a run of text (segment 3): "
+            "got 4, want 0 in the text row of mrope-qwen3.",
+            "2 of 6 tokens differ, in 1 of 2 documents.",
+            "Cause: the text row counts through the pack, and documents that follow on are one to Transformers.",
+            "To do: count the tokens of each document from 0, as position_ids(text_row=True) does.",
+        ],
+    )
+    assert (
+        "repeats axis 0, and Transformers begins a new document" in check([[rows[0]], *([r] for r in rows)], *specs)[1]
+    )
+    assert "Cause unknown" in check([[other], *([row] for row in rows)], *specs)[1]
+    wrong = [[0, 1, 1, 2, 0, 1], *rows[1:]]
+    assert "documents[0], token 3" in check([[counted], *([row] for row in wrong)], *specs)[1]
+
+
 def test_different_ids_are_a_sentence_each_for_place_count_cause_and_remedy() -> None:
     assert check(np.arange(11), "--spec", "3,2x3,2") == (
         3,

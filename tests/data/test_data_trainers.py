@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,16 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from two_ranks import Shards, epochs, loader, on_two_ranks, train
+from two_ranks import Shards, epochs, loader, on_two_ranks, resumed, train
 
 from mmpos import Grid, SequenceBuilder
 from mmpos.data.collate import collate_packed, collate_padded
 from mmpos.data.examples import Example
 from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
+from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError, UnsupportedError
 
@@ -85,7 +87,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 @pytest.mark.parametrize("collate", [collate_packed, collate_padded])
 def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^as_dict: .* want the batch whole: .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: .*RankLoader"):
         dispatch([arguments], 0)
 
 
@@ -162,11 +164,151 @@ def test_even_is_checked() -> None:
         RankLoader([1], wrong)
 
 
+def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
+    """What follows after so many steps, and what follows in a loader that goes on from the state there."""
+    first, second = make(), make()
+    batches = iter(first)
+    for _ in range(steps):
+        next(batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    return list(batches), list(second)
+
+
+def packs_of_forty() -> RankLoader[Any]:
+    """A loader of packs by the names of their documents."""
+    dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
+    return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_one_rank_goes_on_behind_its_state(steps: int) -> None:
+    expected, found = interrupted(packs_of_forty, steps)
+    assert found == expected == list(packs_of_forty())[steps:]
+
+
+def test_of_an_epoch_that_had_ended_nothing_follows_and_then_comes_the_next() -> None:
+    taken = packs_of_forty()
+    whole = list(taken)
+    again = packs_of_forty()
+    again.load_state_dict(taken.state_dict())
+    assert (list(again), list(again)) == ([], whole)
+
+
+def test_an_endless_loader_goes_through_epochs_and_goes_on_whatever_the_trainer_counts() -> None:
+    def endless() -> RankLoader[Any]:
+        taken = packs_of_forty()
+        return RankLoader(taken.loader, endless=True)
+
+    whole: list[Any] = []
+    for epoch in range(3):
+        taken = packs_of_forty()
+        taken.set_epoch(epoch)
+        whole += list(taken)
+    first = endless()
+    first.set_epoch(0)
+    batches = iter(first)
+    assert [next(batches) for _ in whole[:-2]] == whole[:-2]
+    again = endless()
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    again.set_epoch(0)
+    assert [batch for batch, _ in zip(again, range(3), strict=False)][:2] == whole[-2:]
+    assert again.state_dict()["epoch"] == 3
+    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want some to go on with"):
+        list(RankLoader([], endless=True))
+
+
+def test_a_state_is_asked_of_what_has_one_and_checked() -> None:
+    stateless = RankLoader([1])
+    with pytest.raises(UnsupportedError, match=r"^loader: got list without a state, want a StatefulDataLoader or a B"):
+        stateless.state_dict()
+    wrong: list[tuple[Any, str]] = [({"version": 0}, "version 0"), (3, "int")]
+    for state, got in wrong:
+        with pytest.raises(
+            InvalidInputError, match=f"^state: got {got}, want one of version 1 from RankLoader.state_dict"
+        ):
+            stateless.load_state_dict(state)
+
+
+def test_a_loader_that_accelerate_would_replace_to_skip_batches_says_what_to_do() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^drop_last: got a RankLoader, .* want it left .*ignore_data_skip=True"
+    ):
+        _ = RankLoader([1]).drop_last
+
+
+# Steps
+
+
+@dataclass(frozen=True)
+class Sized(Shards):
+    """A shard of known sizes."""
+
+    @property
+    def lengths(self) -> Any:
+        return np.array([5 if i % 2 else 30 for i in range(self.size)])
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [Packer(60), Packer(47, buffer=3, multiple_of=47), Batcher(3, max_tokens=30), Batcher(7, drop_last=True)],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_counted_by_sizes_as_they_come(batching: Any, rank: int, workers: int) -> None:
+    shards = [Sized(name, 23) for name in "abc"]
+    for split in ("records", "shards"):
+        dataset = BatchDataset(
+            shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
+        )
+        dataset.set_epoch(5)
+        taken = RankLoader(
+            DataLoader(
+                dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
+            )
+        )
+        assert taken.steps_per_epoch == len(list(taken))
+
+
+def as_keys(group: Any) -> Any:
+    return [example.key for example in getattr(group, "examples", group)]
+
+
+def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
+    def steps(shard: Any, batching: Any, **options: Any) -> int | None:
+        return RankLoader(
+            DataLoader(BatchDataset([shard], Shards.example, batching, **options), batch_size=None)
+        ).steps_per_epoch
+
+    plain, sized = Shards("a", 9), Sized("a", 9)
+    assert steps(plain, Batcher(2)) == 5
+    assert steps(sized, Packer(60)) == 3
+    unknown = [
+        steps(plain, Packer(60)),
+        steps(plain, Batcher(2, max_tokens=40)),
+        steps(sized, Packer(60, split_text=True)),
+        steps(sized, Packer(60, overlong="truncate")),
+        steps(sized, Packer(60), on_error="skip", quarantine="unused"),
+    ]
+    assert unknown == [None] * 5
+    assert RankLoader([1, 2, 3]).steps_per_epoch == 3
+    assert RankLoader(iter([1])).steps_per_epoch is None
+
+
 @pytest.mark.slow
 def test_ranks_get_as_many_batches(tmp_path: Path) -> None:
     first, second = on_two_ranks(epochs, tmp_path)
-    assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]]}
-    assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]]}
+    assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
+    assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
+
+
+@pytest.mark.slow
+def test_ranks_that_repeat_go_on_behind_their_state(tmp_path: Path) -> None:
+    for rank in on_two_ranks(resumed, tmp_path):
+        assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
+        for even, whole in rank["whole"].items():
+            for steps, rest in enumerate(rank[even]):
+                assert rest == whole[steps:], (even, steps)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import SequenceBuilder
 from mmpos.data.collate import PackedCollator
@@ -87,7 +88,35 @@ def epochs(rank: int) -> dict[str, Any]:
     with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
         list(RankLoader(batches if rank else [], "repeat"))
     found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    loaders = [RankLoader(loader(*batches), even) for even in kinds]
+    unknown: Any = batches if rank else iter(batches)
+    found["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
     return found
+
+
+def resumed(rank: int) -> dict[str, Any]:
+    """An epoch of each kind, and what follows of it behind the state after every number of steps."""
+
+    def make(even: Even) -> RankLoader[Any]:
+        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), keys)
+        return RankLoader(StatefulDataLoader(dataset, batch_size=None, num_workers=rank), even)
+
+    found: dict[str, Any] = {"whole": {}}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = make(even)
+        states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
+        found["whole"][even], found[even] = list(make(even)), []
+        for state in states:
+            again = make(even)
+            again.load_state_dict(state)
+            found[even].append(list(again))
+    return found
+
+
+def keys(pack: Any) -> list[str]:
+    """The documents of a pack."""
+    return [example.key for example in pack.examples]
 
 
 def train(rank: int, even: Even) -> list[Any]:

@@ -115,7 +115,8 @@ def diagnose(
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes, which stands for all
             axes; integers or floats, a list, an array or a tensor on the host. Where a shape can be both,
-            it is packed, unless it comes with an attention_mask.
+            it is packed, unless it comes with an attention_mask. With one row more, (axes + 1, 1, tokens) or
+            (axes + 1, batch, length), the first is the text row, from which Transformers reads the documents of a pack.
         documents: what the ids are of; mistakes in placing are found only for a SegmentTable.
         scheme: for a SegmentTable, a name or a scheme object; "rope-tie" if not given.
         start: for a SegmentTable, id of each document's first token, one or (documents,).
@@ -137,13 +138,19 @@ def diagnose(
     if padding_id is not None:
         integer("padding_id", padding_id)
     whole, segments, how = _placed(documents, scheme, start)
-    dump = read_ids(ids, whole, attention_mask, side)
+    array = host_array("ids", ids)
+    text_row = array.ndim == 3 and len(array) == whole.axes + 1
+    dump = read_ids(array[1:] if text_row else array, whole, attention_mask, side)
     positions = _without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else _starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
     case = Case(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
     if case.wrong.any():
         return _different(case, rows=len(dump.ids))
+    if text_row:
+        (text,) = read_ids(array[:1], whole, attention_mask, side).ids
+        if (text != case.index).any():
+            return _different_text_row(case, text)
     if padding_id is None:
         return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
     if (dump.padding != padding_id).any():
@@ -211,6 +218,39 @@ def _different(case: Case, rows: int) -> Diagnosis:
         cause=verdict.cause if verdict else None,
         remedy=verdict.remedy if verdict else None,
         explained=verdict.explained if verdict else 0,
+    )
+
+
+def _different_text_row(case: Case, text: Array) -> Diagnosis:
+    """The first difference of a text row from tokens counted in their documents, where all other rows agree."""
+    wrong = text != case.index
+    token = int(wrong.argmax())
+    cause = None
+    if (text == np.arange(text.size)).all():
+        cause = "the text row counts through the pack, and documents that follow on are one to Transformers"
+    for axis, row in enumerate(case.came):
+        if cause is None and (text == row).all():
+            cause = (
+                f"the text row repeats axis {axis}, and Transformers begins a new document where that does not count on"
+            )
+    return Diagnosis(
+        equal=False,
+        scheme=f"the text row of {case.positions.scheme}",
+        num_tokens=case.positions.num_tokens,
+        num_documents=case.positions.num_documents,
+        different_tokens=int(wrong.sum()),
+        different_documents=np.unique(case.document[wrong]).size,
+        document=int(case.document[token]),
+        token=int(case.index[token]),
+        what=case.positions.describe(token),
+        axis=0,
+        got=(text[token].item(),),
+        want=(Fraction(int(case.index[token])),),
+        cause=cause,
+        remedy=None
+        if cause is None
+        else "count the tokens of each document from 0, as position_ids(text_row=True) does",
+        explained=0 if cause is None else int(wrong.sum()),
     )
 
 

@@ -1,0 +1,365 @@
+"""Batches as unpatched models of Transformers take them, and examples of what a model's processor gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mmpos.data.batch import Batch, ModelArguments
+from mmpos.data.collate import Examples, PackedCollator, PaddedCollator
+from mmpos.data.examples import IGNORE_INDEX, Example, Location, Record, RecordError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.images import ImageProcessor
+from mmpos.positions.table import PositionTable
+from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.table import GRID, SegmentTable, token_types
+from mmpos.sequence.builder import InterleavedSequence
+from mmpos.support.checks import IntArray, counted, host_array, int_array
+from mmpos.support.ragged import ragged_arange
+
+__all__ = ["MODEL_INPUTS", "Model", "ModelCollator", "ModelInputs", "ProcessedInputs"]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Arguments that the models of one type take for a pack, beside input_ids, labels and the bounds of documents.
+
+    Args:
+        text_row: position_ids are [4, batch, seq], the text row first, from which the model reads where documents
+            begin; else [batch, seq], from which it reads that too.
+        images: pixel_values and image_grid_thw, or those of videos, go with mm_token_type_ids; else text alone.
+        planes: pixel_values are (patches, 3, patch_size, patch_size), not (patches, values).
+        seq_idx: layers without attention are told the document of each token.
+    """
+
+    text_row: bool = False
+    images: bool = False
+    planes: bool = False
+    seq_idx: bool = False
+
+
+_TEXT, _IMAGES = ModelInputs(), ModelInputs(text_row=True, images=True)
+_TEXT_TYPES = """
+    cohere deepseek_vl emu3 fuyu gemma gemma2 gemma3_text glm4 granite idefics2 idefics3 internvl janus lighton_ocr
+    llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe
+    qwen3 qwen3_moe smollm3 smolvlm starcoder2
+"""
+_IMAGE_TYPES = "glm46v glm4v glm4v_moe glm_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+
+MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
+    {
+        **dict.fromkeys(_TEXT_TYPES.split(), _TEXT),
+        **dict.fromkeys(_IMAGE_TYPES.split(), _IMAGES),
+        "paddleocr_vl": replace(_IMAGES, planes=True),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(_IMAGES, seq_idx=True)),
+    }
+)
+"""Model types of Transformers 5.23 that keep the documents of a pack apart, and how they take them."""
+
+
+class Model(Protocol):
+    """Settings of a model, as `mmpos.from_hf_config` reads them."""
+
+    @property
+    def model_type(self) -> str:
+        """Name of the model type."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """Positions in the language model."""
+
+    @property
+    def vision_scheme(self) -> Grid2D | None:
+        """Positions, and so the order of patches, in the encoder."""
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Placeholder of image patches."""
+
+    @property
+    def video_token_id(self) -> int | None:
+        """Placeholder of video patches."""
+
+    @property
+    def image_markers(self) -> tuple[int, int] | None:
+        """Tokens before and after an image."""
+
+    @property
+    def spatial_merge_size(self) -> int:
+        """Patches merged along each side into one token."""
+
+    @property
+    def temporal_patch_size(self) -> int | None:
+        """Frames in a patch."""
+
+    def segments(
+        self,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        video_grid_thw: npt.ArrayLike | None = None,
+        *,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+    ) -> SegmentTable:
+        """Make the table of tokens from the model's processor."""
+
+    def place(self, segments: SegmentTable) -> PositionTable:
+        """Place segments as the language model does."""
+
+    def image_processor(self) -> ImageProcessor:
+        """Make an ImageProcessor as the encoder wants it."""
+
+
+@dataclass(frozen=True)
+class ModelCollator:
+    """Collator that gives the arguments of an unpatched model of Transformers, for its Trainer too; it pickles.
+
+    A pack becomes one row, whose documents the model keeps apart: eager, SDPA and FlexAttention read their bounds from
+    position_ids, FlashAttention from cu_seq_lens_q and cu_seq_lens_k. use_cache=False is one of the arguments: with a
+    cache, which the config of a language model inside another asks for also under Trainer, Transformers does not look
+    for documents, and all tokens of the row would see each other.
+
+    Args:
+        settings: of the model, from `mmpos.from_hf_config`; its scheme is that of the positions.
+        images: the ImageProcessor of the patches, which says how bytes become pixel_values; None makes it of the
+            settings where there are patches of bytes. Patches of a processor's own are taken as they are.
+        collate: what makes the batch, packed or padded.
+
+    Raises:
+        UnsupportedError: models of this type do not keep the documents of a pack apart, or are not known to.
+        InvalidInputError: images and settings differ in the order or size of patches.
+    """
+
+    settings: Model
+    images: ImageProcessor | None = None
+    collate: PackedCollator | PaddedCollator = field(default_factory=PackedCollator)
+    inputs: ModelInputs = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kind = self.settings.model_type
+        if kind not in MODEL_INPUTS:
+            want = ", ".join(sorted(MODEL_INPUTS))
+            raise UnsupportedError(
+                f"settings.model_type: got {kind!r}, which is not known to keep the documents of a pack apart, "
+                f"want one of {want}"
+            )
+        object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
+        vision = self.settings.vision_scheme
+        if self.images is not None and vision is not None:
+            sizes: dict[str, object] = {"order": vision.order, "spatial_merge_size": self.settings.spatial_merge_size}
+            for name, size in sizes.items():
+                if (got := getattr(self.images, name)) != size:
+                    raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
+
+    def __call__(self, examples: Examples) -> dict[str, Any]:
+        """Collate these examples, or those of a Pack or of several, and give the model's arguments.
+
+        Raises:
+            MmposError: as for collate and `arguments`.
+        """
+        return self.arguments(self.collate(examples))
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """Give the arguments for a batch, on its device.
+
+        Returns:
+            use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
+            the first of each document); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and
+            seq_idx where the model takes it; for a padded batch attention_mask; for images mm_token_type_ids,
+            pixel_values and image_grid_thw, before merging, or those of videos. Shifted labels are shift_labels too.
+
+        Raises:
+            InvalidInputError: positions of another scheme, or placeholders of another model.
+            UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
+        """
+        self._check(batch)
+        text = batch.text_positions.long()
+        ids = batch.position_ids(torch.int64, text_row=batch.packed) if self.inputs.text_row else text
+        rows = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": ids}
+        if batch.shifted:
+            rows["shift_labels"] = batch.labels
+        if self.inputs.images:
+            rows["mm_token_type_ids"] = self._token_types(batch.input_ids)
+        bounds: dict[str, Any] = {"attention_mask": batch.attention_mask}
+        if batch.packed:
+            if self.inputs.seq_idx:
+                rows["seq_idx"] = _documents(batch.cu_seqlens)
+            rows = {name: tensor.unsqueeze(-2) for name, tensor in rows.items()}
+            bounds = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+            bounds |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
+        # No tensor comes first: see Batch.as_dict.
+        return ModelArguments({"use_cache": False, **rows, **bounds, **self._pixels(batch)})
+
+    def _check(self, batch: Batch) -> None:
+        kind = self.settings.model_type
+        if batch.world_size > 1:
+            raise UnsupportedError("batch: got a context-parallel shard, want the whole batch")
+        if len(batch.grid_thw) and not self.inputs.images:
+            known = ", ".join(sorted(name for name, each in MODEL_INPUTS.items() if each.images))
+            got = counted(len(batch.grid_thw), "image")
+            raise UnsupportedError(f"batch: got {got} for {kind!r}, want text alone, or one of {known}")
+        want = self.settings.scheme.label
+        if self.inputs.text_row and batch.positions.scheme != want:
+            got = batch.positions.scheme
+            raise InvalidInputError(
+                f"batch.positions: got scheme {got}, want {want} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
+            )
+        if self.inputs.images and len(batch.grid_thw):
+            self._check_placeholders(batch.input_ids.view(-1)[batch.image_spans[:, 0]])
+
+    def _check_placeholders(self, tokens: Tensor) -> None:
+        wrong = self._token_types(tokens).eq(0)
+        if wrong.any():
+            i, want = int(wrong.int().argmax()), self.settings.image_token_id
+            raise InvalidInputError(
+                f"image_spans[{i}]: got the placeholder {int(tokens[i])}, want {want} of {self.settings.model_type!r}: "
+                "SequenceBuilder(markers=settings.markers)"
+            )
+
+    def _token_types(self, tokens: Tensor) -> Tensor:
+        """0 for text, 1 for patches of images and 2 for those of videos."""
+        types = torch.zeros_like(tokens)
+        for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
+            if placeholder is not None:
+                types += kind * tokens.eq(placeholder)
+        return types
+
+    def _pixels(self, batch: Batch) -> dict[str, Tensor]:
+        if not len(batch.grid_thw):
+            return {}
+        side = self.settings.spatial_merge_size
+        grid_thw = batch.grid_thw * batch.grid_thw.new_tensor([1, side, side])
+        pixels = self._pixel_values(batch.patches)
+        counts = grid_thw.prod(dim=1)
+        if len(pixels) != int(counts.sum()):
+            raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())}, those of grid_thw")
+        video = self._token_types(batch.input_ids.view(-1)[batch.image_spans[:, 0]]).eq(2)
+        if not video.any():
+            return {"pixel_values": pixels, "image_grid_thw": grid_thw}
+        of_video = video.repeat_interleave(counts)
+        videos = {"pixel_values_videos": pixels[of_video], "video_grid_thw": grid_thw[video]}
+        if video.all():
+            return videos
+        return {"pixel_values": pixels[~of_video], "image_grid_thw": grid_thw[~video], **videos}
+
+    def _pixel_values(self, patches: Tensor | None) -> Tensor:
+        """Patches as the model's processor makes them; those that it made itself are as they are."""
+        if patches is None:
+            raise UnsupportedError("batch: got images without pixels, want those of an ImageProcessor")
+        if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
+            return patches
+        images = self.settings.image_processor() if self.images is None else self.images
+        frames = 1 if self.inputs.planes else self.settings.temporal_patch_size or 1
+        pixels = images.pixel_values(patches, temporal_patch_size=frames)
+        return pixels.view(-1, 3, images.patch_size, images.patch_size) if self.inputs.planes else pixels
+
+
+def _documents(cu_seqlens: Tensor) -> Tensor:
+    """(tokens,) int32 the document of each token."""
+    document = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+    return document.repeat_interleave(cu_seqlens.diff())
+
+
+@dataclass(frozen=True)
+class ProcessedInputs:
+    """Callable that makes an Example of what a model's processor gave for one document; it pickles.
+
+    A record has input_ids, (tokens,) or (1, tokens), and where there are any image_grid_thw and pixel_values,
+    video_grid_thw, pixel_values_videos and second_per_grid_ts, all as the processor gives them: arrays, tensors on the
+    host, or lists. labels, of the shape of input_ids, may say what is trained on; else everything is but patches. An
+    id or a key is the key of the example.
+
+    Args:
+        settings: of the model, from `mmpos.from_hf_config`.
+    """
+
+    settings: Model
+
+    def __call__(self, record: Record, location: Location) -> Example:
+        """Make the example of a record.
+
+        Raises:
+            RecordError: the record has no tokens, padding, or grids and pixels that do not fit its tokens; the message
+                names it.
+        """
+        key = str(record.get("id", record.get("key", location)))
+        try:
+            return self._example(key, record)
+        except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
+            raise RecordError(f"{key}: {error}") from error
+
+    def _example(self, key: str, record: Record) -> Example:
+        input_ids = _tokens("input_ids", record.get("input_ids"))
+        mask = record.get("attention_mask")
+        if mask is not None and not np.asarray(mask).all():
+            raise InvalidInputError("attention_mask: got padding, want one document without it")
+        grids = {name: _array(record.get(name)) for name in ("image_grid_thw", "video_grid_thw")}
+        seconds = record.get("second_per_grid_ts")
+        seconds = None if seconds is None else np.asarray(seconds).tolist()
+        segments = self.settings.segments(input_ids, **grids, seconds_per_frame=seconds)
+        grid = segments.kind == GRID
+        stops = segments.lengths.cumsum()
+        spans = np.stack([stops - segments.lengths, stops], axis=1)[grid]
+        grid_thw = segments.extents[:, grid].T.copy()
+        types = token_types(segments)
+        told = record.get("labels")
+        labels = np.where(types, IGNORE_INDEX, input_ids) if told is None else _tokens("labels", told)
+        sequence = InterleavedSequence(
+            input_ids=input_ids,
+            token_type_ids=types,
+            segments=segments,
+            positions=self.settings.place(segments),
+            patches=self._patches(record, grid_thw, input_ids[spans[:, 0]] == self.settings.video_token_id),
+            grid_thw=grid_thw,
+            image_spans=spans,
+            image_hashes=(None,) * len(grid_thw),
+            part_offsets=np.array([0, input_ids.size]),
+            image_margins=_margins(input_ids, spans, self.settings.image_markers),
+        )
+        return Example(key, sequence, labels)
+
+    def _patches(
+        self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float32] | None:
+        """(patches, values) of images and videos, in the order of their tokens."""
+        sources = [_array(record.get(name), np.float32) for name in ("pixel_values", "pixel_values_videos")]
+        counts = grid_thw.prod(axis=1) * self.settings.spatial_merge_size**2
+        for name, pixels, where in zip(("pixel_values", "pixel_values_videos"), sources, (~video, video), strict=True):
+            got, want = (0 if pixels is None else len(pixels)), int(counts[where].sum())
+            if got != want:
+                raise InvalidInputError(f"{name}: got {got} patches, want {want}, those of the grids")
+        arrays = [pixels for pixels in sources if pixels is not None and len(pixels)]
+        if len(arrays) < 2:
+            return arrays[0] if arrays else None
+        starts = np.where(video, len(arrays[0]), 0)
+        for where in (video, ~video):
+            starts[where] += counts[where].cumsum() - counts[where]
+        return np.concatenate(arrays)[ragged_arange(counts, starts)[1]]
+
+
+def _tokens(name: str, values: object) -> IntArray:
+    """(tokens,) integers of one document, with or without a batch dimension of 1."""
+    array = host_array(name, values)
+    return int_array(name, array[0] if array.ndim == 2 and len(array) == 1 else array, (None,))
+
+
+def _array(values: object, dtype: type = np.int64) -> Any:
+    """An array of what is there, or None."""
+    return None if values is None else np.asarray(values, dtype)
+
+
+def _margins(input_ids: IntArray, spans: IntArray, markers: tuple[int, int] | None) -> tuple[int, int]:
+    """Tokens before and after every image: its markers, if all have them."""
+    if markers is None or not len(spans) or spans[0, 0] == 0 or spans[-1, 1] == input_ids.size:
+        return 0, 0
+    before, after = (
+        input_ids[at] == marker for at, marker in zip((spans[:, 0] - 1, spans[:, 1]), markers, strict=True)
+    )
+    return (1, 1) if before.all() and after.all() else (0, 0)

@@ -1,0 +1,244 @@
+"""Arguments for models of Transformers, value by value, and what is refused before a model sees it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmpos
+from mmpos import Grid, SequenceBuilder
+from mmpos.data import Batch, ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
+from mmpos.data.examples import Example, Location, RecordError
+from mmpos.errors import InvalidInputError, UnsupportedError
+
+TEXT = {"num_attention_heads": 2, "hidden_size": 32, "rope_theta": 1e4}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN2_VL: dict[str, Any] = {
+    "model_type": "qwen2_vl",
+    **dict(
+        zip(
+            ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+            range(7, 11),
+            strict=True,
+        )
+    ),
+    "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": ROPE},
+    "vision_config": {
+        "model_type": "qwen2_vl_vision",
+        **dict.fromkeys(("num_heads", "spatial_merge_size", "temporal_patch_size"), 2),
+        "embed_dim": 32,
+        "patch_size": 4,
+    },
+}
+SETTINGS = mmpos.from_hf_config(QWEN2_VL)
+LLAMA = mmpos.from_hf_config({"model_type": "llama", **TEXT})
+IMAGES = SETTINGS.image_processor(mean=(0.5,) * 3, std=(0.5,) * 3, min_pixels=64, max_pixels=4096, backend="pillow")
+BUILDER = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme, markers=SETTINGS.markers)
+PIXELS = np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype=np.uint8)
+HERE = Location("processed", 3)
+
+
+def example(*parts: Any, builder: SequenceBuilder = BUILDER) -> Example:
+    sequence = builder.build(list(parts))
+    return Example("one", sequence, np.where(sequence.token_type_ids, -100, sequence.input_ids))
+
+
+def listed(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+FIRST, SECOND = example([50], PIXELS, [60]), example([70, 80])
+
+
+def test_a_pack_has_these_arguments() -> None:
+    arguments = ModelCollator(SETTINGS, IMAGES)([FIRST, SECOND])
+    pixels = arguments.pop("pixel_values")
+    torch.testing.assert_close(pixels, torch.from_numpy(IMAGES.process(PIXELS, temporal_patch_size=2).patches))
+    assert (pixels.shape, pixels.dtype) == ((8, 96), torch.float32)
+    assert {arguments[name].dtype for name in ("cu_seq_lens_q", "cu_seq_lens_k")} == {torch.int32}
+    assert {arguments[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+    assert listed(arguments) == {
+        "use_cache": False,
+        "input_ids": [[50, 9, 7, 7, 10, 60, 70, 80]],
+        "labels": [[-100, 9, -100, -100, 10, 60, -100, 80]],
+        "position_ids": [
+            [[0, 1, 2, 3, 4, 5, 0, 1]],
+            [[0, 1, 2, 2, 4, 5, 0, 1]],
+            [[0, 1, 2, 2, 4, 5, 0, 1]],
+            [[0, 1, 2, 3, 4, 5, 0, 1]],
+        ],
+        "mm_token_type_ids": [[0, 0, 1, 1, 0, 0, 0, 0]],
+        "max_length_q": 6,
+        "max_length_k": 6,
+        "cu_seq_lens_q": [0, 6, 8],
+        "cu_seq_lens_k": [0, 6, 8],
+        "image_grid_thw": [[1, 2, 4]],
+    }
+
+
+def test_padded_rows_have_a_mask_and_no_bounds() -> None:
+    arguments = ModelCollator(SETTINGS, IMAGES, PaddedCollator(pad_token_id=1))([FIRST, SECOND])
+    assert arguments.pop("pixel_values").shape == (8, 96)
+    assert listed(arguments) == {
+        "use_cache": False,
+        "input_ids": [[50, 9, 7, 7, 10, 60], [70, 80, 1, 1, 1, 1]],
+        "labels": [[-100, 9, -100, -100, 10, 60], [-100, 80, *[-100] * 4]],
+        "position_ids": [
+            [[0, 1, 2, 2, 4, 5], [0, 1, 0, 0, 0, 0]],
+            [[0, 1, 2, 2, 4, 5], [0, 1, 0, 0, 0, 0]],
+            [[0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]],
+        ],
+        "mm_token_type_ids": [[0, 0, 1, 1, 0, 0], [0] * 6],
+        "attention_mask": [[1] * 6, [1, 1, 0, 0, 0, 0]],
+        "image_grid_thw": [[1, 2, 4]],
+    }
+
+
+def test_text_alone_has_no_images_and_shifted_labels_are_not_shifted_again() -> None:
+    collator = ModelCollator(SETTINGS)
+    arguments = collator.arguments(PackedCollator()([SECOND]).shift_labels())
+    assert not any("pixel" in name or "grid" in name for name in arguments)
+    assert arguments["shift_labels"].tolist() == arguments["labels"].tolist() == [[80, -100]]
+    assert listed(pickle.loads(pickle.dumps(collator))([SECOND])) == listed(collator([SECOND]))
+
+
+def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_that_go_on() -> None:
+    whole = example("abcdef", builder=SequenceBuilder(scheme="flatten"))
+    arguments = ModelCollator(LLAMA)([whole.slice(0, 3), whole.slice(3, 6)])
+    assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert arguments.keys() == {
+        *("use_cache", "input_ids", "labels", "position_ids"),
+        *("max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k"),
+    }
+
+
+OTHER = replace(IMAGES, order="raster")
+MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: ModelCollator(SETTINGS, OTHER),
+            InvalidInputError,
+            r"images.order: got 'raster', want 'merged' of 'qwen2_vl'",
+        ),
+        (
+            lambda: ModelCollator(LLAMA)([FIRST]),
+            UnsupportedError,
+            "batch: got 1 image for 'llama', want text alone, or one of glm46v, glm4v,",
+        ),
+        (
+            lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
+            InvalidInputError,
+            "batch.positions: got scheme rope-tie, want mrope-transformers of 'qwen2_vl': SequenceBuilder",
+        ),
+        (
+            lambda: ModelCollator(SETTINGS, IMAGES)([example(PIXELS, builder=MARKED)]),
+            InvalidInputError,
+            r"image_spans\[0\]: got the placeholder 258, want 7 of 'qwen2_vl': SequenceBuilder\(markers",
+        ),
+        (lambda: ModelCollator(SETTINGS)([FIRST]), InvalidInputError, "image_processor: got no mean, std"),
+        (
+            lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
+            UnsupportedError,
+            "batch: got images without pixels, want those of an ImageProcessor",
+        ),
+        (
+            lambda: ModelCollator(SETTINGS).arguments(_shard()),
+            UnsupportedError,
+            "batch: got a context-parallel shard, want the whole batch",
+        ),
+        (
+            lambda: ModelCollator(SETTINGS, IMAGES).arguments(_without_a_patch()),
+            InvalidInputError,
+            "patches: got 7, want 8, those of grid_thw",
+        ),
+    ],
+)
+def test_what_a_model_would_misread_is_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^{words}"):
+        call()
+
+
+def _shard() -> Batch:
+    return PackedCollator(multiple_of=4)([SECOND]).shard(0, 2)
+
+
+def _without_a_patch() -> Batch:
+    batch = PackedCollator()([FIRST])
+    assert batch.patches is not None
+    return replace(batch, patches=batch.patches[1:])
+
+
+# What a processor gives
+
+RECORD: dict[str, Any] = {
+    "id": "r1",
+    "input_ids": [[50, 9, 7, 7, 10, 60, 9, 8, 8, 10, 9, 7, 10]],
+    "attention_mask": [[1] * 13],
+    "image_grid_thw": [[1, 2, 4], [1, 2, 2]],
+    "pixel_values": torch.arange(12.0)[:, None].expand(-1, 96),
+    "video_grid_thw": [[2, 2, 2]],
+    "pixel_values_videos": torch.arange(100.0, 108)[:, None].expand(-1, 96),
+}
+
+
+def test_an_example_of_what_a_processor_gave_has_patches_in_the_order_of_tokens() -> None:
+    found = ProcessedInputs(SETTINGS)(RECORD, HERE)
+    sequence = found.sequence
+    assert found.key == "r1"
+    assert sequence.patches is not None
+    assert sequence.patches[:, 0].tolist() == [*range(8), *range(100, 108), *range(8, 12)]
+    assert sequence.image_spans.tolist() == [[2, 4], [7, 9], [11, 12]]
+    assert sequence.grid_thw.tolist() == [[1, 1, 2], [2, 1, 1], [1, 1, 1]]
+    assert sequence.image_margins == (1, 1)
+    assert found.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
+    assert sequence.positions.dense().tolist()[0] == [0, 1, 2, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11]
+    kept = found.slice(5, 13).sequence
+    assert kept.patches is not None
+    assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
+
+
+def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
+    made = ProcessedInputs(SETTINGS)
+    arguments = ModelCollator(SETTINGS)([made(RECORD, HERE), SECOND, made({**RECORD, "labels": [1] * 13}, HERE)])
+    assert arguments["pixel_values"][:, 0].tolist() == [*range(12)] * 2
+    assert arguments["pixel_values_videos"][:, 0].tolist() == [*range(100, 108)] * 2
+    assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]] * 2
+    assert arguments["video_grid_thw"].tolist() == [[2, 2, 2]] * 2
+    types = [0, 0, 1, 1, 0, 0, 0, 2, 2, 0, 0, 1, 0]
+    assert arguments["mm_token_type_ids"].tolist() == [[*types, 0, 0, *types]]
+    assert arguments["labels"][0, -12:].tolist() == [1] * 12
+    film = {"input_ids": [9, 8, 8, 10], **{name: RECORD[name] for name in ("video_grid_thw", "pixel_values_videos")}}
+    videos = ModelCollator(SETTINGS)([made(film, HERE)])
+    assert videos["video_grid_thw"].tolist() == [[2, 2, 2]]
+    assert "pixel_values" not in videos
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12, those of the grids"),
+        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8, those of the grids"),
+        ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
+        ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
+        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), that of input_ids"),
+        ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_tokens_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecordError, match=f"^r1: {words}"):
+        ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
+
+
+def test_images_without_markers_are_cut_without_them() -> None:
+    record = {"input_ids": [7, 7, 50], "image_grid_thw": [[1, 2, 4]], "pixel_values": np.zeros((8, 96), np.float32)}
+    found = ProcessedInputs(SETTINGS)(record, HERE)
+    assert (found.key, found.sequence.image_margins) == ("processed[3]", (0, 0))

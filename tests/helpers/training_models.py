@@ -1,0 +1,112 @@
+"""Random models of Transformers of any type, small enough to train on a CPU, and documents for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import mmpos
+from mmpos.data.examples import IGNORE_INDEX, Example
+from mmpos.integrations.models import MODEL_TYPES
+
+CONFIGS: Any = CONFIG_MAPPING
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+# Every token goes to every expert, since which one is best may turn on the last digit.
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2),
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+TEXT = {
+    **SIZES,
+    **EXPERTS,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.3,  # so that tokens differ in what follows them
+}
+
+ENCODER = {
+    **SIZES,
+    "depth": 2,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "image_size": 32,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+}
+
+PIXEL_TABLES = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
+
+TOKENS = {
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+    "image_start_token_id": 302,
+    "image_end_token_id": 303,
+}
+
+
+def tiny_config(model_type: str, **text: Any) -> Any:
+    """A config of this type; its text is bytes, and its images are token 300 between 302 and 303."""
+    default = CONFIGS[model_type]()
+    if not hasattr(default, "text_config"):
+        return CONFIGS[model_type](**{**TEXT, **text})
+    kind = default.text_config.model_type
+    arguments: dict[str, Any] = {"text_config": {**TEXT, "model_type": kind, **text}}
+    if MODEL_TYPES[model_type].scheme.startswith("mrope"):
+        section = [3, 3, 2] if kind.startswith("qwen3") else [2, 3, 3]
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, "partial_rotary_factor": 1.0}
+        arguments["text_config"]["rope_parameters"] = rope
+        arguments |= TOKENS
+    vision = getattr(default, "vision_config", None)
+    if vision is not None:
+        arguments["vision_config"] = {**ENCODER, "model_type": vision.model_type}
+    if model_type == "emu3":
+        return CONFIGS[model_type](**arguments, vq_config=PIXEL_TABLES, vocabulary_map={"<image>": 300})
+    return CONFIGS[model_type](**arguments, **({"vq_config": PIXEL_TABLES} if model_type == "janus" else {}))
+
+
+def tiny_model(config: Any) -> Any:
+    """A model with random weights, the same for the same config, in training."""
+    torch.manual_seed(0)
+    kind: Any = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    return kind.from_config(config).train()
+
+
+def tiny_images(settings: mmpos.ModelSettings) -> mmpos.ImageProcessor:
+    """The images of a tiny model."""
+    told: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.6, 0.7), "min_pixels": 64, "max_pixels": 4096}
+    return settings.image_processor(backend="pillow", **told)
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A picture of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def examples_of(builder: mmpos.SequenceBuilder, *documents: list[Any]) -> list[Example]:
+    """An example of each document, all of whose text is trained on."""
+    sequences = [builder.build(parts) for parts in documents]
+    labels = [np.where(each.token_type_ids, IGNORE_INDEX, each.input_ids) for each in sequences]
+    return [Example(str(i), *pair) for i, pair in enumerate(zip(sequences, labels, strict=True))]

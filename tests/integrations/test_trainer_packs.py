@@ -1,0 +1,84 @@
+"""Transformers' Trainer and accelerate on our packs: a model learns, a run goes on exactly, and no batch is cut."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_packs
+from trainer_packs import losses, make_config, make_loader, state_file, train
+
+from mmpos.data import RankLoader
+from mmpos.errors import UnsupportedError
+
+accelerate = pytest.importorskip("accelerate")
+EXAMPLE = Path(trainer_packs.__file__)
+
+
+def as_lists(batches: Any) -> list[Any]:
+    """The tokens and labels of batches, whose documents are in the order of their epoch."""
+    return [
+        (batch["input_ids"].tolist(), batch["labels"].tolist(), float(batch["pixel_values"].sum())) for batch in batches
+    ]
+
+
+@pytest.mark.slow
+def test_the_example_learns_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 12, save_steps=6)
+    found = losses(whole)
+    assert found[-1] < found[0]
+    checkpoint = tmp_path / "whole/checkpoint-6"
+    rest = train(tmp_path / "rest", 12, checkpoint=checkpoint, save_steps=6)
+    assert rest.state.global_step == 12
+    weights, expected = (dict(trainer.model.named_parameters()) for trainer in (rest, whole) if trainer.model)
+    assert weights.keys() == expected.keys()
+    for name, parameter in expected.items():
+        value = parameter.detach()
+        bound = torch.finfo(value.dtype).eps ** 0.5
+        torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=bound * float(value.abs().max()))
+    again = make_loader(make_config())
+    again.load_state_dict(json.loads(state_file(checkpoint, 0).read_text()))
+    again.set_epoch(0)
+    batches = as_lists(islice(make_loader(make_config()), 20))
+    assert as_lists(islice(again, 14)) == batches[6:]
+    assert batches[8:16] != batches[:8], "the next epoch is in another order"
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    options = ["--folder", str(tmp_path), "--steps", "10"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert len(printed) == 2
+    first, last = (float(word) for word in printed[0].split()[1:])
+    assert last < first
+    states = [json.loads(state_file(tmp_path / "checkpoint-10", rank).read_text()) for rank in (0, 1)]
+    assert [state["loader"]["of"]["consumer"] for state in states] == ["0 of 2 by auto", "1 of 2 by auto"]
+
+
+def test_accelerate_leaves_the_loader_and_refuses_to_cut_its_batches() -> None:
+    loader = make_loader(make_config(), copies=2)
+    plain = loader.loader
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.prepare(loader) is loader
+    whole = next(iter(loader))
+    cutting = accelerator.prepare(plain)
+    assert type(cutting).__name__ == "DataLoaderDispatcher"
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: load through mmpos.data.RankLoader"):
+        next(iter(cutting))
+    with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
+        accelerate.utils.find_batch_size(dict(whole))
+
+
+def test_batches_are_not_skipped_behind_the_loaders_back() -> None:
+    loader: RankLoader[Any] = make_loader(make_config(), copies=2)
+    with pytest.raises(UnsupportedError, match=r"^drop_last: .*ignore_data_skip=True"):
+        accelerate.skip_first_batches(loader, 1)

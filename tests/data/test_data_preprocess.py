@@ -115,6 +115,30 @@ def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
     assert path.stat().st_size < 20_000
 
 
+def test_images_are_dropped_into_the_quarantine(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
+    dropping = replace(PAGES, on_image_error="drop")
+    for _ in range(2):  # the second time from the file
+        summary = write_sequences(readers, tmp_path / "out", dropping)
+        assert summary.counts == Counts(documents=3, tokens=208, images=2, images_dropped=1)
+    (output,) = summary.outputs
+    (line,) = map(json.loads, output.quarantine.read_text().splitlines())
+    error = line.pop("error")
+    source = readers[0].source
+    assert error.startswith(f"0-1 ({source}[1]): images[1]: got the path 'none.jpg', want a file that exists inside ")
+    assert line == {"source": source, "index": 1, "key": "0-1", "dropped_images": 1}
+
+
+def test_documents_are_skipped_for_their_images_and_nothing_else(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
+    skipping = replace(PAGES, on_image_error="skip-document")
+    for _ in range(2):
+        summary = write_sequences(readers, tmp_path / "out", skipping)
+        assert summary.counts == Counts(documents=2, tokens=206, images=2, skipped=1)
+    with pytest.raises(RecordError, match=r"none\.jpg"):
+        write_sequences(readers, tmp_path / "new", replace(PAGES, on_image_error="raise"), on_error="skip")
+
+
 def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 3, 2))
     first = write_sequences(readers, tmp_path / "out", PAGES)

@@ -153,7 +153,7 @@ def preprocess(
 
 def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Preprocess:
     from mmpos.data.examples import Preprocess
-    from mmpos.data.formats import FORMATS
+    from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
     from mmpos.data.formats.images import Images
 
     if name not in FORMATS:
@@ -162,8 +162,10 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
         )
     if images_from is not None and not images_from.is_dir():
         raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
-    records = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
-    return Preprocess(records, builder)
+    records = FORMATS[name](images=Images(images_from))
+    if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
+        records = replace(records, template=ChatTemplate())
+    return Preprocess(_assigned("--format-option", records, options), builder)
 
 
 def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:

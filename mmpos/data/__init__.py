@@ -11,7 +11,19 @@ from mmpos.support.extras import lazy_names
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch, mask_mod
     from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
-    from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
+    from mmpos.data.formats import (
+        FORMATS,
+        MMC4,
+        Chat,
+        ChatTemplate,
+        Energon,
+        HFImages,
+        LLaVA,
+        Obelics,
+        Pairs,
+        TokenizerTemplate,
+        Turn,
+    )
     from mmpos.data.formats.images import Images
     from mmpos.data.loader import BatchDataset
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
@@ -52,6 +64,7 @@ __all__ = [
     "SequenceShard",
     "SequenceWriter",
     "Summary",
+    "TokenizerTemplate",
     "Turn",
     "collate_packed",
     "collate_padded",
@@ -69,7 +82,8 @@ _ROOMS = {
     "batch": ("Batch", "mask_mod"),
     "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
     "formats": (
-        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
+        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),
+        *("TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),

@@ -215,7 +215,8 @@ class Preprocess:
     """Callable that makes an Example of a raw record, for the loader and all engines; it pickles.
 
     Args:
-        format: makes a document of a record; one of mmpos.data.formats, or your own.
+        format: makes a document of a record; one of mmpos.data.formats, or your own. A format of conversations without
+            a template gets the chat template of the builder's tokenizer, and with a warning plain text if it has none.
         builder: makes a sequence of the document's parts.
         train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels; patches
             never are.
@@ -235,6 +236,8 @@ class Preprocess:
             raise InvalidInputError(f"format: got {type(self.format).__name__}, want a callable of record and location")
         if not callable(getattr(self.builder, "build", None)):
             raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
+        if callable(for_tokenizer := getattr(self.format, "for_tokenizer", None)):
+            object.__setattr__(self, "format", for_tokenizer(getattr(self.builder, "tokenizer", None)))
         boolean("train_markers", self.train_markers)
         one_of("on_image_error", self.on_image_error, (*get_args(OnImageError), None))
         if (

@@ -262,7 +262,7 @@ class _Lines:
 def _counted(progress: Progress) -> str:
     counts = progress.counts
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
-    skipped += f", {counts.images_dropped:,} images dropped" if counts.images_dropped else ""
+    skipped += f", {counted(counts.images_dropped, 'image', ',')} dropped" if counts.images_dropped else ""
     images = counted(counts.images, "image", ",")
     return f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')}, {images}{skipped}"
 

@@ -535,6 +535,15 @@ def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[
     assert got.sequence.positions.scheme == "flatten"
 
 
+def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    corpus(tmp_path, 1, 3, frozenset({(0, 1)}))
+    assert main(command("s0.jsonl", "--on-image-error", "drop")) == 0
+    printed = capsys.readouterr()
+    assert "0, and 1 image dropped, see out/s0.quarantine.jsonl" in printed.out
+    assert "3 documents, 208 tokens, 2 images, 1 image dropped" in printed.err
+    assert len((tmp_path / "out/s0.quarantine.jsonl").read_text().splitlines()) == 1
+
+
 def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "ab": 3}

@@ -342,12 +342,7 @@ def expand(
     if videos is not None:
         ids, source = _write_videos(ids, row, lengths.size, videos)
         row = row[source]
-        of_video = ids[(ids == markers.patch) | (ids == videos.token_id)] == videos.token_id
-        grids = np.empty((of_video.size, 3), np.int64)
-        grids[of_video], grids[~of_video] = videos.grid_thw, grid_thw
-        if videos.seconds_per_frame is not None and videos.seconds_per_frame:
-            each = iter(videos.seconds_per_frame)
-            seconds = [next(each) if video else None for video in of_video.tolist()]
+        grids, seconds = _grids(ids, grid_thw, markers.patch, videos)
     patch = ids == markers.patch if videos is None else (ids == markers.patch) | (ids == videos.token_id)
     (at,) = patch.nonzero()
     frames, height, width = grids.T
@@ -372,6 +367,19 @@ def expand(
     spans = np.stack([rows.first + front, stop - back], axis=1)
     markers.write(rows.input_ids, spans, separator_tokens(rows.segments()))
     return rows
+
+
+def _grids(
+    ids: IntArray, grid_thw: IntArray, patch: int, videos: VideoTokens
+) -> tuple[IntArray, Sequence[float | None] | None]:
+    """Merge the grids of images and of videos in the order of placeholders, and the seconds of those of videos."""
+    of_video = ids[(ids == patch) | (ids == videos.token_id)] == videos.token_id
+    grids = np.empty((of_video.size, 3), np.int64)
+    grids[of_video], grids[~of_video] = videos.grid_thw, grid_thw
+    if not videos.seconds_per_frame:
+        return grids, None
+    each = iter(videos.seconds_per_frame)
+    return grids, [next(each) if video else None for video in of_video.tolist()]
 
 
 def _write_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:

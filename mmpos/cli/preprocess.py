@@ -48,6 +48,14 @@ class OnError(StrEnum):
     SKIP = "skip"
 
 
+class OnImageError(StrEnum):
+    """The treatment of an image that cannot be read, where it is another than that of its record."""
+
+    DROP = "drop"
+    SKIP_DOCUMENT = "skip-document"
+    RAISE = "raise"
+
+
 _OPTION = "NAME=VALUE"
 
 
@@ -98,6 +106,10 @@ def preprocess(
     scheme: SchemeName = None,
     no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
     on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
+    on_image_error: Annotated[
+        OnImageError | None,
+        typer.Option(help="What to do about a broken image.", show_default="as about any broken record"),
+    ] = None,
     engine: Annotated[Engine, typer.Option(help="Processes of this machine, or a cluster.")] = Engine.LOCAL,
     workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192,
@@ -108,13 +120,17 @@ def preprocess(
     """Make ready sequences of a corpus: one Parquet file of every shard.
 
     A run that was stopped leaves whole files only, and the same command goes on from there.
-    With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
+    With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with
+    [bold]--on-image-error drop[/bold], images do, and their records stay.
     """
     try:
         from mmpos.data import shards, write_sequences
 
         builder = _builder(tokenizer, image_options or (), markers or (), DEFAULT if scheme is None else scheme)
-        callable_ = _callable(format_name, format_options or (), images_from, builder)
+        callable_ = replace(
+            _callable(format_name, format_options or (), images_from, builder),
+            on_image_error=None if on_image_error is None else on_image_error.value,
+        )
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with _reporting() as tell:
             summary = write_sequences(
@@ -137,7 +153,7 @@ def preprocess(
 
 def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Preprocess:
     from mmpos.data.examples import Preprocess
-    from mmpos.data.formats import FORMATS
+    from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
     from mmpos.data.formats.images import Images
 
     if name not in FORMATS:
@@ -146,8 +162,10 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
         )
     if images_from is not None and not images_from.is_dir():
         raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
-    records = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
-    return Preprocess(records, builder)
+    records = FORMATS[name](images=Images(images_from))
+    if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
+        records = replace(records, template=ChatTemplate())
+    return Preprocess(_assigned("--format-option", records, options), builder)
 
 
 def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:
@@ -244,6 +262,7 @@ class _Lines:
 def _counted(progress: Progress) -> str:
     counts = progress.counts
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
+    skipped += f", {counted(counts.images_dropped, 'image', ',')} dropped" if counts.images_dropped else ""
     images = counted(counts.images, "image", ",")
     return f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')}, {images}{skipped}"
 
@@ -253,8 +272,11 @@ def _print(summary: Summary, folder: Path) -> None:
     reused = sum(output.reused for output in summary.outputs)
     shards = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
     skipped = f"{counts.skipped:,}"
-    if counts.skipped:
-        files = [output.quarantine for output in summary.outputs if output.counts.skipped]
+    if counts.images_dropped:
+        skipped += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
+    if counts.skipped or counts.images_dropped:
+        refused = (output for output in summary.outputs if output.counts.skipped or output.counts.images_dropped)
+        files = [output.quarantine for output in refused]
         skipped += f", see {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
     rate = f"{fill.rate:.1%} of {counted(fill.packs, 'pack', ',')} of {counted(fill.max_tokens, 'token', ',')}"
     if fill.longer:

@@ -11,7 +11,19 @@ from mmpos.support.extras import lazy_names
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch, mask_mod
     from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
-    from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
+    from mmpos.data.formats import (
+        FORMATS,
+        MMC4,
+        Chat,
+        ChatTemplate,
+        Energon,
+        HFImages,
+        LLaVA,
+        Obelics,
+        Pairs,
+        TokenizerTemplate,
+        Turn,
+    )
     from mmpos.data.formats.images import Images
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
@@ -55,6 +67,7 @@ __all__ = [
     "SequenceShard",
     "SequenceWriter",
     "Summary",
+    "TokenizerTemplate",
     "Turn",
     "collate_packed",
     "collate_padded",
@@ -72,7 +85,8 @@ _ROOMS = {
     "batch": ("Batch", "mask_mod"),
     "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
     "formats": (
-        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
+        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),
+        *("TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,26 +13,43 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
 from mmpos.segments.kinds import GRID, PATCH
 from mmpos.segments.table import SegmentTable, separator_tokens
-from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import IntArray, boolean, integer
+from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
+from mmpos.support.checks import IntArray, boolean, integer, one_of
 
 __all__ = [
     "IGNORE_INDEX",
+    "BrokenImage",
     "Builder",
     "Document",
     "Example",
     "Format",
+    "ImageError",
     "Location",
     "MakeExample",
+    "OnImageError",
     "Piece",
     "Preprocess",
     "Record",
     "RecordError",
+    "join_texts",
 ]
 
 
 class RecordError(InvalidInputError):
     """Error of a record that cannot be used; names the record, the field, what came and what was wanted."""
+
+
+OnImageError = Literal["drop", "skip-document", "raise"]
+
+
+class ImageError(RecordError):
+    """Error of a record with an image that cannot be read, where images have a policy of their own.
+
+    Attributes:
+        on_error: "raise" or "skip", whatever the policy for records.
+    """
+
+    on_error: Literal["raise", "skip"] = "raise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,26 @@ class Document:
         return [piece.part for piece in self.pieces]
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenImage:
+    """Part in place of an image that its record refers to in vain.
+
+    Args:
+        error: of the reference.
+    """
+
+    error: RecordError
+
+
+def join_texts(pieces: Iterable[Piece], separator: str) -> list[Piece]:
+    """Join texts that stand side by side, and are both trained on or both not, so that a tokenizer sees them whole."""
+    joined: list[Piece] = []
+    for (is_text, train), run in groupby(pieces, lambda piece: (isinstance(piece.part, str), piece.train)):
+        same = list(run)
+        joined += [Piece(separator.join(piece.part for piece in same), train)] if is_text else same
+    return joined
+
+
 Record: TypeAlias = Mapping[str, Any]
 """A raw record: values by their names, images undecoded."""
 
@@ -116,11 +154,13 @@ class Example:
         key: id of its record.
         sequence: its tokens, positions and patches.
         labels: (tokens,) int64, IGNORE_INDEX where a token is not trained on.
+        dropped_images: errors of the images that were left out of it.
     """
 
     key: str
     sequence: InterleavedSequence
     labels: IntArray
+    dropped_images: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.labels.shape != self.sequence.input_ids.shape:
@@ -175,22 +215,38 @@ class Preprocess:
     """Callable that makes an Example of a raw record, for the loader and all engines; it pickles.
 
     Args:
-        format: makes a document of a record; one of mmpos.data.formats, or your own.
+        format: makes a document of a record; one of mmpos.data.formats, or your own. A format of conversations without
+            a template gets the chat template of the builder's tokenizer, and with a warning plain text if it has none.
         builder: makes a sequence of the document's parts.
         train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels; patches
             never are.
+        on_image_error: treatment of an image or a video that cannot be read: "drop" leaves it out of its document, with
+            its markers, and joins the texts around it; "skip-document" skips the record, and "raise" raises, whatever
+            is done about other faults. None treats it as any other fault of the record. A document of which nothing
+            would be left is skipped.
     """
 
     format: Format
     builder: Builder
     train_markers: bool = False
+    on_image_error: OnImageError | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.format):
             raise InvalidInputError(f"format: got {type(self.format).__name__}, want a callable of record and location")
         if not callable(getattr(self.builder, "build", None)):
             raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
+        if callable(for_tokenizer := getattr(self.format, "for_tokenizer", None)):
+            object.__setattr__(self, "format", for_tokenizer(getattr(self.builder, "tokenizer", None)))
         boolean("train_markers", self.train_markers)
+        one_of("on_image_error", self.on_image_error, (*get_args(OnImageError), None))
+        if (
+            self.on_image_error is not None
+            and isinstance(self.builder, SequenceBuilder)
+            and self.builder.images is None
+        ):
+            got = f"{self.on_image_error!r} with a builder that reads no images"
+            raise InvalidInputError(f"on_image_error: got {got}, want None, or SequenceBuilder(images=…)")
 
     def __call__(self, record: Record, location: Location) -> Example:
         """Make the example of a record.
@@ -199,14 +255,51 @@ class Preprocess:
             RecordError: the record is wrong; the message names it and the field or part.
             ServiceError: the builder is a client whose server does not answer: no fault of the record.
         """
-        document = self.format(record, location)
+        if self.on_image_error is None:
+            return self._example(self.format(record, location), location)
+        document = getattr(self.format, "read", self.format)(record, location)
+        fault = next((part.error for part in document.parts if isinstance(part, BrokenImage)), None)
+        if fault is None:
+            try:
+                return self._example(document, location)
+            except RecordError as error:
+                fault = error
+        broken = self._broken_images(document, location)
+        if not broken:
+            raise fault
+        kept = [piece for i, piece in enumerate(document.pieces) if i not in broken]
+        if self.on_image_error != "drop" or not kept:
+            refusal = ImageError(str(fault))
+            refusal.on_error = "raise" if self.on_image_error == "raise" else "skip"
+            raise refusal from fault
+        joined = join_texts(kept, getattr(self.format, "separator", ""))
+        example = self._example(Document(document.key, tuple(joined)), location)
+        return replace(example, dropped_images=tuple(broken.values()))
+
+    def _broken_images(self, document: Document, location: Location) -> dict[int, str]:
+        """Build every image by itself, and return the errors of those that cannot be built, by their part."""
+        broken: dict[int, str] = {}
+        for i, part in enumerate(document.parts):
+            if isinstance(part, BrokenImage):
+                broken[i] = str(part.error)
+            elif not isinstance(part, str) and not is_ids(part):
+                try:
+                    self.builder.build([part])
+                except ServiceError:
+                    raise
+                except (InvalidInputError, LimitExceededError) as error:
+                    broken[i] = f"{_where(document, location)}: parts[{i}]{str(error).removeprefix('parts[0]')}"
+                except UnsupportedError:
+                    continue  # of the scheme, and so of every image
+        return broken
+
+    def _example(self, document: Document, location: Location) -> Example:
         try:
             sequence = self.builder.build(document.parts)
         except ServiceError:
             raise
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            where = str(location) if document.key == str(location) else f"{document.key} ({location})"
-            raise RecordError(f"{where}: {error}") from error
+            raise RecordError(f"{_where(document, location)}: {error}") from error
         return Example(document.key, sequence, self._labels(document, sequence))
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
@@ -220,6 +313,11 @@ class Preprocess:
                 train[sequence.image_spans[:, 1]] = False
             train[separator_tokens(sequence.segments)] = False
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
+
+
+def _where(document: Document, location: Location) -> str:
+    """Name a document in errors."""
+    return str(location) if document.key == str(location) else f"{document.key} ({location})"
 
 
 def _segments(whole: InterleavedSequence, start: int, stop: int, kept: npt.NDArray[np.bool_]) -> SegmentTable:

@@ -62,9 +62,10 @@ class BatchDataset(IterableDataset[Item]):
         split: see Split.
         rank: of this process; None asks torch.distributed, which must be initialised by then, or is 0 without it.
         world_size: ranks; None likewise.
-        on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine.
-        quarantine: folder for the skipped records, one file of JSON lines per worker, each record once an epoch, also
-            where an epoch is resumed.
+        on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine. The
+            on_image_error of a Preprocess decides about images.
+        quarantine: folder for the skipped records and dropped images, one file of JSON lines per worker, each record
+            once an epoch, also where an epoch is resumed.
         threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.
 
     Raises:
@@ -106,7 +107,7 @@ class BatchDataset(IterableDataset[Item]):
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else Path(quarantine)
         self._on_error: OnError = on_error
-        Quarantine(on_error, self._lines(""))
+        Quarantine(on_error, self._lines(""), preprocess=preprocess)
         # The guess that there is one rank is checked again when reading begins.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
@@ -172,7 +173,7 @@ class BatchDataset(IterableDataset[Item]):
         split, epoch = self._here(), self._streamed
         feed = self._feed(self._readers(epoch), split, epoch)
         lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        quarantine = Quarantine(self._on_error, lines, {"epoch": epoch})
+        quarantine = Quarantine(self._on_error, lines, {"epoch": epoch}, preprocess=self._stages.preprocess)
         self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 
@@ -207,7 +208,10 @@ class BatchDataset(IterableDataset[Item]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs."""
+        """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs.
+
+        Images that were dropped are ``images_dropped``.
+        """
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: object) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpos.data.examples import Location, RecordError
+from mmpos.data.examples import ImageError, Location, MakeExample, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos.support.files import named
 
-__all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarantine"]
+__all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarantine", "skips_images"]
 
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, object]
-"""Line of a skipped record: source, index, key, error, and facts."""
+"""Line of a skipped record: source, index, key, error, and facts; of dropped images also their number."""
 
 _logger = logging.getLogger(__name__)
 
@@ -31,19 +31,32 @@ class Quarantine:
         on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
         keep: takes each line, such as a QuarantineFile.
         facts: further fields of each line.
+        preprocess: what makes the examples; a Preprocess may have a policy of its own for images.
 
     Attributes:
         skipped: records so far.
 
     Raises:
-        InvalidInputError: "skip" without keep.
+        InvalidInputError: "skip", or images that are dropped or skip their documents, without keep.
     """
 
-    def __init__(self, on_error: OnError, keep: Callable[[Line], object] | None, facts: Line | None = None) -> None:
+    def __init__(
+        self,
+        on_error: OnError,
+        keep: Callable[[Line], object] | None,
+        facts: Line | None = None,
+        *,
+        preprocess: MakeExample | None = None,
+    ) -> None:
         one_of("on_error", on_error, ("raise", "skip"))
-        if on_error == "skip" and keep is None:
-            raise InvalidInputError("quarantine: got None, want a path, as skipped records are never dropped silently")
-        self._keep = keep if on_error == "skip" else None
+        if keep is None:
+            if on_error == "skip":
+                raise InvalidInputError(
+                    "quarantine: got None, want a path, as skipped records are never dropped silently"
+                )
+            if skips_images(preprocess):
+                raise InvalidInputError("quarantine: got None, want a path, as no image is dropped silently")
+        self._on_error, self._keep = on_error, keep
         self._facts = dict(facts or {})
         self.skipped = 0
 
@@ -56,15 +69,32 @@ class Quarantine:
             error: the fault, which names the record.
 
         Raises:
-            RecordError: the error, if on_error is "raise".
+            RecordError: the error, if on_error is "raise", or the policy for images.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
-        if self._keep is None:
+        on_error = error.on_error if isinstance(error, ImageError) else self._on_error
+        if on_error == "raise" or self._keep is None:
             raise error if message == str(error) else RecordError(message) from error
         self.skipped += 1
         _logger.warning("skipped a record: %s", message)
-        known = {"source": location.source, "index": location.index, "key": _key(raw), "error": message}
-        self._keep({**known, **self._facts})
+        self._keep({**_identity(location, raw), "error": message, **self._facts})
+
+    def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
+        """Log and write down the images that were left out of a document, with their number as dropped_images."""
+        message = "; ".join(errors)
+        _logger.warning("dropped images: %s", message)
+        if self._keep is not None:
+            line = {**_identity(location, raw), "error": message, "dropped_images": len(errors)}
+            self._keep({**line, **self._facts})
+
+
+def skips_images(preprocess: object) -> bool:
+    """Tell whether a Preprocess leaves out images, or documents for their images, whatever the policy for records."""
+    return getattr(preprocess, "on_image_error", None) in ("drop", "skip-document")
+
+
+def _identity(location: Location, raw: object) -> dict[str, object]:
+    return {"source": location.source, "index": location.index, "key": _key(raw)}
 
 
 class QuarantineFile:

@@ -346,6 +346,9 @@ class BatchStream(Iterator[Item]):
             try:
                 if isinstance(example, RecordError):
                     raise example
+                if example.dropped_images:
+                    self._counts["images_dropped"] += len(example.dropped_images)
+                    self._quarantine.drop(entry.location, entry.raw, example.dropped_images)
                 self._ready.extend(self._batching.add(_Traced.of(example, entry.origin)))
             except RecordError as error:
                 self._quarantine.refuse(entry.location, entry.raw, error)

@@ -230,6 +230,21 @@ class ImageProcessor:
             patches = values_of_pixels(*cut, frames, self._factors)
         return ProcessedImage(patches, grid, fitted, size, content_hash)
 
+    def pixels(self, image: object) -> npt.NDArray[np.uint8]:
+        """Decode an image to its upright pixels (h, w, 3), with the limits of `process` and the size that it has.
+
+        Args:
+            image: any image but an `ImageSize`, see the class; it is not changed.
+
+        Raises:
+            InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
+            LimitExceededError: more than max_source_pixels or max_decode_bytes, or as in `inspect`.
+        """
+        with open_source(image) as source:
+            self._admitted_grid(source.size)
+            self._afford(source)
+            return self._decode(source)[0]
+
     def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
         """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
 

@@ -28,7 +28,7 @@ from mmpos.support import checks
 from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
+__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video", "is_ids"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
@@ -108,7 +108,7 @@ class SequenceBuilder:
             for d, parts in enumerate(documents)
             if isinstance(parts, list | tuple)
             for n, (_, _, part) in enumerate(plain_parts(parts))
-            if isinstance(part, _READ_BY_ANY) and not _is_ids(part)
+            if isinstance(part, _READ_BY_ANY) and not is_ids(part)
         ]
         ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
         with ThreadPoolExecutor(most, "mmpos-images") as pool:
@@ -146,7 +146,7 @@ class SequenceBuilder:
         """Read a part as token ids or as an image."""
         if isinstance(part, str):
             return self._encode(name, part)
-        if _is_ids(part):
+        if is_ids(part):
             ids = _token_ids(name, part)
             patch = self.marker_ids.patch
             if (ids == patch).any():
@@ -198,7 +198,7 @@ class SequenceBuilder:
             yield text[done:]
 
 
-def _is_ids(part: object) -> bool:
+def is_ids(part: object) -> bool:
     """Tell whether a part is token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
-from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece, Preprocess, RecordError
+from mmpos.data.examples import (
+    IGNORE_INDEX,
+    Document,
+    Example,
+    ImageError,
+    Location,
+    OnImageError,
+    Piece,
+    Preprocess,
+    RecordError,
+)
 from mmpos.errors import ServiceUnavailableError
 
 HERE = Location("shard.jsonl", 3)
@@ -27,7 +37,7 @@ class Pieces:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
 
 
-def example(*pieces: tuple[object, bool], **options: bool) -> Example:
+def example(*pieces: tuple[object, bool], **options: Any) -> Example:
     return Preprocess(Pieces(), BUILDER, **options)({"pieces": pieces}, HERE)
 
 
@@ -112,3 +122,63 @@ def test_it_pickles_and_checks_its_parts() -> None:
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), that of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
+
+
+BROKEN = b"no picture"
+
+
+def test_an_image_that_cannot_be_read_is_dropped_with_its_markers() -> None:
+    pieces = [("a", True), (BROKEN, True), ("b", True), ("c", False), (PHOTO, True), (BROKEN, False), ("d", True)]
+    found = example(*pieces, on_image_error="drop")
+    want = example(("ab", True), ("c", False), (PHOTO, True), ("d", True))
+    assert found.sequence.input_ids.tolist() == want.sequence.input_ids.tolist()
+    assert found.labels.tolist() == want.labels.tolist()
+    assert found.sequence.part_offsets.tolist() == want.sequence.part_offsets.tolist()  # texts around it are one part
+    first, second = found.dropped_images
+    assert first.startswith("r7 (shard.jsonl[3]): parts[1]: image: got ")
+    assert second.startswith("r7 (shard.jsonl[3]): parts[5]: image: got ")
+    assert want.dropped_images == example(*pieces[:1], on_image_error="drop").dropped_images == ()
+
+
+@pytest.mark.parametrize(("policy", "on_error"), [("raise", "raise"), ("skip-document", "skip")])
+def test_the_policy_for_images_is_told_with_the_error(policy: OnImageError, on_error: str) -> None:
+    with pytest.raises(ImageError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[1\]: image: got ") as refused:
+        example(("a", True), (BROKEN, True), on_image_error=policy)
+    assert refused.value.on_error == on_error
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (again.on_error, str(again)) == (on_error, str(refused.value))
+
+
+@pytest.mark.parametrize("policy", ["drop", "skip-document", "raise"])
+def test_other_faults_of_a_record_are_not_those_of_its_images(policy: OnImageError) -> None:
+    with pytest.raises(RecordError, match=r"parts\[1\]: got the patch marker's id 258") as refused:
+        example((PHOTO, True), ([258], True), on_image_error=policy)
+    assert not isinstance(refused.value, ImageError)
+
+
+def test_a_document_of_broken_images_alone_is_skipped() -> None:
+    with pytest.raises(ImageError) as refused:
+        example((BROKEN, True), (BROKEN, True), on_image_error="drop")
+    assert refused.value.on_error == "skip"
+
+
+def test_policies_for_images_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^on_image_error: got 'skip', want one of 'drop', 'skip-document', 'ra"
+    ):
+        example(("a", True), on_image_error="skip")
+    with pytest.raises(
+        InvalidInputError, match=r"^on_image_error: got 'drop' with a builder that reads no images, want"
+    ):
+        Preprocess(Pieces(), SequenceBuilder(), on_image_error="drop")
+
+
+def test_a_server_that_does_not_answer_is_no_fault_of_an_image() -> None:
+    class Away:
+        def build(self, parts: object) -> Any:
+            if len(parts) > 1:  # type: ignore[arg-type]
+                raise InvalidInputError("parts[0]: image: broken")
+            raise ServiceUnavailableError("away")
+
+    with pytest.raises(ServiceUnavailableError):
+        Preprocess(Pieces(), Away(), on_image_error="drop")({"pieces": [(PHOTO, True), ("a", True)]}, HERE)

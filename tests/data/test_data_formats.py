@@ -41,6 +41,11 @@ def pieces(document: Document) -> list[Any]:
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
+def plain(name: str, **options: Any) -> Any:
+    """A format by its name; conversations in plain text."""
+    return FORMATS[name](**options | ({"template": ChatTemplate()} if name in ("chat", "llava") else {}))
+
+
 def said(read: Callable[..., Any], record: object) -> str:
     with pytest.raises(RecordError) as caught:
         read(record, HERE)
@@ -227,6 +232,45 @@ def test_wrong_options_are_refused() -> None:
             kind(**options)
 
 
+# Images that are dropped
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_references_that_lead_nowhere_are_dropped_as_broken_images_are(name: str) -> None:
+    records: dict[str, dict[str, Any]] = {
+        "obelics": {"images": [None, "no.jpg", None], "texts": ["A", None, "B"]},
+        "mmc4": {
+            "text_list": ["A", "B"],
+            "image_info": [{"image_name": "no.jpg", "matched_text_index": 1, "matched_sim": 0.3}],
+        },
+        "chat": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "A"},
+                        {"type": "image_url", "image_url": {"url": "https://a/b.jpg"}},
+                        {"type": "text", "text": "B"},
+                    ],
+                }
+            ]
+        },
+        "llava": {"image": "no.jpg", "conversations": [{"from": "human", "value": "A<image>B"}]},
+        "energon": {"sequence": ["A", {"bytes": None, "path": "no.jpg"}, "B"]},
+        "hf": {"image": {"bytes": None, "path": "no.jpg"}, "text": ["A", "B"]},
+        "pairs": {"jpg": b"", "txt": "AB"},
+    }
+    record = records[name]
+    want = {"obelics": "A\n\nB", "mmc4": "A B", "chat": "User:\nAB\n\n", "llava": "User:\nAB\n\n", "hf": "A\nB"}
+    made = plain(name, images=LOCAL)
+    with pytest.raises(RecordError):
+        made(record, HERE)
+    example = Preprocess(made, BUILDER, on_image_error="drop")(record, HERE)
+    assert bytes(example.sequence.input_ids.tolist()).decode() == want.get(name, "AB")
+    (error,) = example.dropped_images
+    assert error.startswith("shard-3.jsonl[17]: ")
+
+
 # Keys
 
 
@@ -344,7 +388,7 @@ def test_chat_trains_the_assistants_turns_with_the_text_that_ends_them() -> None
 
 
 def test_chat_labels_are_the_tokens_of_the_assistants_turns() -> None:
-    example = Preprocess(Chat(), BUILDER)(CHAT_RECORD, HERE)
+    example = Preprocess(Chat(ChatTemplate()), BUILDER)(CHAT_RECORD, HERE)
     trained = example.labels[example.labels != -100]
     assert bytes(trained.tolist()) == b"A dot.\n\nNo.\n\n"
     assert (example.sequence.input_ids[example.labels != -100] == trained).all()
@@ -357,6 +401,27 @@ def test_chat_takes_another_template() -> None:
     wrong = {"messages": [{"role": "system", "content": "x"}]}
     want = "want one of developer, user, assistant, tool"
     assert said(Chat(template), wrong) == f"shard-3.jsonl[17]: messages[0].role: got 'system', {want}"
+
+
+def test_chat_takes_the_images_of_transformers() -> None:
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    blocks: list[dict[str, Any]] = [
+        {"image": PNG_URL},
+        {"url": PNG_URL},
+        {"path": "coffee.jpg"},
+        {"base64": PNG_BASE64},
+        {"image": pixels},
+    ]
+    content: list[dict[str, Any]] = [{"type": "image", "url": None, **block} for block in blocks]
+    content.append({"type": "image", "image": {"bytes": PNG, "path": None}})
+    (_, *found, _) = Chat(images=LOCAL)({"messages": [{"role": "user", "content": content}]}, HERE).parts
+    assert found[:4] == [PNG, PNG, PHOTOS / "coffee.jpg", PNG]
+    assert found[4] is pixels
+    assert found[5:] == [PNG]
+    want = "want one of image, url, path, base64"
+    for block, got in (({}, "none"), ({"url": "a", "path": "b"}, "url and path")):
+        wrong = {"messages": [{"role": "user", "content": [{"type": "image", **block}]}]}
+        assert said(Chat(), wrong) == f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
 
 
 def test_chat_takes_the_parts_of_responses() -> None:
@@ -561,7 +626,7 @@ def test_mmc4_needs_similarities_only_to_compare_them() -> None:
 ROLES = "want one of system, developer, user, assistant, tool"
 MAPPING = "want a mapping of names to values"
 PARTS, TURN = ("messages", 1, "content"), ("messages", 2)
-KINDS = "want one of text, refusal, input_text, output_text, image_url, input_image"
+KINDS = "want one of text, refusal, input_text, output_text, image, image_url, input_image"
 
 
 @pytest.mark.parametrize(
@@ -673,7 +738,7 @@ def test_formats_pickle(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_photographs_go_through_a_builder(name: str) -> None:
-    example = Preprocess(FORMATS[name](images=LOCAL), BUILDER)(RECORDS[name], HERE)
+    example = Preprocess(plain(name, images=LOCAL), BUILDER)(RECORDS[name], HERE)
     document = FORMATS[name](images=LOCAL)(RECORDS[name], HERE)
     images = [part for part in document.parts if not isinstance(part, str)]
     alone = [BUILDER.build([image]) for image in images]

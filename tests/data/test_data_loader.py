@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -454,6 +454,64 @@ def test_skipped_records_are_counted_logged_and_written_down(
     assert counts["batches"] == counts["packs"] == len(batches)
 
 
+@dataclass(frozen=True)
+class Photos:
+    """A shard of texts with two images each, of which some are broken."""
+
+    source: str = "photos"
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, 9, step):
+            images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
+            yield Location(self.source, i), {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
+
+    def count(self) -> int:
+        return 9
+
+
+def test_images_are_dropped_counted_logged_and_written_down_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dropping = replace(PREPROCESS, on_image_error="drop")
+
+    def new(threads: int = 0) -> BatchDataset:
+        options: dict[str, Any] = {"collate": PaddedCollator(), "shuffle": 0, "threads": threads}
+        return data([Photos()], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
+
+    dataset, states, batches = new(), [], []
+    with caplog.at_level(logging.WARNING, "mmpos.data"):
+        for batch in dataset:
+            batches.append(batch)
+            states.append(json.loads(json.dumps(dataset.state_dict())))
+    lines = read_quarantine(tmp_path)
+    assert [(line["index"], line["key"], line["dropped_images"]) for line in lines] == [
+        (i, str(i), 1) for i in (1, 2, 4, 5, 7, 8)
+    ]
+    assert [f"dropped images: {line['error']}" for line in lines] == caplog.messages
+    assert lines[0]["error"].startswith("1 (photos[1]): parts[0]: image: got ")
+    assert dataset.counts["images_dropped"] == 6
+    assert "skipped" not in dataset.counts
+    assert keys(batches) == [str(i) for i in range(9)]
+    for done, state in enumerate(states, 1):
+        resumed = new(threads=2)
+        resumed.load_state_dict(state)
+        assert plain(list(resumed)) == plain(batches[done:])
+        assert resumed.counts["images_dropped"] == 6
+    assert read_quarantine(tmp_path) == lines
+
+
+def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: Path) -> None:
+    def run(policy: Any, on_error: str) -> list[str]:
+        own = replace(PREPROCESS, on_image_error=policy)
+        options: dict[str, Any] = {"preprocess": own, "collate": PaddedCollator(), "shuffle": 0, "on_error": on_error}
+        return keys(data([Photos()], Batcher(1), quarantine=tmp_path / policy, **options))
+
+    assert run("skip-document", "raise") == ["0", "3", "6"]
+    assert [line["index"] for line in read_quarantine(tmp_path / "skip-document")] == [1, 2, 4, 5, 7, 8]
+    with pytest.raises(RecordError, match=r"^1 \(photos\[1\]\): parts\[0\]: image: got "):
+        run("raise", "skip")
+
+
 def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_path: Path) -> None:
     for batching, collate in ((Packer(20), PackedCollator()), (Batcher(3, max_tokens=20), PaddedCollator())):
         with pytest.raises(RecordError, match=r"a\[20\]: a/20: tokens: got 21, want at most 20"):
@@ -547,6 +605,10 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
     [
         ({"shards": ["a.tar"]}, r"shards\[0\]: got str, want a reader; readers.shards opens files"),
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
+        (
+            {"preprocess": replace(PREPROCESS, on_image_error="drop")},
+            "quarantine: got None, want a path, as no image is dropped silently",
+        ),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
         ({"seed": -1}, "seed: got -1, want >= 0"),
         ({"epoch": -1}, "epoch: got -1, want >= 0"),

@@ -115,6 +115,30 @@ def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
     assert path.stat().st_size < 20_000
 
 
+def test_images_are_dropped_into_the_quarantine(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
+    dropping = replace(PAGES, on_image_error="drop")
+    for _ in range(2):  # the second time from the file
+        summary = write_sequences(readers, tmp_path / "out", dropping)
+        assert summary.counts == Counts(documents=3, tokens=208, images=2, images_dropped=1)
+    (output,) = summary.outputs
+    (line,) = map(json.loads, output.quarantine.read_text().splitlines())
+    error = line.pop("error")
+    source = readers[0].source
+    assert error.startswith(f"0-1 ({source}[1]): images[1]: got the path 'none.jpg', want a file that exists inside ")
+    assert line == {"source": source, "index": 1, "key": "0-1", "dropped_images": 1}
+
+
+def test_documents_are_skipped_for_their_images_and_nothing_else(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
+    skipping = replace(PAGES, on_image_error="skip-document")
+    for _ in range(2):
+        summary = write_sequences(readers, tmp_path / "out", skipping)
+        assert summary.counts == Counts(documents=2, tokens=206, images=2, skipped=1)
+    with pytest.raises(RecordError, match=r"none\.jpg"):
+        write_sequences(readers, tmp_path / "new", replace(PAGES, on_image_error="raise"), on_error="skip")
+
+
 def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 3, 2))
     first = write_sequences(readers, tmp_path / "out", PAGES)
@@ -509,6 +533,15 @@ def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[
     (got,) = SequenceShard("out/chat.parquet").examples()
     assert bytes(got.sequence.input_ids.tolist()).decode() == "<u>hi\nho\n\n"
     assert got.sequence.positions.scheme == "flatten"
+
+
+def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    corpus(tmp_path, 1, 3, frozenset({(0, 1)}))
+    assert main(command("s0.jsonl", "--on-image-error", "drop")) == 0
+    printed = capsys.readouterr()
+    assert "0, and 1 image dropped, see out/s0.quarantine.jsonl" in printed.out
+    assert "3 documents, 208 tokens, 2 images, 1 image dropped" in printed.err
+    assert len((tmp_path / "out/s0.quarantine.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:

@@ -143,7 +143,12 @@ def test_text_with_markers_of_its_own_gets_no_others() -> None:
         ([[WIDE]], ["[PATCH]", "A"], r"^images: got 1 lists, want 2, one for each text$"),
         ([[WIDE], WIDE], ["[PATCH]", "[PATCH]"], r"^images\[1\]: got bytes, want all images in lists, or none$"),
         ([[], [b"no"]], ["A", "[PATCH]"], r"^images\[1\]\[0\]: image: got "),
-        (["no.jpg"], "[PATCH]", r"^images\[0\]: got the text 'no.jpg', want bytes, pathlib"),
+        (["no.jpg"], "[PATCH]", r"^images\[0\]: got the text 'no.jpg', want the path of a file that exists, bytes, a"),
+        (
+            ["x://a.jpg"],
+            "[PATCH]",
+            r"^images\[0\]: got the text 'x://a.jpg', a URL, which is never fetched, want the path",
+        ),
         (["data:image/jpeg;base64"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
         (["data:image/jpeg,é"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
         (["data:image/jpeg;base64,!"], "[PATCH]", r"^images\[0\]: got base64 that is broken"),
@@ -499,7 +504,7 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
         (
             {"type": "image_url", "image_url": {}},
             InvalidInputError,
-            r"content\[0\]: got a URL of type NoneType, want text$",
+            r"content\[0\]\.image_url: got none, want the URL of the image$",
         ),
         ({"text": "A"}, InvalidInputError, r"content\[0\]: got dict, want a block with a type$"),
         ({"type": "image", "path": 5}, InvalidInputError, r"content\[0\]\.path: got int, want text or a path$"),

@@ -38,7 +38,7 @@ BUILDER = SequenceBuilder(ByteTokenizer(NAMES), markers=Markers(row="[IMG_BREAK]
 BEGIN, END, PATCH, ROW = 256, 257, 258, 259
 
 
-def example(*pieces: tuple[Any, bool], builder: SequenceBuilder = BUILDER, **options: bool) -> Example:
+def example(*pieces: tuple[Any, bool], builder: SequenceBuilder = BUILDER, **options: Any) -> Example:
     document = Document("r", tuple(Piece(*piece) for piece in pieces))
     return Preprocess(lambda record, location: document, builder, **options)({}, Location("s", 0))
 

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mmpos.data.formats.chat import Chat, ChatTemplate, LLaVA, Turn
+from mmpos.data.formats.chat import Chat, LLaVA
 from mmpos.data.formats.pages import MMC4, Energon, Obelics
 from mmpos.data.formats.pairs import HFImages, Pairs
+from mmpos.data.formats.templates import ChatTemplate, TokenizerTemplate, Turn
 
 __all__ = [
     "FORMATS",
@@ -17,6 +18,7 @@ __all__ = [
     "LLaVA",
     "Obelics",
     "Pairs",
+    "TokenizerTemplate",
     "Turn",
 ]
 

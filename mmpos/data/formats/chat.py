@@ -1,96 +1,65 @@
-"""Conversations: messages of the OpenAI API, LLaVA's turns, and the template that writes both as text."""
+"""Conversations: messages of the OpenAI API and of Transformers, and LLaVA's turns, written by a template."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from mmpos.data.examples import Piece
-from mmpos.data.formats.fields import Field, RecordFormat, check_option
+from mmpos.data.formats.fields import Field, RecordFormat
 from mmpos.data.formats.images import Images
-from mmpos.errors import InvalidInputError
+from mmpos.data.formats.templates import ChatTemplate, Template, check_template, template_of
 
-__all__ = ["Chat", "ChatTemplate", "LLaVA", "Turn"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Text before and after a turn of a conversation.
-
-    Args:
-        before: text before its content; never trained on.
-        after: text after it, which ends the turn; of the assistant's turns it is trained on.
-    """
-
-    before: str
-    after: str
-
-    def __post_init__(self) -> None:
-        check_option("Turn.before", self.before, str)
-        check_option("Turn.after", self.after, str)
+__all__ = ["Chat", "LLaVA"]
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    r"""Text around the turns of each role; by default plain text, which every tokenizer can encode.
-
-    A tokenizer that makes special tokens of their names makes them of the names in a template, too, for instance
-    ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
+class _Conversation(RecordFormat):
+    """Base of the formats of conversations.
 
     Args:
-        system: instructions in front; None refuses the role, here and below.
-        developer: instructions of a developer, as newer models call them.
-        user: turns of a person.
-        assistant: turns of the model; only these are trained on.
-        tool: answers of tools.
+        template: text around the turns; None is plain text, and in a Preprocess the tokenizer's own chat template.
+        images: sources of the images.
     """
 
-    system: Turn | None = Turn("System:\n", "\n\n")
-    developer: Turn | None = Turn("System:\n", "\n\n")
-    user: Turn | None = Turn("User:\n", "\n\n")
-    assistant: Turn | None = Turn("Assistant:\n", "\n\n")
-    tool: Turn | None = Turn("Tool:\n", "\n\n")
+    template: Template | None = None
+    images: Images = field(default_factory=Images)
 
     def __post_init__(self) -> None:
-        for role in fields(self):
-            turn = getattr(self, role.name)
-            if not isinstance(turn, Turn | None):
-                raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
+        check_template(self.template)
+        super().__post_init__()
 
-    def pieces(self, role: Field, parts: Iterable[object]) -> list[Piece]:
-        """Make the pieces of a turn.
+    def for_tokenizer(self, tokenizer: object) -> Self:
+        """Return the format with a template: its own, or that of the tokenizer."""
+        return self if self.template is not None else replace(self, template=template_of(tokenizer))
 
-        Args:
-            role: role of the speaker.
-            parts: texts and images of the turn.
-
-        Raises:
-            RecordError: the template has no such role.
-        """
-        turns = {each.name: turn for each in fields(self) if (turn := getattr(self, each.name)) is not None}
-        turn, train = turns[role.choice(turns)], role.value == "assistant"
-        return [Piece(turn.before, train=False), *(Piece(part, train) for part in parts), Piece(turn.after, train)]
+    def _conversation(self, turns: list[tuple[Field, list[object]]]) -> list[Piece]:
+        return (self.template or ChatTemplate()).pieces(turns)
 
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 """Kinds of parts that are text, and the field that holds it."""
 
-_KINDS = (*_TEXTS, "image_url", "input_image")
+_IMAGES = ("image", "url", "path", "base64")
+"""Fields of a part of type image, one of which holds it."""
+
+_KINDS = (*_TEXTS, "image", "image_url", "input_image")
 
 
 @dataclass(frozen=True)
-class Chat(RecordFormat):
+class Chat(_Conversation):
     r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
 
     The assistant's turns are trained on, with the text that ends them.
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
-    ``{"type": "refusal", "refusal": …}`` of chat completions, and ``input_text``, ``output_text`` and
-    ``{"type": "input_image", "image_url": …}`` of responses. Other parts (audio, files) and calls of tools are refused,
+    ``{"type": "refusal", "refusal": …}`` of chat completions; ``input_text``, ``output_text`` and
+    ``{"type": "input_image", "image_url": …}`` of responses; and of Transformers ``{"type": "image", "image": …}``, or
+    with ``url``, ``path`` or ``base64`` for the image. Other parts (audio, files) and calls of tools are refused,
     since a model would be trained as if they were missing.
 
-    Source: the OpenAI API reference, "Create chat completion" and "Create a model response".
+    Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the documentation of
+    Transformers, "Multimodal chat templates".
 
     >>> from mmpos.data import Location
     >>> record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
@@ -98,19 +67,17 @@ class Chat(RecordFormat):
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: text around the turns.
+        template: text around the turns; None is plain text, and in a Preprocess the tokenizer's own chat template.
         images: sources of the images; ``data:`` URLs need none.
     """
 
     names: ClassVar[str] = "messages"
-    template: ChatTemplate = field(default_factory=ChatTemplate)
-    images: Images = field(default_factory=Images)
 
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
         if not messages:
             raise record["messages"].error("at least one message")
-        return [piece for message in messages for piece in self.template.pieces(message["role"], self._parts(message))]
+        return self._conversation([(message["role"], self._parts(message)) for message in messages])
 
     def _parts(self, message: Field) -> list[object]:
         for name in ("tool_calls", "function_call"):
@@ -125,8 +92,19 @@ class Chat(RecordFormat):
         kind = part["type"].choice(_KINDS)
         if kind in _TEXTS:
             return part[_TEXTS[kind]].text()
+        if kind == "image":
+            return self._image(part)
         url = part["image_url"]["url"] if kind == "image_url" else part["image_url"]
         return url.image(self.images)
+
+    def _image(self, part: Field) -> object:
+        named = [name for name in _IMAGES if part[name].value is not None]
+        if len(named) != 1:
+            raise part.error(f"one of {', '.join(_IMAGES)}", got=" and ".join(named) or "none")
+        image = part[named[0]]
+        if named == ["base64"]:
+            image = replace(image, value=f"data:;base64,{image.text()}")
+        return image.image(self.images)
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -134,7 +112,7 @@ _PLACEHOLDER = "<image>"
 
 
 @dataclass(frozen=True)
-class LLaVA(RecordFormat):
+class LLaVA(_Conversation):
     r"""Format of records with ``conversations`` of ``from`` (human, gpt or system) and ``value``, and ``image``.
 
     ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
@@ -149,13 +127,11 @@ class LLaVA(RecordFormat):
     ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
 
     Args:
-        template: text around the turns; human is its user, gpt its assistant.
+        template: text around the turns, as of Chat; human is its user, gpt its assistant.
         images: sources of the images; LLaVA itself has paths.
     """
 
     names: ClassVar[str] = "conversations"
-    template: ChatTemplate = field(default_factory=ChatTemplate)
-    images: Images = field(default_factory=Images)
 
     def _pieces(self, record: Field) -> list[Piece]:
         turns = record["conversations"].items()
@@ -168,11 +144,9 @@ class LLaVA(RecordFormat):
             want = f"{len(references)}, as many as there are in image"
             raise record["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
         images = (reference.image(self.images) for reference in references)
-        pieces: list[Piece] = []
-        for role, (text, *texts) in contents:
-            parts = chain([text], *((next(images), text) for text in texts))
-            pieces += self.template.pieces(role, parts)
-        return pieces
+        return self._conversation(
+            [(role, [text, *chain(*((next(images), text) for text in texts))]) for role, (text, *texts) in contents]
+        )
 
 
 def _role(speaker: Field) -> Field:

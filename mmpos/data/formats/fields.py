@@ -7,12 +7,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, get_type_hints
 
 import numpy as np
 
-from mmpos.data.examples import Document, Location, Piece, Record, RecordError
+from mmpos.data.examples import BrokenImage, Document, Location, Piece, Record, RecordError, join_texts
 from mmpos.data.formats.images import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
 from mmpos.support import checks
@@ -110,8 +109,11 @@ class Field:
         return float(value)
 
     def image(self, images: Images, want: str = REFERENCE) -> object:
-        """Resolve the image that the value refers to."""
-        return images.resolve(f"{self.record}: {self.name}", self.value, want)
+        """Resolve the image that the value refers to; a BrokenImage where it refers to none."""
+        try:
+            return images.resolve(f"{self.record}: {self.name}", self.value, want)
+        except RecordError as error:
+            return BrokenImage(error)
 
 
 class RecordFormat(ABC):
@@ -141,17 +143,23 @@ class RecordFormat(ABC):
         Raises:
             RecordError: naming record and field.
         """
+        document = self.read(record, location)
+        for part in document.parts:
+            if isinstance(part, BrokenImage):
+                raise part.error
+        return document
+
+    def read(self, record: Record, location: Location) -> Document:
+        """Make the document of a record, with a BrokenImage for each image that it refers to in vain.
+
+        Raises:
+            RecordError: any other fault, as of a call.
+        """
         key, fields = _open_record(record, location)
         kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
-        joined: list[Piece] = []
-        for (is_text, train), run in groupby(kept, lambda piece: (isinstance(piece.part, str), piece.train)):
-            if is_text:
-                joined.append(Piece(self.separator.join(piece.part for piece in run), train))
-            else:
-                joined += run
-        if not joined:
+        if not kept:
             raise Field(fields.record, self.names, None).error("at least one", got="no image and no text")
-        return Document(key, tuple(joined))
+        return Document(key, tuple(join_texts(kept, self.separator)))
 
     @abstractmethod
     def _pieces(self, record: Field) -> Iterable[Piece]:

@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 from mmpos.data.examples import Location, MakeExample, RecordError
 from mmpos.data.preprocess.storage import Facts, SequenceShard, SequenceWriter
-from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
+from mmpos.data.quarantine import Line, OnError, Quarantine, json_line, skips_images
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import boolean, one_of
@@ -35,12 +35,14 @@ class Counts:
         tokens: their tokens, patches and markers included.
         images: their images.
         skipped: records in the quarantine.
+        images_dropped: images that were left out of documents, in the quarantine, too.
     """
 
     documents: int = 0
     tokens: int = 0
     images: int = 0
     skipped: int = 0
+    images_dropped: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -124,7 +126,7 @@ class ShardJob:
         with SequenceWriter(task.output) as writer:
             for location, raw in task.reader.records():
                 try:
-                    counts += self._write(writer, location, raw)
+                    counts += self._write(writer, quarantine, location, raw)
                 except RecordError as error:
                     quarantine.refuse(location, raw, error)
                     counts += Counts(skipped=1)
@@ -150,12 +152,12 @@ class ShardJob:
         if other := _other_input(task, facts) or differences(facts["settings"], self.settings):
             remedy = "; remove it to make it anew, or overwrite all"
             raise InvalidInputError(f"{task.output}: got the output of {', and '.join(other)}{remedy}")
-        counts = Counts(*(facts[each.name] for each in fields(Counts)))
-        if counts.skipped and self.on_error == "raise":
+        counts = Counts(*(facts.get(each.name, 0) for each in fields(Counts)))
+        if counts.skipped and self.on_error == "raise" and not skips_images(self.preprocess):
             raise InvalidInputError(f"{task.output}: got {counts.skipped} skipped records, want none, or overwrite")
         return counts
 
-    def _write(self, writer: SequenceWriter, location: Location, raw: Raw) -> Counts:
+    def _write(self, writer: SequenceWriter, quarantine: Quarantine, location: Location, raw: Raw) -> Counts:
         if isinstance(raw, RecordError):
             raise raw
         example = self.preprocess(raw, location)
@@ -165,7 +167,10 @@ class ShardJob:
             writer.write(example)
         except LimitExceededError as error:
             raise RecordError(f"{location}: {error}") from error
-        return Counts(1, example.num_tokens, len(example.sequence.grid_thw))
+        if example.dropped_images:
+            quarantine.drop(location, raw, example.dropped_images)
+        images, dropped = len(example.sequence.grid_thw), len(example.dropped_images)
+        return Counts(1, example.num_tokens, images, images_dropped=dropped)
 
 
 def _other_input(task: Task, facts: Facts) -> list[str]:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from fractions import Fraction
-from typing import Any, TypeVar
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin, TensorType
+from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin, TensorType
+from transformers.processing_utils import MultiModalData
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import flat, images_beside, is_chat, patches_of, process, read_conversations
-from mmpos.integrations.hf.rows import Options, Rows, added_tokens, expand, flat_options
+from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
+from mmpos.integrations.hf.rows import Options, Rows, VideoTokens, added_tokens, expand, flat_options, sort_options
+from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
+from mmpos.integrations.models import from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.tokenizers import Markers, adapt
+from mmpos.sequence.tokenizers import Markers, Tokenizer, adapt
+from mmpos.sequence.video import QWEN3_VL
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 
 __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping"]  # read token by token, which tensors are slow at
+_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # read token by token, which tensors are slow at
 
 
 class MMPosProcessor(ProcessorMixin):
     """Processor of Transformers that gives positions with the tokens; saved and loaded as any other.
 
-    Text holds one placeholder, the patch marker, for each image; the tokens of the image come in its place. Chats
-    hold their images themselves, and need a chat template that writes the placeholder.
+    Text holds one placeholder, the patch marker, for each image, and another for each video; the tokens of the image or
+    the video come in its place. Chats hold their images themselves, and need a chat template that writes placeholders.
 
     Args:
         tokenizer: of Transformers.
@@ -45,6 +53,13 @@ class MMPosProcessor(ProcessorMixin):
         temporal_patch_size: None for ``patches``, bytes to be normalised where the model runs; frames in a patch for
             ``pixel_values``, as the vision encoders of Transformers take them.
         chat_template: in Jinja; None is the tokenizer's.
+        return_positions: whether calls return positions beside the keys of Transformers, unless they say otherwise;
+            with False ``model.generate(**batch)`` takes the batch of a model that Transformers knows.
+        read_files: whether text may name a file: False for chats of strangers.
+        video_processor: of Transformers, or its fields as JSON has them; None takes no videos.
+        video_token: placeholder of a video and of each of its patches, by name or id.
+        timestamp: text before each grid of frames of a video, a format of ``seconds`` as Qwen3-VL has it; None for all
+            frames in one grid.
 
     Raises:
         TypeError: a tokenizer that is not of Transformers.
@@ -61,6 +76,11 @@ class MMPosProcessor(ProcessorMixin):
         start: int = 0,
         temporal_patch_size: int | None = None,
         chat_template: str | dict[str, str] | None = None,
+        return_positions: bool = True,
+        read_files: bool = True,
+        video_processor: VideoProcessor | Mapping[str, Any] | None = None,
+        video_token: str | int | None = None,
+        timestamp: str | None = None,
     ) -> None:
         template = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
         super().__init__(tokenizer, chat_template=template)  # type: ignore[no-untyped-call]
@@ -72,11 +92,82 @@ class MMPosProcessor(ProcessorMixin):
         if temporal_patch_size is not None:
             temporal_patch_size = integer("temporal_patch_size", temporal_patch_size, minimum=1)
         self.temporal_patch_size = temporal_patch_size
-        self._marker_ids = self.markers.ids(adapt(tokenizer))
+        self.return_positions = boolean("return_positions", return_positions)
+        self.read_files = boolean("read_files", read_files)
+        self._adapted = adapt(tokenizer)
+        self._marker_ids = self.markers.ids(self._adapted)
+        if (video_processor is None) != (video_token is None):
+            got, want = ("video_token", "video_processor")[:: 1 if video_processor is None else -1]
+            raise InvalidInputError(f"{want}: got None beside a {got}, want both or none")
+        self._videos: VideoSettings | None = None
+        if video_processor is not None:
+            self._videos = VideoSettings(
+                video_processor_of(video_processor),
+                _token_id(video_token, self._adapted),
+                timestamp,
+                getattr(self.scheme, "tokens_per_second", None) is not None,
+            )
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        """Return the parts that have files of their own: the tokenizer; all else is in processor_config.json."""
+        return ["tokenizer"]
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: object,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        images: ImageProcessor | None = None,
+        video_processor: VideoProcessor | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Make the processor of a model of Transformers, whose calls give the keys that the model takes.
+
+        Its text is that of the model's own processor: the chat template writes the tokens around images.
+
+        Args:
+            config: of the model, or the folder that it is in; see ``mmpos.from_hf_config``.
+            tokenizer: of the model; None reads that of the folder.
+            images: None reads the folder's preprocessor_config.json.
+            video_processor: None reads the folder's, if it has one, and else takes no videos.
+            settings: other arguments of the processor, such as ``return_positions=True``.
+
+        Raises:
+            InvalidInputError: a config of no known model, or one beside which something is missing.
+            UnsupportedError: a model whose placeholders, patches or timestamps are not known.
+        """
+        model = from_hf_config(config)
+        if model.temporal_patch_size is None:
+            raise UnsupportedError(
+                f"config: got {model.model_type!r}, want a model whose config has temporal_patch_size"
+            )
+        folder = Path(config) if isinstance(config, str | PathLike) else None
+        if tokenizer is None:
+            if folder is None:
+                raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        if video_processor is None and folder is not None:
+            video_processor = video_processor_in(folder)
+        told: dict[str, Any] = {
+            "images": images or model.image_processor(),
+            "scheme": model.scheme,
+            "markers": model.markers,
+            "add_markers": False,
+            "temporal_patch_size": model.temporal_patch_size,
+            "return_positions": False,
+        }
+        if video_processor is not None:
+            if model.video_token_id is None or (model.frames_apart and not model.model_type.startswith("qwen3")):
+                raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
+            timestamp = QWEN3_VL if model.frames_apart else None
+            told |= {"video_processor": video_processor, "video_token": model.video_token_id, "timestamp": timestamp}
+        return cls(tokenizer, **told | settings)
 
     @property
     def image_token_id(self) -> int:
-        """Id of every patch in input_ids."""
+        """Id of every patch of an image in input_ids."""
         return self._marker_ids.patch
 
     @property
@@ -86,10 +177,32 @@ class MMPosProcessor(ProcessorMixin):
         return token
 
     @property
+    def image_processor(self) -> ImagesOfProcessor:
+        """Its images by the names of Transformers: patch_size, merge_size, size, and a call of its own."""
+        return ImagesOfProcessor(self.images, self.temporal_patch_size, self.read_files)
+
+    @property
+    def video_processor(self) -> VideoProcessor | None:
+        """Processor of videos; None where none are taken."""
+        return None if self._videos is None else self._videos.processor
+
+    @property
+    def video_token_id(self) -> int | None:
+        """Id of every patch of a video in input_ids; None where no videos are taken."""
+        return None if self._videos is None else self._videos.token_id
+
+    @property
+    def video_token(self) -> str | None:
+        """Placeholder of a video in text; likewise."""
+        return None if self._videos is None else str(self.tokenizer.convert_ids_to_tokens(self._videos.token_id))
+
+    @property
     def model_input_names(self) -> list[str]:
         """Keys of a call's result that a model takes."""
-        pixels = "patches" if self.temporal_patch_size is None else "pixel_values"
-        return ["input_ids", "attention_mask", "mm_token_type_ids", "mm_position_ids", pixels, "image_grid_thw"]
+        names = ["input_ids", "attention_mask", "mm_token_type_ids", *self.image_processor.model_input_names]
+        if self._videos is not None:
+            names += ["pixel_values_videos", "video_grid_thw"] + ["second_per_grid_ts"] * self._videos.seconds
+        return names + ["mm_position_ids"] * self.return_positions
 
     def __call__(
         self,
@@ -102,67 +215,72 @@ class MMPosProcessor(ProcessorMixin):
         """Make tokens, patches and positions of a batch.
 
         Args:
-            images: any that ImageProcessor takes, or data: URLs: one, a list for all texts, or a list for each text.
-            text: one or several, each with one placeholder per image; or a chat, or several.
-            videos: None; a video is refused.
-            audio: None, likewise.
-            options: ``return_tensors``, ``padding``, ``max_length`` and the others of
-                ``mmpos.integrations.hf.rows.Options``.
+            images: any that ImageProcessor takes, or text, a path or a data: URL: one, a list for all texts, or a list
+                for each text.
+            text: one or several, each with one placeholder per image and per video; or a chat, or several.
+            videos: files, arrays of (frames, height, width, 3), or lists of frames: one, a list, or a list for each
+                text.
+            audio: None; audio is refused.
+            options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the others of
+                ``mmpos.integrations.hf.rows.Options``; ``min_pixels``, ``max_pixels``, ``max_tokens`` and ``size`` of
+                images, also in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``.
 
         Returns:
-            A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches),
-            (batch, seq); ``mm_position_ids`` (axes, batch, seq) int64, or float64 for fractional schemes;
-            ``positions``, the PositionTable that they are of; ``mm_next_positions`` and ``deltas`` (batch,), where
-            the scheme has them; and with images ``image_grid_thw`` (images, 3) before merging, and ``patches`` or
-            ``pixel_values`` of all of them, where their pixels are known.
+            A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches of
+            images, 2 of videos), (batch, seq); with images ``image_grid_thw`` (images, 3) before merging, and
+            ``patches`` or ``pixel_values`` of all of them, where their pixels are known; with videos
+            ``video_grid_thw``, ``pixel_values_videos`` and, where the scheme counts seconds, ``second_per_grid_ts``.
+            With positions also ``mm_position_ids`` (axes, batch, seq) int64, or float64 for fractional schemes;
+            ``positions``, the PositionTable that they are of; and ``mm_next_positions`` and ``deltas`` (batch,), where
+            the scheme has them.
 
         Raises:
             InvalidInputError: other images than placeholders, an image that cannot be read, rows that cannot be
                 padded or cut as wanted.
-            UnsupportedError: videos or audio, or a row that the scheme has no place for.
+            UnsupportedError: audio, videos without a video_processor, or a row that the scheme has no place for.
         """
-        for name, value in (("videos", videos), ("audio", audio)):
-            if value is not None:
-                raise UnsupportedError(f"{name}: got {type(value).__name__}, want None: a processor of images and text")
+        if audio is not None:
+            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: a processor of images and videos")
+        if videos is not None and self._videos is None:
+            want = "None, or a processor with a video_processor and its video_token"
+            raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
         arguments = flat_options(options)
-        chosen = Options.of(arguments, self.tokenizer)
+        of_text, of_images, of_videos = self._sorted(arguments)
+        chosen = Options.of(of_text, self.tokenizer)
         if is_chat(text):
             generate = arguments.pop("add_generation_prompt", False)
+            if videos is not None:
+                raise InvalidInputError("videos: got videos beside a chat, want them in its blocks of type 'video'")
             arguments = arguments if images is None else {**arguments, "images": images}
             return self.apply_chat_template(
                 text, tokenize=True, return_dict=True, add_generation_prompt=generate, processor_kwargs=arguments
             )
         if chosen.add_generation_prompt:
             raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
-        texts = _texts(text, images)
-        named, counts = flat(images, None if texts is None else len(texts))
-        processed = process(named, self.images, self.temporal_patch_size)
-        grid_thw = np.array([image.grid.extents for image in processed], np.int64).reshape(-1, 3)
-        batch = {} if texts is None else self._tokens(texts, grid_thw, counts, chosen)
-        if processed:
-            merge = self.images.spatial_merge_size
-            batch["image_grid_thw"] = grid_thw * (1, merge, merge)
-            pixels = patches_of(processed)
-            if pixels is not None:
-                batch["patches" if self.temporal_patch_size is None else "pixel_values"] = pixels
-        return PositionBatch(batch, chosen.return_tensors)
+        texts = _texts(text, images, videos)
+        count = None if texts is None else len(texts)
+        pixels: dict[str, Any] = {}
+        grid_thw, counts = self.image_processor.process(images, count, of_images, pixels)
+        video_tokens = self._process_videos_of(videos, count, of_videos, pixels)
+        batch = {} if texts is None else self._tokens(texts, grid_thw, counts, video_tokens, chosen)
+        return PositionBatch(batch | pixels, chosen.return_tensors)
 
     def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
         self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
         """Write a chat, or several, as text; with ``tokenize=True, return_dict=True`` as the batch of a call.
 
-        As in Transformers, whose arguments it takes by name, but for four things: images are given as objects, bytes,
-        paths or base64 and never fetched; videos and audio are refused; the tokenizer adds no special tokens, which
+        As in Transformers, whose arguments it takes by name, but for four things: images and videos are given as
+        objects, bytes, paths or base64 and never fetched; audio is refused; the tokenizer adds no special tokens, which
         templates write; and what users say stays text where it spells special tokens, placeholders included, unless
         ``sanitize_control_tokens=False``, or the mask of the assistant's tokens is wanted, for which Transformers has
         no way to do so.
 
         Raises:
             InvalidInputError: as for a call; the message names the block of content.
-            UnsupportedError: a video or audio.
+            UnsupportedError: audio, or a video without a video_processor.
         """
-        conversation = read_conversations(conversation)
+        conversation = read_conversations(conversation, self.read_files, videos=self._videos is not None)
         if kwargs.get("tokenize"):
             call_options = {"add_special_tokens": False, **flat_options(kwargs.get("processor_kwargs") or {})}
             for arguments in (call_options, kwargs):
@@ -180,6 +298,9 @@ class MMPosProcessor(ProcessorMixin):
         input_ids: npt.ArrayLike,
         image_grid_thw: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
+        *,
+        video_grid_thw: npt.ArrayLike | None = None,
+        second_per_grid_ts: Sequence[float] | None = None,
     ) -> SegmentTable:
         """Find the segments of rows that were padded, joined or cut after the call, from their tokens.
 
@@ -187,16 +308,23 @@ class MMPosProcessor(ProcessorMixin):
             input_ids: (batch, seq), or (tokens,) of one row.
             image_grid_thw: (images, 3) before merging.
             attention_mask: (batch, seq) of 0 and 1; None where no row is padded.
+            video_grid_thw: (videos, 3) likewise.
+            second_per_grid_ts: (videos,) seconds from one grid of frames to the next; None where the scheme does not
+                count them.
 
         Raises:
-            InvalidInputError: the first image that does not fit its placeholders, with both counts.
+            InvalidInputError: the first image or video that does not fit its placeholders, with both counts.
         """
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
+            video_grid_thw,
             image_token_id=self.image_token_id,
+            video_token_id=self.video_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
+            seconds_per_frame=None if second_per_grid_ts is None else [float(each) for each in second_per_grid_ts],
+            frames_apart=self._videos is not None and self._videos.timestamp is not None,
             row_token_id=self._marker_ids.row,
             last_row_token_id=self._marker_ids.last_row,
         )
@@ -206,9 +334,10 @@ class MMPosProcessor(ProcessorMixin):
         input_ids: npt.ArrayLike,
         image_grid_thw: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
+        **videos: Any,
     ) -> PositionTable:
         """Place such rows; the arguments and errors are those of ``segments``."""
-        return place(self.segments(input_ids, image_grid_thw, attention_mask), self.scheme, self.start)
+        return place(self.segments(input_ids, image_grid_thw, attention_mask, **videos), self.scheme, self.start)
 
     def to_dict(self) -> dict[str, object]:
         """Return the settings as JSON has them, without tokenizer and chat template, which have files of their own.
@@ -224,38 +353,116 @@ class MMPosProcessor(ProcessorMixin):
             "add_markers": self.add_markers,
             "start": self.start,
             "temporal_patch_size": self.temporal_patch_size,
+            "return_positions": self.return_positions,
+            "read_files": self.read_files,
+            "video_processor": None if self._videos is None else self._videos.processor.to_dict(),
+            "video_token": self.video_token_id,
+            "timestamp": None if self._videos is None else self._videos.timestamp,
         }
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.tokenizer).__name__}, {self.images}, {self.scheme}, {self.markers})"
 
+    def _get_num_multimodal_tokens(
+        self,
+        image_sizes: Sequence[Sequence[int]] | None = None,
+        video_sizes: Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> MultiModalData:
+        """Count the tokens and patches of images and videos of these sizes, as engines ask before they have pixels.
+
+        Args:
+            image_sizes: (height, width) of each.
+            video_sizes: (frames, height, width) of each.
+            options: of a call.
+        """
+        _, of_images, of_videos = self._sorted(flat_options(options))
+        merged = self.images.spatial_merge_size**2
+        counts: dict[str, list[int]] = {}
+        if image_sizes is not None:
+            count = self.image_processor.get_number_of_image_patches
+            patches = [count(height, width, of_images) for height, width in image_sizes]
+            counts = {"num_image_tokens": [each // merged for each in patches], "num_image_patches": patches}
+        if video_sizes is not None:
+            if self._videos is None:
+                raise UnsupportedError("video_sizes: got sizes, want None, or a processor with a video_processor")
+            in_video = self._videos.processor.get_num_of_video_patches
+            counts["num_video_tokens"] = [
+                in_video(frames, height, width, of_videos) // merged for frames, height, width in video_sizes
+            ]
+        return MultiModalData(**counts)
+
+    def _sorted(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Sort the arguments of a call into those of text, of images and of videos."""
+        return sort_options(arguments, () if self._videos is None else self._videos.names())
+
+    def _process_videos_of(
+        self, videos: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]
+    ) -> VideoTokens | None:
+        """Put the pixels of videos and their grids into a batch, and return their tokens; None of such a processor."""
+        settings = self._videos
+        if settings is None:
+            return None
+        named, counts = flat_videos(videos, texts)
+        made = process_videos(named, settings, self.images, options, self.read_files)
+        merge = self.images.spatial_merge_size
+        grids = made.grid_thw // (1, merge, merge)
+        if settings.timestamp is not None:
+            grids = (grids * (0, 1, 1) + (1, 0, 0)).repeat(grids[:, 0], axis=0)
+        seconds = made.seconds_per_grid if settings.seconds else None
+        if named:
+            batch |= {"pixel_values_videos": np.concatenate(made.values), "video_grid_thw": made.grid_thw}
+            if seconds is not None:
+                batch["second_per_grid_ts"] = seconds
+            if options.get("return_metadata"):
+                batch["video_metadata"] = made.metadata
+        around = self._marker_ids if not self.add_markers else self._marker_ids._replace(begin=None, end=None)
+        return VideoTokens(settings.token_id, grids, counts, made.written(settings, around, self._adapted), seconds)
+
     def _tokens(
-        self, texts: list[str], grid_thw: IntArray, counts: IntArray | None, options: Options
-    ) -> dict[str, object]:
-        """Make everything that follows from the texts and from the sizes of the images."""
+        self,
+        texts: list[str],
+        grid_thw: IntArray,
+        counts: IntArray | None,
+        videos: VideoTokens | None,
+        options: Options,
+    ) -> dict[str, Any]:
+        """Make everything that follows from the texts and from the sizes of the images and videos."""
         encoded = options.encode(self.tokenizer, texts)
         markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
-        rows = expand(encoded["input_ids"], grid_thw, counts, markers)
+        rows = expand(encoded["input_ids"], grid_thw, counts, markers, videos)
         limit = options.limit(self.tokenizer)
         if limit is not None:
             rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))
-        table = place(rows.segments(), self.scheme, self.start)
-        values = {"input_ids": rows.input_ids}
+        values = {"input_ids": rows.input_ids, "attention_mask": np.ones(rows.input_ids.size, np.int64)}
         if options.return_mm_token_type_ids:
-            # No other token has the id of patches.
-            values["mm_token_type_ids"] = (rows.input_ids == self.image_token_id).astype(np.int64)
+            # No other token has the ids of patches.
+            types = (rows.input_ids == self.image_token_id).astype(np.int64)
+            values["mm_token_type_ids"] = types + 2 * (rows.input_ids == self.video_token_id)
         if options.return_offsets_mapping:
             values["offset_mapping"] = np.concatenate(encoded["offset_mapping"])[rows.source]
-        batch = _per_token(values, rows, table, self.tokenizer, options)
-        if self.scheme.resumable:
-            batch["mm_next_positions"], batch["deltas"] = np.array(table.next_positions), np.array(table.deltas)
+        width = options.width(rows.lengths, self.tokenizer)
+        batch = _per_token(values, rows.lengths, width, self.tokenizer, options)
+        if self.return_positions if options.return_positions is None else options.return_positions:
+            table = place(rows.segments(), self.scheme, self.start)
+            batch |= _positions(table, rows, width, options.side(self.tokenizer), options.return_tensors)
+            if self.scheme.resumable:
+                batch["mm_next_positions"], batch["deltas"] = np.array(table.next_positions), np.array(table.deltas)
         return batch
 
 
-def _texts(text: object, images: object) -> list[str] | None:
-    """Return the texts of a call; None where only images are given."""
+def _token_id(token: str | int | None, tokenizer: Tokenizer) -> int:
+    """Look up the id of the placeholder of videos."""
+    token_id = tokenizer.token_to_id(token) if isinstance(token, str) else token
+    if token_id is None:
+        raise InvalidInputError(f"video_token: got {token!r}, want a token that is one id of the tokenizer")
+    return integer("video_token", token_id, minimum=0, maximum=INT32_MAX)
+
+
+def _texts(text: object, images: object, videos: object) -> list[str] | None:
+    """Return the texts of a call; None where only images or videos are given."""
     if text is None:
-        if images is None:
+        if images is None and videos is None:
             raise InvalidInputError("text: got None, want text, a chat or images")
         return None
     texts = [text] if isinstance(text, str) else text
@@ -296,41 +503,51 @@ class PositionBatch(BatchFeature):
 
 def _per_token(
     values: Mapping[str, npt.NDArray[np.integer]],
-    rows: Rows,
-    positions: PositionTable,
+    lengths: IntArray,
+    width: int | None,
     tokenizer: PreTrainedTokenizerBase,
     options: Options,
-) -> dict[str, object]:
-    """Collect everything with an entry per token, and its table: padded arrays, or a list with one array for each row.
+) -> dict[str, Any]:
+    """Collect everything with an entry per token: padded arrays, or a list with one array for each row.
 
     Args:
         values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
-        rows: their lengths.
-        positions: of all rows, without padding.
+        lengths: (rows,) of the rows.
+        width: tokens of each row; None where they are not padded.
         tokenizer: its padding side and token are the defaults.
         options: padding and type of the result.
     """
-    width = options.width(rows.lengths, tokenizer)
-    dtype = None if positions.fractional else np.int64
+    batch: dict[str, Any]
     if width is None:
-        split = rows.lengths.cumsum()[:-1]
-        batch: dict[str, Any] = {name: np.split(each, split) for name, each in values.items()}
-        batch["attention_mask"] = np.split(np.ones(rows.input_ids.size, np.int64), split)
-        batch["mm_position_ids"] = np.split(positions.dense(dtype=dtype), split, axis=1)
+        split = lengths.cumsum()[:-1]
+        batch = {name: np.split(each, split) for name, each in values.items()}
     else:
-        side: Side = options.side(tokenizer)
         fill = tokenizer.pad_token_id
-        if fill is None and (rows.lengths < width).any():
+        if fill is None and (lengths < width).any():
             raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
-        fills = {"input_ids": fill or 0}
-        batch = {name: _padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
-        ids, batch["attention_mask"] = positions.padded(width, side, dtype)
-        batch["mm_position_ids"] = ids if options.return_tensors else list(ids.swapaxes(0, 1))
-        positions = positions.pad(width, side)
-    for name in batch.keys() - {"mm_position_ids"}:
+        side, fills = options.side(tokenizer), {"input_ids": fill or 0}
+        batch = {name: _padded(each, lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
+    for name in batch:
         if options.return_tensors is None or name in _NOT_TENSORS:
             batch[name] = [row.tolist() for row in batch[name]]
-    return {**batch, "positions": positions}
+    return batch
+
+
+def _positions(
+    table: PositionTable, rows: Rows, width: int | None, side: Side, return_tensors: str | None
+) -> dict[str, Any]:
+    """Return the dense ids of all rows, padded as the rows are, and their table."""
+    dtype = None if table.fractional else np.int64
+    if width is None:
+        return {
+            "mm_position_ids": np.split(table.dense(dtype=dtype), rows.lengths.cumsum()[:-1], axis=1),
+            "positions": table,
+        }
+    ids, _ = table.padded(width, side, dtype)
+    return {
+        "mm_position_ids": ids if return_tensors else list(ids.swapaxes(0, 1)),
+        "positions": table.pad(width, side),
+    }
 
 
 def _padded(
@@ -342,6 +559,33 @@ def _padded(
     real = column < lengths[:, None] if side == "right" else column >= width - lengths[:, None]
     out[real] = values
     return out
+
+
+def video_processor_of(source: Any) -> VideoProcessor:
+    """Return a video processor of Transformers as it is, or make it of its fields in JSON.
+
+    Raises:
+        InvalidInputError: something else, or fields that do not name a video processor of Transformers.
+    """
+    made = source
+    if isinstance(source, Mapping):
+        kind = source.get("video_processor_type")
+        make = getattr(import_module("transformers"), str(kind), None)
+        made = make(**source) if str(kind).endswith("VideoProcessor") and callable(make) else None
+    if not callable(made) or not hasattr(made, "valid_kwargs"):
+        want = "a video processor of Transformers, or its fields, video_processor_type among them"
+        raise InvalidInputError(f"video_processor: got {source!r:.80}, want {want}")
+    return made
+
+
+def video_processor_in(folder: Path) -> VideoProcessor | None:
+    """Read the video processor of a folder; None where it has none."""
+    whole = folder / "processor_config.json"
+    inside = whole.is_file() and "video_processor" in json.loads(whole.read_bytes())
+    if not inside and not (folder / "video_preprocessor_config.json").is_file():
+        return None
+    made: VideoProcessor = import_module("transformers").AutoVideoProcessor.from_pretrained(folder)
+    return made
 
 
 def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -16,7 +16,49 @@ from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import MarkerIds
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
 
-__all__ = ["Options", "Rows", "expand", "flat_options"]
+__all__ = ["Options", "Rows", "VideoTokens", "expand", "flat_options", "sort_options"]
+
+_OF_IMAGES = ("min_pixels", "max_pixels", "max_tokens", "size")
+"""Options of a call that are of its images; size is that of Transformers, shortest_edge and longest_edge."""
+
+
+def sort_options(
+    arguments: Mapping[str, Any], of_videos: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Sort the arguments of a call into those of text, of images and of videos; what both have goes to both.
+
+    Args:
+        arguments: by name; those in ``images_kwargs`` and ``videos_kwargs`` are of images and of videos alone.
+        of_videos: names that the processor of videos takes.
+
+    Raises:
+        InvalidInputError: an argument that is given twice, or a group without such an argument.
+    """
+    text = dict(arguments)
+    groups: dict[str, dict[str, Any]] = {}
+    for group, known in (("images_kwargs", _OF_IMAGES), ("videos_kwargs", of_videos)):
+        own = _group(text, group)
+        for name in own.keys() - set(known):
+            want = ", ".join(known) or "none without a video_processor"
+            raise InvalidInputError(f"{group}: got an argument {name!r}, want {want}")
+        groups[group] = own
+    known_to_text = {each.name for each in fields(Options)}
+    for name in text.keys() - known_to_text:
+        takers = [group for group, known in zip(groups, (_OF_IMAGES, of_videos), strict=True) if name in known]
+        value = text.pop(name) if takers else None
+        for group in takers:
+            if name in groups[group]:
+                raise InvalidInputError(f"{name}: got it twice, want it beside {group} or in them")
+            groups[group][name] = value
+    return text, groups["images_kwargs"], groups["videos_kwargs"]
+
+
+def _group(arguments: dict[str, Any], group: str) -> dict[str, Any]:
+    """Take a group of options out of the arguments."""
+    grouped = arguments.pop(group, None) or {}
+    if not isinstance(grouped, Mapping):
+        raise InvalidInputError(f"{group}: got {type(grouped).__name__}, want options by their names")
+    return dict(grouped)
 
 
 def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,10 +68,7 @@ def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
     """
     flat = dict(arguments)
-    grouped = flat.pop("text_kwargs", None) or {}
-    if not isinstance(grouped, Mapping):
-        raise InvalidInputError(f"text_kwargs: got {type(grouped).__name__}, want options by their names")
-    for name, value in grouped.items():
+    for name, value in _group(flat, "text_kwargs").items():
         if name in flat:
             raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
         flat[name] = value
@@ -52,6 +91,7 @@ class Options:
         add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
         sanitize_control_tokens: whether ``apply_chat_template`` marked user text; it sets this itself.
         return_mm_token_type_ids: whether to return which tokens are patches.
+        return_positions: whether to return positions beside the keys of Transformers; None is the processor's setting.
         return_offsets_mapping: whether to return the characters of each token in the text; tokens of an image have
             those of its placeholder.
         return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
@@ -67,6 +107,7 @@ class Options:
     add_special_tokens: bool = True
     sanitize_control_tokens: bool = False
     return_mm_token_type_ids: bool = True
+    return_positions: bool | None = None
     return_offsets_mapping: bool = False
     return_text_replacement_offsets: bool = False
     add_generation_prompt: bool = False
@@ -80,7 +121,7 @@ class Options:
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
         for each in fields(self):
-            if each.type == "bool":
+            if each.type == "bool" or (each.type == "bool | None" and getattr(self, each.name) is not None):
                 boolean(each.name, getattr(self, each.name))
 
     @classmethod
@@ -92,7 +133,8 @@ class Options:
         """
         known = [each.name for each in fields(cls)]
         for name in arguments.keys() - set(known):
-            raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
+            want = ", ".join([*known, *_OF_IMAGES, "images_kwargs", "videos_kwargs"])
+            raise InvalidInputError(f"{name}: got an argument of this name, want {want}")
         made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
         defaults = {name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with}
         return cls(**defaults | arguments)
@@ -158,8 +200,27 @@ class Options:
 
 
 @dataclass(frozen=True)
+class VideoTokens:
+    """Tokens of the videos of a batch.
+
+    Args:
+        token_id: the placeholder of a video, and of each of its patches.
+        grid_thw: (grids, 3) frames, height and width after merging, of one grid a video or one for each of its frames.
+        per_row: (rows,) videos given for each row; None where they are given for all together.
+        written: token ids that stand for each video before its grids are expanded, a placeholder for each of them.
+        seconds_per_frame: (grids,) or None where the scheme has no use for it.
+    """
+
+    token_id: int
+    grid_thw: IntArray
+    per_row: IntArray | None
+    written: Sequence[IntArray]
+    seconds_per_frame: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
 class Rows:
-    """Token ids of several documents, one after the other, and the images in them.
+    """Token ids of several documents, one after the other, and the images and videos in them, here called images.
 
     Args:
         input_ids: (tokens,) of all rows.
@@ -170,6 +231,7 @@ class Rows:
         document: (images,) the row of each image.
         grid_thw: (images, 3) frames, height and width after merging.
         markers: the tokens that were put around and into the images.
+        seconds_per_frame: (images,) of videos, None for other images; None where there are none.
     """
 
     input_ids: IntArray
@@ -180,13 +242,21 @@ class Rows:
     document: IntArray
     grid_thw: IntArray
     markers: MarkerIds
+    seconds_per_frame: Sequence[float | None] | None = field(default=None, kw_only=True)
 
     def segments(self) -> SegmentTable:
         """Make the table of segments; no token is read."""
         starts = self.lengths.cumsum() - self.lengths
         offsets = self.first + self.markers.margins[0] - starts[self.document]
         separated = self.markers.row is not None
-        return SegmentTable.from_spans(self.lengths, offsets, self.grid_thw, self.document, row_separator=separated)
+        return SegmentTable.from_spans(
+            self.lengths,
+            offsets,
+            self.grid_thw,
+            self.document,
+            seconds_per_frame=self.seconds_per_frame,
+            row_separator=separated,
+        )
 
     def cut(self, length: int, side: str, added: IntArray) -> Rows:
         """Cut every row to at most so many tokens, on the right or on the left, but never through an image.
@@ -245,48 +315,95 @@ def expand(
     grid_thw: IntArray,
     per_row: IntArray | None,
     markers: MarkerIds,
+    videos: VideoTokens | None = None,
 ) -> Rows:
-    """Replace each placeholder by the tokens of its image.
+    """Replace each placeholder by the tokens of its image, or of its video.
 
     Args:
-        texts: token ids of each row, with one placeholder per image.
+        texts: token ids of each row, with one placeholder per image and per video.
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
         per_row: (rows,) images given for each row; None where they are given for all together.
-        markers: the tokens to put around and into the images.
+        markers: the tokens to put around and into the images, and each grid of a video.
+        videos: those of a processor that takes videos.
 
     Raises:
-        InvalidInputError: a row without tokens, or other placeholders than images.
+        InvalidInputError: a row without tokens, or other placeholders than images and videos.
     """
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)
     if not lengths.all():
         raise InvalidInputError(f"text[{int(lengths.argmin())}]: got no tokens, want at least one")
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
-    (at,) = (ids == markers.patch).nonzero()
-    document = np.searchsorted(before, at, side="right") - 1
-    _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), per_row)
-    frames, height, width = grid_thw.T
+    row = np.arange(lengths.size).repeat(lengths)
+    _check_counts("image", row[ids == markers.patch], lengths.size, len(grid_thw), per_row)
+    source = np.arange(ids.size)
+    seconds: Sequence[float | None] | None = None
+    grids = grid_thw
+    if videos is not None:
+        ids, source = _write_videos(ids, row, lengths.size, videos)
+        row = row[source]
+        grids, seconds = _grids(ids, grid_thw, markers.patch, videos)
+    patch = ids == markers.patch if videos is None else (ids == markers.patch) | (ids == videos.token_id)
+    (at,) = patch.nonzero()
+    frames, height, width = grids.T
     front, back = markers.margins
     tokens = frames * height * (width + (markers.row is not None)) + front + back
     counts = np.ones(ids.size, np.int64)
     counts[at] = tokens
-    source = np.arange(ids.size).repeat(counts)
+    expanded = np.arange(ids.size).repeat(counts)
     stop = counts.cumsum()[at]
-    longer = np.bincount(document, tokens - 1, lengths.size).astype(np.int64)  # exact: below 2**53
-    rows = Rows(ids[source], lengths + longer, source, stop - tokens, stop, document, grid_thw, markers)
+    lengths = np.bincount(row[expanded], minlength=lengths.size)
+    rows = Rows(
+        ids[expanded],
+        lengths,
+        source[expanded],
+        stop - tokens,
+        stop,
+        row[at],
+        grids,
+        markers,
+        seconds_per_frame=seconds,
+    )
     spans = np.stack([rows.first + front, stop - back], axis=1)
     markers.write(rows.input_ids, spans, separator_tokens(rows.segments()))
     return rows
 
 
-def _check_counts(placeholders: IntArray, images: int, per_row: IntArray | None) -> None:
+def _grids(
+    ids: IntArray, grid_thw: IntArray, patch: int, videos: VideoTokens
+) -> tuple[IntArray, Sequence[float | None] | None]:
+    """Merge the grids of images and of videos in the order of placeholders, and the seconds of those of videos."""
+    of_video = ids[(ids == patch) | (ids == videos.token_id)] == videos.token_id
+    grids = np.empty((of_video.size, 3), np.int64)
+    grids[of_video], grids[~of_video] = videos.grid_thw, grid_thw
+    if not videos.seconds_per_frame:
+        return grids, None
+    each = iter(videos.seconds_per_frame)
+    return grids, [next(each) if video else None for video in of_video.tolist()]
+
+
+def _write_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
+    """Write the tokens of each video for its placeholder; return them all, and the token that each one comes of."""
+    at = ids == videos.token_id
+    _check_counts("video", row[at], rows, len(videos.written), videos.per_row)
+    counts = np.ones(ids.size, np.int64)
+    counts[at] = [written.size for written in videos.written]
+    source = np.arange(ids.size).repeat(counts)
+    written = ids[source]
+    if at.any():
+        written[at[source]] = np.concatenate(videos.written)
+    return written, source
+
+
+def _check_counts(kind: str, placeholders: IntArray, rows: int, given: int, per_row: IntArray | None) -> None:
+    """Refuse other placeholders than images, or than videos; the row of each placeholder says where they are."""
     if per_row is not None:
-        wrong = placeholders != per_row
+        in_rows = np.bincount(placeholders, minlength=rows)
+        wrong = in_rows != per_row
         if wrong.any():
             i = int(wrong.argmax())
-            want = f"{placeholders[i]}, the placeholders of text[{i}]"
-            raise InvalidInputError(f"images[{i}]: got {counted(per_row[i], 'image')}, want {want}")
-    elif placeholders.sum() != images:
-        raise InvalidInputError(
-            f"images: got {counted(images, 'image')}, want {placeholders.sum()}, the placeholders of text"
-        )
+            want = f"{in_rows[i]}, the placeholders of text[{i}]"
+            raise InvalidInputError(f"{kind}s[{i}]: got {counted(per_row[i], kind)}, want {want}")
+    elif placeholders.size != given:
+        want = f"{placeholders.size}, the placeholders of text"
+        raise InvalidInputError(f"{kind}s: got {counted(given, kind)}, want {want}")

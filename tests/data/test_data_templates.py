@@ -1,0 +1,185 @@
+"""Chats written by the chat template of a tokenizer: the tokens that the model is asked with, and labels of answers."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizer import QWENS, chat_tokenizer
+
+from mmpos import ByteTokenizer, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
+from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, TokenizerTemplate
+from mmpos.data.preprocess.shard_job import describe
+from mmpos.integrations.hf import MMPosProcessor
+
+HERE = Location("shard.jsonl", 3)
+BEGIN, END, PATCH, _ = QWENS
+IMAGES = ImageProcessor("pillow", patch_size=4, min_pixels=64)
+MARKERS = Markers(BEGIN, END, PATCH)
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""As Qwen2-VL writes chats."""
+
+PHOTO = np.zeros((16, 24, 3), np.uint8)
+
+
+def tokenizer(template: str | None = CHATML) -> Any:
+    return chat_tokenizer(QWENS, chat_template=template)
+
+
+def builder(template: str | None = CHATML, **options: Any) -> SequenceBuilder:
+    return SequenceBuilder(tokenizer(template), images=IMAGES, **{"markers": MARKERS, **options})
+
+
+def said(role: str, *content: Any) -> dict[str, Any]:
+    blocks = [
+        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": each}
+        for each in content
+    ]
+    return {"role": role, "content": blocks}
+
+
+def answers(example: Any, inner: Any) -> list[str]:
+    """The texts that are labels, one for each run of them."""
+    labels = example.labels
+    runs = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
+    return [inner.decode(run) for run in runs if run[0] != -100]
+
+
+CHAT = [
+    said("user", "What is ", PHOTO, "this?"),
+    said("assistant", "A cat"),
+    said("user", "a cup"),
+    said("assistant", "it"),
+]
+
+
+def test_answers_are_labels_with_what_ends_them() -> None:
+    own = builder()
+    example = Preprocess(Chat(), own)({"messages": CHAT}, HERE)
+    inner = tokenizer()
+    patches = f"{BEGIN}{PATCH * 6}{END}"
+    want = (
+        f"<|user|>\nWhat is {patches}this?</s>\n<|assistant|>\nA cat</s>\n<|user|>\na cup</s>\n<|assistant|>\nit</s>\n"
+    )
+    assert inner.decode(example.sequence.input_ids) == want
+    assert answers(example, inner) == ["A cat</s>\n", "it</s>\n"]
+    assert example.sequence.grid_thw.tolist() == [[1, 2, 3]]
+
+
+def test_tokens_are_those_of_the_processor() -> None:
+    draw = random.Random(0)
+    own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=MARKERS, add_markers=False)
+    preprocess = Preprocess(Chat(), own)
+    for _ in range(30):
+        chat = []
+        for turn in range(draw.randint(1, 5)):
+            content: list[Any] = draw.choices(
+                ["A cat", " looks at you", "a cup of", PHOTO, PHOTO[:8]], k=draw.randint(1, 4)
+            )
+            chat.append(said("assistant", "it") if turn % 2 else said("user", *content))
+        example = preprocess({"messages": chat}, HERE)
+        batch = processor(text=chat)
+        assert [example.sequence.input_ids.tolist()] == batch["input_ids"]
+        if "patches" in batch:
+            np.testing.assert_array_equal(example.sequence.patches, batch["patches"])
+
+
+def test_a_dropped_image_takes_what_the_template_writes_for_it() -> None:
+    chat = [said("user", "What is ", b"broken", "this?"), said("assistant", "A cat")]
+    example = Preprocess(Chat(), builder(), on_image_error="drop")({"messages": chat}, HERE)
+    assert tokenizer().decode(example.sequence.input_ids) == "<|user|>\nWhat is this?</s>\n<|assistant|>\nA cat</s>\n"
+
+
+def test_llava_is_written_by_the_template_too() -> None:
+    record = {
+        "image": PHOTO,
+        "conversations": [{"from": "human", "value": "<image>\na cup"}, {"from": "gpt", "value": "it"}],
+    }
+    example = Preprocess(LLaVA(), builder())(record, HERE)
+    assert tokenizer().decode(example.sequence.input_ids).startswith(f"<|user|>\n{BEGIN}{PATCH}")
+    assert answers(example, tokenizer()) == ["it</s>\n"]
+
+
+def test_templates_of_language_models_get_text() -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
+    own = builder(template)
+    example = Preprocess(Chat(), own)({"messages": [said("user", " A", " cat "), said("assistant", "it")]}, HERE)
+    assert tokenizer().decode(example.sequence.input_ids) == "<|user|>A cat</s><|assistant|>it</s>"
+    with pytest.raises(
+        InvalidInputError, match=r"^template: got a chat template that writes nothing for an image, want"
+    ):
+        Preprocess(Chat(), own)({"messages": [said("user", "A", PHOTO)]}, HERE)
+
+
+def test_arguments_and_a_template_of_ones_own_are_passed() -> None:
+    template = "{{ name }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    made = TokenizerTemplate(tokenizer(), template, {"name": "Ann"})
+    document = Chat(made)({"messages": [{"role": "user", "content": "A cat"}]}, HERE)
+    assert document.parts == ["Ann: A cat"]
+    assert pickle.loads(pickle.dumps(Chat(made)))({"messages": [said("user", "A cat")]}, HERE).parts == ["Ann: A cat"]
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "message"),
+    [
+        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another before that"),
+        (
+            [said("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
+            CHATML,
+            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, as many as images$",
+        ),
+        (
+            [said("user", "A")],
+            "{{ raise_exception('no users') }}",
+            r"messages\[0\]\.role: got TemplateError \(no users\) from the chat template, want a conversation that the",
+        ),
+        (
+            [said("user", "A"), said("assistant", "B"), said("user", "C")],
+            "{{ messages | length }}",
+            r"messages\[1\]\.role: got 'assistant', want a chat template that writes a turn alike, whatever foll",
+        ),
+    ],
+)  # fmt: skip
+def test_chats_that_do_not_fit_the_template_are_named(chat: Any, template: str, message: str) -> None:
+    with pytest.raises(RecordError, match=rf"^shard\.jsonl\[3\]: {message}"):
+        Chat(TokenizerTemplate(tokenizer(), template))({"messages": chat}, HERE)
+
+
+def test_a_default_is_told_once_for_each_preprocess() -> None:
+    want = re.escape("template: got None, and no tokenizer with a chat template: turns are written as plain text")
+    for own in (SequenceBuilder(ByteTokenizer(), images=IMAGES), builder(None)):
+        with pytest.warns(UserWarning, match=want) as told:
+            preprocess = Preprocess(Chat(), own)
+        (warning,) = told
+        assert warning.filename == __file__
+        example = preprocess({"messages": [{"role": "user", "content": "A"}]}, HERE)
+        assert preprocess.format == Chat(ChatTemplate())
+        assert example.num_tokens > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Preprocess(Chat(ChatTemplate()), builder()).format == Chat(ChatTemplate())
+
+
+def test_tokenizers_without_a_template_are_refused() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a tokenizer of Transformers with a"
+    ):
+        TokenizerTemplate(ByteTokenizer())
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
+        TokenizerTemplate(tokenizer(None))
+
+
+def test_settings_tell_templates_apart() -> None:
+    settings = [describe({"format": Chat(TokenizerTemplate(tokenizer(text)))}) for text in ("{{ 1 }}", "{{ 2 }}")]
+    assert settings[0] != settings[1]
+    assert settings[0] == describe({"format": Chat(TokenizerTemplate(tokenizer("{{ 1 }}")))})

@@ -72,6 +72,7 @@ SCHEMES = f"""
     rope-tie-fractional(axes=3)  3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-v2(axes=3)          3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-lcm(axes=3)         3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
+    grid-2d(axes=3)              3 ––✗✓✓✓–✓✓ – – –
     xd-rope(axes=3)              3 ✓✗✗✓✗✗✓✓✓ 576 576 2
 """
 

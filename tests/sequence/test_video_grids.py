@@ -64,6 +64,10 @@ BY_HAND = [
     # ⌊t · 29/10 · 10/3⌋ = ⌊t · 29/3⌋ = 0, 9, 19, 29, exact at the last.
     Case1x2(MRopeQwen25(tokens_per_second=F(10, 3)), 4, [(t, 1, j) for t in (1, 10, 20, 30) for j in (1, 2)], 31, 32),
     Case1x2("mrope-interleave-reset", 3, [(t, 0, j) for t in (1, 2, 3) for j in (0, 1)], 4, 5),
+    # ⌊t · 2.9 · 25⌋ = 0, 72, 145.
+    Case1x2("tmrope", 3, [(t, 1, j) for t in (1, 73, 146) for j in (1, 2)], 147, 148),
+    # t · 2.9 · 13 = t · 37.7, whole at the last.
+    Case1x2("tmrope-qwen3", 11, [(1 + F(377, 10) * t, 1, j) for t in range(11) for j in (1, 2)], 379, 380),
     Case1x2("videorope", 2, [(1, 1, 1), (1, 1, 2), (3, 3, 3), (3, 3, 4)], 4, 5),
     Case1x2("vrope", 2, [(1, 2, 1, 2), (2, 1, 2, 1), (3, 4, 3, 4), (4, 3, 4, 3)], 5, 6),
 ]

@@ -71,7 +71,7 @@ class PositionTable:
         documents: (4, documents) int64 rows: first segment, first token, next position, delta.
         num_tokens: tokens in all, padding included.
         fractional: whether ids may be fractions; a property of the scheme, not of the batch.
-        scheme: name of the scheme with its parameters, as in ``Scheme.label``, for people; nothing depends on it.
+        scheme: name of the scheme with its parameters, as in ``Scheme.label``; no id depends on it.
     """
 
     table: IntArray

@@ -12,29 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.models.from_config import MODEL_TYPES
+from mmpos.integrations.models.from_config import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import outside_of_graphs
-from mmpos.schemes import MRopeTransformers
+from mmpos.schemes import MRopeTransformers, XDRope
 from mmpos.schemes.base import Grids, Pieces, Placement, check_pieces
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import Array, IntArray, int_array
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["RopeIndex", "TimedRopeIndex", "install", "rope_index", "uninstall"]
+__all__ = ["RopeIndex", "TimedRopeIndex", "XDRopeIndex", "install", "rope_index", "uninstall"]
 
 Ids = tuple[Tensor, Tensor]
-"""(3, batch, seq) position ids and (batch, 1) deltas."""
+"""(axes, batch, seq) position ids and (batch, 1) deltas."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _MODEL_TYPES = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
     *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
+    *("hunyuan_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
 )
-"""Model types whose method is RopeIndex, or TimedRopeIndex if MODEL_TYPES says that they are timed."""
+"""Model types with a function here: by MODEL_TYPES TimedRopeIndex, XDRopeIndex or RopeIndex."""
 
 _MROPE = MRopeTransformers()
 
@@ -104,15 +105,7 @@ class RopeIndex:
             "video_grid_thw": video_grid_thw,
             "attention_mask": attention_mask,
         }
-        for name, value in named.items():
-            if not isinstance(value, Tensor) and (value is not None or name in ("input_ids", "mm_token_type_ids")):
-                raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
-        if input_ids.dim() != 2:
-            raise InvalidInputError(f"input_ids: got shape {tuple(input_ids.shape)}, want (batch, seq)")
-        for name, value in (("mm_token_type_ids", mm_token_type_ids), ("attention_mask", attention_mask)):
-            if value is not None and value.shape != input_ids.shape:
-                want = f"{tuple(input_ids.shape)} as input_ids"
-                raise InvalidInputError(f"{name}: got shape {tuple(value.shape)}, want {want}")
+        _check_tensors(**named)
         merges = self.spatial_merge_size, self.temporal_merge_size, self.frames_apart
         ids: Ids = _OPERATOR(*named.values(), intervals, *merges)
         return ids
@@ -170,6 +163,73 @@ def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, vid
     return (rate * torch.tensor(seconds, dtype=torch.float64)).to(torch.get_default_dtype())
 
 
+@dataclass(frozen=True)
+class XDRopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of HunYuan-VL.
+
+    Args:
+        spatial_merge_size: patches merged along each side into one token.
+        axes: axes of ids: those of places, then column, row and number of the image in the batch.
+    """
+
+    spatial_merge_size: int
+    axes: int
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+
+        Args:
+            input_ids: (batch, seq); only shape, dtype and device count.
+            mm_token_type_ids: (batch, seq) 1 for images, with the token at the end of every row, and one before and one
+                after the patches or neither; all else is text.
+            image_grid_thw: (images, 3) frames, height, width before merging, one for each image; frames do not count.
+                None counts all tokens as text.
+            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
+            kwargs: ignored, as there.
+
+        Returns:
+            (axes, batch, seq) position ids and (batch, 1) deltas, both of the dtype of input_ids.
+
+        Raises:
+            InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
+        """
+        named = {
+            "input_ids": input_ids,
+            "mm_token_type_ids": mm_token_type_ids,
+            "image_grid_thw": image_grid_thw,
+            "attention_mask": attention_mask,
+        }
+        _check_tensors(**named)
+        ids: Ids = _XD_OPERATOR(*named.values(), self.spatial_merge_size, self.axes)
+        return ids
+
+
+Function = RopeIndex | XDRopeIndex
+
+
+def _check_tensors(**named: object) -> None:
+    """Refuse arguments that are no tensors, and those with a value per token in other shapes than input_ids."""
+    tensors = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None or name in ("input_ids", "mm_token_type_ids"):
+            raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
+    shape = tuple(tensors["input_ids"].shape)
+    if len(shape) != 2:
+        raise InvalidInputError(f"input_ids: got shape {shape}, want (batch, seq)")
+    for name in ("mm_token_type_ids", "attention_mask"):
+        if name in tensors and tensors[name].shape != shape:
+            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {shape} as input_ids")
+
+
 @dataclass(frozen=True, eq=False)
 class _FrameTimes(MRopeTransformers):
     """M-RoPE of Transformers with the id of every frame given, since floats round these in their own way.
@@ -193,7 +253,7 @@ class _FrameTimes(MRopeTransformers):
         return cursor + np.maximum(last + 1, self.advance(grids))
 
 
-def rope_index(config: object) -> RopeIndex:
+def rope_index(config: object) -> Function:
     """Make a function in the place of ``get_rope_index`` of a model of Transformers, from its config.
 
     Its ids and deltas are those of the method, bit for bit, in the same dtype and on the same device. It also answers
@@ -214,6 +274,9 @@ def rope_index(config: object) -> RopeIndex:
     if known is None or fields.model_type not in _MODEL_TYPES:
         got, want = fields.model_type, ", ".join(sorted(_MODEL_TYPES))
         raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
+    if known.row_separator:
+        settings = from_hf_config(config)
+        return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
@@ -242,7 +305,7 @@ def install(model: Model) -> Model:
     if not modules:
         raise UnsupportedError(f"model: got {type(model).__name__}, want a model with {_METHOD}")
     for module in modules:
-        if not isinstance(vars(module).get(_METHOD, RopeIndex(1)), RopeIndex):
+        if not isinstance(vars(module).get(_METHOD, RopeIndex(1)), Function):
             got = f"{type(module).__name__}.{_METHOD}"
             raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
     functions = [rope_index(module.config) for module in modules]
@@ -261,7 +324,7 @@ def uninstall(model: Model) -> Model:
         the model itself.
     """
     for module in model.modules():
-        if isinstance(vars(module).get(_METHOD), RopeIndex):
+        if isinstance(vars(module).get(_METHOD), Function):
             delattr(module, _METHOD)
     return model
 
@@ -297,25 +360,45 @@ def _compute(
         frames_apart=frames_apart,
     )
     positions = place(segments, _MROPE if intervals is None else _timed(segments, tokens, intervals))
-    batch, seq = input_ids.shape
-    numbers = np.empty(3 * batch * seq + batch, np.int64)
-    dense, deltas = numbers[: 3 * batch * seq].reshape(3, -1), numbers[3 * batch * seq :]
-    if tokens.cu_seqlens is None:
-        positions.dense(out=dense)
-    else:
-        dense[:] = 0
-        dense[:, tokens.real] = positions.dense()
-    deltas[:] = positions.deltas
-    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
-    ids, after = moved.split([3 * batch * seq, batch])
-    # A model keeps the deltas, which are not to hold the memory of the ids.
-    return ids.view(3, batch, seq).to(input_ids.dtype), after.view(batch, 1).clone()
+    return tokens.answer(positions, input_ids)
+
+
+def _compute_xd(
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    image_grid_thw: Tensor | None,
+    attention_mask: Tensor | None,
+    spatial_merge_size: int,
+    axes: int,
+) -> Ids:
+    mask = None if attention_mask is None else attention_mask.bool()
+    is_image = mm_token_type_ids == _IMAGE
+    types, mask, images = _on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
+    tokens = _Tokens.of(types, mask)
+    grids = _merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
+    segments = SegmentTable.from_input_ids(
+        tokens.types,
+        grids,
+        image_token_id=_IMAGE,
+        cu_seqlens=tokens.cu_seqlens,
+        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
+        row_separator=True,
+    )
+    ids, deltas = tokens.answer(place(segments, XDRope(axes, "batch")), input_ids)
+    return ids, deltas.to(input_ids.dtype)
 
 
 def _shapes(input_ids: Tensor, *_: object) -> Ids:
     """Give results without values, for graphs that are traced."""
     batch, seq = input_ids.shape
     return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)
+
+
+def _xd_shapes(
+    input_ids: Tensor, kinds: Tensor, grids: Tensor | None, mask: Tensor | None, merge: int, axes: int
+) -> Ids:
+    batch, seq = input_ids.shape
+    return input_ids.new_empty((axes, batch, seq)), input_ids.new_empty((batch, 1))
 
 
 def _on_host(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -372,14 +455,9 @@ class _Tokens:
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
         """Merge the grids of a kind, and leave those at the end away that no token is left for."""
-        if grid_thw is None:
+        grids = _merged(name, grid_thw, merge)
+        if grids is None:
             return None
-        grids = int_array(name, grid_thw.numpy(), (None, 3))
-        small = (grids < merge).any(axis=1)
-        if small.any():
-            g, least = int(small.argmax()), tuple(merge.tolist())
-            raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
-        grids = grids // merge
         room = int(np.count_nonzero(self.types == kind))
         stops = grids.prod(axis=1, dtype=np.float64).cumsum()
         if not stops.size or stops[-1] <= room:
@@ -391,6 +469,35 @@ class _Tokens:
             stops = grids.prod(axis=1, dtype=np.float64).cumsum()
             grids = grids[: np.searchsorted(stops, room) + 1]
         return grids
+
+    def answer(self, positions: PositionTable, input_ids: Tensor) -> Ids:
+        """Copy ids, 0 under padding, and int64 deltas to the device of input_ids, at once."""
+        (batch, seq), axes = input_ids.shape, positions.axes
+        size = axes * batch * seq
+        numbers = np.empty(size + batch, np.int64)
+        dense, deltas = numbers[:size].reshape(axes, -1), numbers[size:]
+        if self.cu_seqlens is None:
+            positions.dense(out=dense)
+        else:
+            dense[:] = 0
+            dense[:, self.real] = positions.dense()
+        deltas[:] = positions.deltas
+        moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+        ids, after = moved.split([size, batch])
+        # A model keeps the deltas, which are not to hold the memory of the ids.
+        return ids.view(axes, batch, seq).to(input_ids.dtype), after.view(batch, 1).clone()
+
+
+def _merged(name: str, grid_thw: Tensor | None, merge: IntArray) -> IntArray | None:
+    """Merge patches; a 0 in ``merge`` makes that size 1."""
+    if grid_thw is None:
+        return None
+    grids = int_array(name, grid_thw.numpy(), (None, 3))
+    small = (grids < merge).any(axis=1)
+    if small.any():
+        g, least = int(small.argmax()), tuple(merge.tolist())
+        raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
+    return np.where(merge > 0, grids // np.maximum(merge, 1), 1)
 
 
 def _has_videos(types: Array) -> bool:
@@ -427,4 +534,12 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("rope_index", outside_of_graphs(_compute), "CompositeExplicitAutograd")
 torch.library.register_fake("mmpos::rope_index", _shapes, lib=_LIBRARY)
+_LIBRARY.define(
+    "xd_rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? attention_mask, "
+    "int spatial_merge_size, int axes) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("xd_rope_index", outside_of_graphs(_compute_xd), "CompositeExplicitAutograd")
+torch.library.register_fake("mmpos::xd_rope_index", _xd_shapes, lib=_LIBRARY)
 _OPERATOR = torch.ops.mmpos.rope_index.default
+_XD_OPERATOR = torch.ops.mmpos.xd_rope_index.default

@@ -101,6 +101,17 @@ class _Omni(Scheme):
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
         """(clips,) whether the last run is one of audio."""
 
+    def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
+        """Count the whole ids from the first frame to these, given what lies between two of their grid: step over per.
+
+        Args:
+            grid: index of the grid of each frame.
+            frame: index of each in its grid.
+            step: numerators, of the same shape.
+            per: denominators, likewise.
+        """
+        return frame * step // per
+
     def unit(self, grids: Grids) -> IntArray | None:
         return self._steps(grids)[1] if self.fractional and (grids.frames > 1).any() else None
 
@@ -131,7 +142,8 @@ class _Omni(Scheme):
         start = cursor[owner] + self._clip_offsets(grids, runs, scale, unit)
         time, frame = np.zeros_like(start), steps * scale
         if not self.fractional:
-            time, frame = np.where(patches, first // (height * width) * steps[owner] // own[owner], 0), 0 * frame
+            frames = np.where(patches, first // (height * width), 0)
+            time, frame = self.frame_ids(owner, frames, steps[owner], own[owner]), 0 * frame
         # Markers of one id stand in a column, whose steps are not 0: a run at id 0 without steps is padding.
         column = (content >= BEFORE) & (self.marker_ids == 1)
         pieces = Pieces(
@@ -199,7 +211,8 @@ class _Omni(Scheme):
         """
         step, per = self._steps(grids)
         unit = per if self.fractional else np.ones_like(per)
-        last = (grids.frames - 1) * step // (1 if self.fractional else per)
+        final = grids.frames - 1
+        last = final * step if self.fractional else self.frame_ids(np.arange(final.size), final, step, per)
         content = np.maximum(last, (grids.extents[1:].max(axis=0) - 1) * unit) + unit
         if grids.clip is not None:
             clips = self._clips(grids)
@@ -275,7 +288,8 @@ class TMRope(_Omni):
     def _chunks(self, clips: Clips) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Number the chunks of frames from 1: owner, frame, chunk by time, and how many there are after the frame."""
         owner, frame = ragged_arange(clips.frames)
-        wanted = frame * clips.step[owner] // clips.per[owner] // self._chunk_ids + 1
+        ids = self.frame_ids(clips.grid[owner], frame, clips.step[owner], clips.per[owner])
+        wanted = ids // self._chunk_ids + 1
         # Chunks after frame f of n patches are min(wanted, n + chunks before): n·f + the least of wanted − n·g, g ≤ f.
         opened = frame * clips.patches[owner]
         # Owners are so far apart that the least of one is above all of the next.

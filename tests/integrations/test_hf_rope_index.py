@@ -48,10 +48,10 @@ LIKE = {
 }
 """Every model type, and that whose random layouts it is given."""
 
-ALONE = ("hunyuan_vl",)
+ALONE = ("hunyuan_vl", "qwen2_5_omni")
 """Model types with a file of tests each."""
 
-OTHERS = ("glm_image", "minicpmv4_7", "qwen2_5_omni", "qwen3_omni_moe")
+OTHERS = ("glm_image", "minicpmv4_7", "qwen3_omni_moe")
 """Model types of Transformers with such a method, which rope_index refuses."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -13,17 +14,19 @@ from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models.from_config import MODEL_TYPES, from_hf_config
+from mmpos.integrations.models.settings import ModelSettings
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import outside_of_graphs
-from mmpos.schemes import MRopeTransformers, XDRope
+from mmpos.schemes import MRopeTransformers, TMRope, XDRope
 from mmpos.schemes.base import Grids, Pieces, Placement, check_pieces
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.kinds import CLIP, GRID
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import Array, IntArray, int_array
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["RopeIndex", "TimedRopeIndex", "XDRopeIndex", "install", "rope_index", "uninstall"]
+__all__ = ["OmniRopeIndex", "RopeIndex", "TimedRopeIndex", "XDRopeIndex", "install", "rope_index", "uninstall"]
 
 Ids = tuple[Tensor, Tensor]
 """(axes, batch, seq) position ids and (batch, 1) deltas."""
@@ -33,14 +36,15 @@ Model = TypeVar("Model", bound=nn.Module)
 _MODEL_TYPES = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
     *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
-    *("hunyuan_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
+    *("hunyuan_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
 )
-"""Model types with a function here: by MODEL_TYPES TimedRopeIndex, XDRopeIndex or RopeIndex."""
+"""Model types with a function here: by MODEL_TYPES OmniRopeIndex, TimedRopeIndex, XDRopeIndex or RopeIndex."""
 
 _MROPE = MRopeTransformers()
 
 _METHOD = "get_rope_index"
-_IMAGE, _VIDEO = 1, 2  # of mm_token_type_ids; text is 0
+_IMAGE, _VIDEO, _AUDIO = 1, 2, 3  # of mm_token_type_ids; text is 0
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,79 @@ class XDRopeIndex:
         return ids
 
 
-Function = RopeIndex | XDRopeIndex
+@dataclass(frozen=True)
+class OmniRopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of Qwen2.5-Omni.
+
+    Args:
+        image_token_id: the placeholder of image patches.
+        video_token_id: that of video patches.
+        audio_token_id: that of audio.
+        spatial_merge_size: patches merged along each side into one token.
+        tokens_per_second: ids that a second takes.
+        tokens_per_chunk: ids of a chunk, of which a clip has first the frames and then the audio.
+    """
+
+    image_token_id: int
+    video_token_id: int
+    audio_token_id: int
+    spatial_merge_size: int
+    tokens_per_second: int
+    tokens_per_chunk: int
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        use_audio_in_video: bool = False,
+        audio_seqlens: Tensor | None = None,
+        second_per_grids: Tensor | None = None,
+    ) -> Ids:
+        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+
+        Args:
+            input_ids: (batch, seq); None, as no grids at all, counts the tokens of the mask.
+            image_grid_thw: (images, 3) frames, height, width before merging; those that no token is left for are
+                passed over.
+            video_grid_thw: (videos, 3) likewise.
+            attention_mask: (batch, seq); tokens under another value than 1 are left out, and have the id 1.
+            use_audio_in_video: whether videos may have their audio between their frames.
+            audio_seqlens: (audios,) frames of each audio before the encoder, to be compared with the tokens; or None.
+            second_per_grids: (videos,) seconds between frames; multiplied as float32, then rounded down.
+
+        Returns:
+            (3, batch, seq) position ids of the dtype of input_ids, int64 where there are no grids, and (batch, 1)
+            deltas: the highest id plus one less the number of tokens.
+
+        Raises:
+            InvalidInputError: grids or audio that do not fit the tokens, or arguments of other shapes.
+        """
+        named = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw, "attention_mask": attention_mask}
+        if input_ids is None or (image_grid_thw is None and video_grid_thw is None):
+            if attention_mask is None:
+                raise InvalidInputError("attention_mask: got None, want a tensor, where there are no grids")
+            return _count(attention_mask)
+        more = {"audio_seqlens": audio_seqlens, "second_per_grids": second_per_grids}
+        _check_tensors(input_ids=input_ids, **named, **more)
+        kinds = torch.zeros_like(input_ids, dtype=torch.uint8)
+        for kind, token in enumerate((self.image_token_id, self.video_token_id, self.audio_token_id), 1):
+            kinds += kind * (input_ids == token)
+        sizes = self.spatial_merge_size, self.tokens_per_second, self.tokens_per_chunk
+        given = (*named.values(), *more.values(), use_audio_in_video)
+        ids: Ids = _OMNI_OPERATOR(input_ids, kinds, *given, *sizes)
+        return ids
+
+
+Function = RopeIndex | XDRopeIndex | OmniRopeIndex
+
+
+def _count(attention_mask: Tensor) -> Ids:
+    """Count the tokens of each row that a mask leaves; those under a 0 have the id 1."""
+    ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+    deltas = ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
+    return ids.repeat(3, 1, 1), deltas
 
 
 def _check_tensors(**named: object) -> None:
@@ -253,6 +329,22 @@ class _FrameTimes(MRopeTransformers):
         return cursor + np.maximum(last + 1, self.advance(grids))
 
 
+@dataclass(frozen=True, eq=False)
+class _OmniTimes(TMRope):
+    """TMRoPE of Transformers with the id of every frame given.
+
+    Args:
+        times: (frames of all grids,) ids after the first of the grid.
+        begins: (grids,) index of the first frame of each grid.
+    """
+
+    times: IntArray = field(kw_only=True)
+    begins: IntArray = field(kw_only=True)
+
+    def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
+        return np.asarray(self.times[self.begins[grid] + frame])
+
+
 def rope_index(config: object) -> Function:
     """Make a function in the place of ``get_rope_index`` of a model of Transformers, from its config.
 
@@ -277,12 +369,30 @@ def rope_index(config: object) -> Function:
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
+    if known.scheme == TMRope.name:
+        return _omni(from_hf_config(config))
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
     named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
     sizes = {name: vision.integer(name, needed=True, minimum=1) or 1 for name, read in named.items() if read}
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
+
+
+def _omni(settings: ModelSettings) -> OmniRopeIndex:
+    scheme = settings.scheme
+    assert isinstance(scheme, TMRope)
+    tokens = {f"{name}_token_id": getattr(settings, f"{name}_token_id") for name in ("image", "video", "audio")}
+    for name, token in tokens.items():
+        if token is None:
+            raise InvalidInputError(f"config.{name}: got none, want an integer")
+    rate = scheme.tokens_per_second
+    if not isinstance(rate, int):
+        raise UnsupportedError(f"config.position_id_per_seconds: got {rate}, want an integer")
+    chunk = int(rate * scheme.seconds_per_chunk)
+    return OmniRopeIndex(
+        **tokens, spatial_merge_size=settings.spatial_merge_size, tokens_per_second=rate, tokens_per_chunk=chunk
+    )
 
 
 def install(model: Model) -> Model:
@@ -388,6 +498,75 @@ def _compute_xd(
     return ids, deltas.to(input_ids.dtype)
 
 
+def _compute_omni(
+    input_ids: Tensor,
+    kinds: Tensor,
+    image_grid_thw: Tensor | None,
+    video_grid_thw: Tensor | None,
+    attention_mask: Tensor | None,
+    audio_seqlens: Tensor | None,
+    second_per_grids: Tensor | None,
+    use_audio_in_video: bool,
+    spatial_merge_size: int,
+    tokens_per_second: int,
+    tokens_per_chunk: int,
+) -> Ids:
+    mask = None if attention_mask is None else attention_mask == 1
+    types, mask, images, videos, audio, seconds = _on_host(
+        kinds, mask, image_grid_thw, video_grid_thw, audio_seqlens, second_per_grids
+    )
+    tokens = _Tokens.of(types, mask, most=_AUDIO)
+    merge = np.array([1, spatial_merge_size, spatial_merge_size])
+    segments = SegmentTable.from_input_ids(
+        tokens.types,
+        tokens.used("image_grid_thw", images, _IMAGE, merge),
+        tokens.used("video_grid_thw", videos, _VIDEO, merge),
+        image_token_id=_IMAGE,
+        video_token_id=_VIDEO,
+        audio_token_id=_AUDIO,
+        audio_lengths=None if audio is None else _heard(audio),
+        cu_seqlens=tokens.cu_seqlens,
+        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
+    )
+    if not use_audio_in_video and (segments.kind == CLIP).any():
+        raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
+    seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
+    times, begins = _omni_times(segments, tokens, seconds, tokens_per_second)
+    scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=times, begins=begins)
+    return tokens.answer(place(segments, scheme), input_ids, padding=1)
+
+
+def _heard(frames: Tensor) -> IntArray:
+    """Count the tokens that the encoder makes of frames of audio, (audios,), without those that give none."""
+    tokens = ((int_array("audio_seqlens", frames.numpy(), (None,)) - 1) // 2 - 1) // 2 + 1
+    return tokens[tokens > 0]
+
+
+def _omni_times(
+    segments: SegmentTable, tokens: _Tokens, seconds: Tensor | None, rate: int
+) -> tuple[IntArray, IntArray]:
+    """Give the ids of all frames after the first of their grid, as float32 has them, and the first frame of each."""
+    grid = (segments.kind == GRID) | (segments.kind == CLIP)
+    frames, lengths = segments.extents[0, grid], segments.lengths
+    clip = (segments.kind == CLIP)[grid]
+    is_video = clip | (tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == _VIDEO)
+    videos = int(is_video.sum())
+    if videos and (seconds is None or seconds.dim() != 1 or len(seconds) < videos):
+        got = "None" if seconds is None else f"shape {tuple(seconds.shape)}"
+        raise InvalidInputError(f"second_per_grids: got {got}, want at least {videos} values, one per video")
+    owner, frame = ragged_arange(frames)
+    between = torch.ones(frames.size)
+    if seconds is not None and videos:
+        seconds = seconds[:videos].float()
+        if not (good := (seconds >= 0) & seconds.isfinite()).all():
+            v = int(good.logical_not().int().argmax())
+            raise InvalidInputError(f"second_per_grids[{v}]: got {seconds[v].item()}, want a number >= 0")
+        between[torch.from_numpy(is_video)] = seconds
+    # They are rounded once more, to float32, on their way to the ids.
+    times = (torch.from_numpy(frame) * between[torch.from_numpy(owner)] * rate).long().float().long()
+    return times.numpy(), frames.cumsum() - frames
+
+
 def _shapes(input_ids: Tensor, *_: object) -> Ids:
     """Give results without values, for graphs that are traced."""
     batch, seq = input_ids.shape
@@ -430,8 +609,8 @@ class _Tokens:
     cu_seqlens: IntArray | None = None
 
     @classmethod
-    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None) -> _Tokens:
-        """Read token types and a mask of the same shape, both on the host."""
+    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = _VIDEO) -> _Tokens:
+        """Read token types, at most ``most``, and a mask of the same shape, both on the host."""
         assert mm_token_type_ids is not None, "the call has looked"
         types = mm_token_type_ids.numpy()
         if types.dtype.kind not in "biu":
@@ -439,7 +618,7 @@ class _Tokens:
         if types.dtype not in (np.int32, np.int64):
             types = types.astype(np.int64)
         if mask is None or (real := mask.numpy()).all():
-            return cls(types, _has_videos(types))
+            return cls(types, _has_videos(types, most))
         lengths = real.sum(axis=1)
         if not lengths.all():
             row = int((lengths == 0).argmax())
@@ -447,9 +626,9 @@ class _Tokens:
         runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
         if (runs == 1).all():
             types = np.where(real, types, np.zeros((), types.dtype))
-            return cls(types, _has_videos(types), real)
+            return cls(types, _has_videos(types, most), real)
         types = types[real]
-        return cls(types, _has_videos(types), real.ravel(), np.append(0, lengths.cumsum()))
+        return cls(types, _has_videos(types, most), real.ravel(), np.append(0, lengths.cumsum()))
 
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
@@ -470,8 +649,8 @@ class _Tokens:
             grids = grids[: np.searchsorted(stops, room) + 1]
         return grids
 
-    def answer(self, positions: PositionTable, input_ids: Tensor) -> Ids:
-        """Copy ids, 0 under padding, and int64 deltas to the device of input_ids, at once."""
+    def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
+        """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""
         (batch, seq), axes = input_ids.shape, positions.axes
         size = axes * batch * seq
         numbers = np.empty(size + batch, np.int64)
@@ -481,6 +660,8 @@ class _Tokens:
         else:
             dense[:] = 0
             dense[:, self.real] = positions.dense()
+        if padding and self.real is not None:
+            dense[:, ~self.real.ravel()] = padding
         deltas[:] = positions.deltas
         moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
         ids, after = moved.split([size, batch])
@@ -500,13 +681,13 @@ def _merged(name: str, grid_thw: Tensor | None, merge: IntArray) -> IntArray | N
     return np.where(merge > 0, grids // np.maximum(merge, 1), 1)
 
 
-def _has_videos(types: Array) -> bool:
-    """Check that there is nothing but text, images and videos; returns whether there are the last."""
-    least, most = (int(types.min()), int(types.max())) if types.size else (0, 0)
-    if least < 0 or most > _VIDEO:
-        got = least if least < 0 else most
+def _has_videos(types: Array, most: int) -> bool:
+    """Check that types are 0 to ``most``; returns whether there are others than text and images."""
+    least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
+    if least < 0 or highest > most:
+        got = least if least < 0 else highest
         raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {_IMAGE} or {_VIDEO}")
-    return most == _VIDEO
+    return highest >= _VIDEO
 
 
 def _timed(segments: SegmentTable, tokens: _Tokens, intervals: Tensor) -> MRopeTransformers:
@@ -542,4 +723,13 @@ _LIBRARY.define(
 _LIBRARY.impl("xd_rope_index", outside_of_graphs(_compute_xd), "CompositeExplicitAutograd")
 torch.library.register_fake("mmpos::xd_rope_index", _xd_shapes, lib=_LIBRARY)
 _OPERATOR = torch.ops.mmpos.rope_index.default
+_LIBRARY.define(
+    "omni_rope_index(Tensor input_ids, Tensor kinds, Tensor? image_grid_thw, Tensor? video_grid_thw, "
+    "Tensor? attention_mask, Tensor? audio_seqlens, Tensor? second_per_grids, bool use_audio_in_video, "
+    "int spatial_merge_size, int tokens_per_second, int tokens_per_chunk) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("omni_rope_index", outside_of_graphs(_compute_omni), "CompositeExplicitAutograd")
+torch.library.register_fake("mmpos::omni_rope_index", _shapes, lib=_LIBRARY)
+_OMNI_OPERATOR = torch.ops.mmpos.omni_rope_index.default
 _XD_OPERATOR = torch.ops.mmpos.xd_rope_index.default

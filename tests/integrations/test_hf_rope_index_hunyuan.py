@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_hf_rope_index import Request, assert_same, mask_of, told
+from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of, told
 from test_models_rope_index import Rows, hunyuan, hunyuan_row, unbound
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mmpos import InvalidInputError
-from mmpos.integrations.hf import install, rope_index, uninstall
+from mmpos.integrations.hf import get_rope_index, install, rope_index, uninstall
 from mmpos.integrations.hf.get_rope_index import XDRopeIndex
 
 FEW, MANY = 60, 2100
@@ -125,6 +126,15 @@ def test_graphs_hold_the_function_of_hunyuan_vl_as_one_operator() -> None:
     function = XDRopeIndex(2, 5)
     compiled = torch.compile(function.__call__, backend="eager", fullgraph=True)
     assert_same(compiled(**asked), function(**asked))
+
+
+def test_an_accelerator_gives_and_gets_all_of_hunyuan_vl_in_one_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_rope_index, "_XD_OPERATOR", get_rope_index._compute_xd)  # in sight of the mode
+    asked = told([[TEXT, IMAGE, IMAGE, TEXT]], attention_mask=[[0, 1, 1, 1]], image_grid_thw=[[1, 2, 2]])
+    with Counting() as counting:  # type: ignore[no-untyped-call]
+        got = XDRopeIndex(2, 4)(**{name: Away(value) for name, value in asked.items()})
+    assert (counting.to_host, counting.to_device) == (1, 1)
+    assert_same(tree_map_only(Away, lambda value: value.held, got), XDRopeIndex(2, 4)(**asked))
 
 
 def test_install_puts_the_function_into_hunyuan_vl_and_uninstall_takes_it_out() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from model_configs import TEXT, config_of
-from test_hf_rope_index import Request, assert_same, mask_of
+from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of
 from test_models_omni import AUDIO, IMAGE, VIDEO, VISION, Prompts, prompts, theirs
 from test_models_peers import padded
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mmpos import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf import install, rope_index, uninstall
+from mmpos.integrations.hf import get_rope_index, install, rope_index, uninstall
 from mmpos.integrations.hf.get_rope_index import OmniRopeIndex
 
 FEW, MANY = 60, 2100
@@ -167,6 +168,21 @@ def test_graphs_hold_the_function_of_qwen2_5_omni() -> None:
     ids = torch.tensor([[TEXT, VIDEO, VIDEO, TEXT]])
     compiled = torch.compile(FUNCTION.__call__, backend="eager", fullgraph=True)
     assert_same(compiled(ids, **asked), FUNCTION(ids, **asked))
+
+
+def test_an_accelerator_gives_and_gets_all_of_qwen2_5_omni_in_one_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_rope_index, "_OMNI_OPERATOR", get_rope_index._compute_omni)  # in sight of the mode
+    asked: dict[str, Any] = {
+        "input_ids": torch.tensor([[0, *CLIP]]),
+        "attention_mask": torch.tensor([[0, *[1] * len(CLIP)]]),
+        "video_grid_thw": torch.tensor([[1, 2, 2]]),
+        "audio_seqlens": torch.tensor([3]),
+        "second_per_grids": torch.tensor([0.5]),
+    }
+    with Counting() as counting:  # type: ignore[no-untyped-call]
+        got = FUNCTION(**{name: Away(value) for name, value in asked.items()}, use_audio_in_video=True)
+    assert (counting.to_host, counting.to_device) == (1, 1)
+    assert_same(tree_map_only(Away, lambda value: value.held, got), FUNCTION(**asked, use_audio_in_video=True))
 
 
 def stand_in_of(config: Any) -> Any:

@@ -64,7 +64,9 @@ def test_the_page_says_how_a_model_turns(model: str) -> None:
 
 
 def test_a_page_that_quotes_other_model_types_is_refused() -> None:
-    with pytest.raises(SystemExit, match="models: got 'known', want one of supported, encoders, refused encoders, refused, rotations"):
+    with pytest.raises(
+        SystemExit, match="models: got 'known', want one of supported, encoders, refused encoders, refused, rotations"
+    ):
         filled_in("<!-- models: known -->\n<!-- /models -->")
 
 

@@ -203,7 +203,7 @@ class PositionTable(_message.Message):
     fractional: _builtins.bool
     """Whether ids may be fractions; a property of the scheme, not of the batch."""
     scheme: _builtins.str
-    """The scheme's name and parameters, as it is written for people; no id depends on it."""
+    """The scheme's name and parameters, in words; no id depends on it."""
     def __init__(
         self,
         *,

@@ -136,8 +136,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint", type=Path, default=None, help="go on from this one")
     options = parser.parse_args()
-    found = losses(train(options.folder, options.steps, checkpoint=options.checkpoint))
-    print("loss", " ".join(f"{loss:.2f}" for loss in found))
+    trainer = train(options.folder, options.steps, checkpoint=options.checkpoint)
+    if trainer.is_world_process_zero():  # lines of ranks that share an output run together
+        print("loss", " ".join(f"{loss:.2f}" for loss in losses(trainer)))
 
 
 if __name__ == "__main__":

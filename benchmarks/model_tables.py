@@ -62,7 +62,7 @@ def rotation(model: str) -> str:
 def _encoder(model: str) -> str:
     known, rotary = ENCODERS[model], Rotary.from_hf_config({"model_type": model})
     patches = known.order + (", from 1" if known.first else "")
-    axis = rotary.pair_axis.tolist()
+    axis = list(rotary.head_axes or rotary.pair_axis.tolist())
     names = [("frames", "rows", "columns")[a - rotary.axes] for a in dict.fromkeys(axis)]
     turns = f"{' and '.join(names)} in turn" if axis[0] != axis[1] else ", ".join(names)
     one_ladder = "" if rotary.allocation != "pixtral" else " of one ladder"

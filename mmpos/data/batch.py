@@ -28,7 +28,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
 """Tensors of a batch with one value per token."""
 
-_PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", "image_spans", "feature_spans")
+_SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
+_PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +55,16 @@ class Batch:
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
             ``positions.dense()``, which index ``input_ids.view(-1)``. An image whose rows end in separators, which are
-            no patches, has a span for each row; in a shard, each piece of an image or a row has one.
+            no patches, has a span for each row, and a clip one for each run of patches between its audio; in a shard,
+            each piece of an image or a row has one.
         feature_spans: (spans, 2) int64 rows of the vision encoder's features that belong there; it makes one row per
             token of grid_thw.
         shifted: whether labels stand at the token that predicts them; see ``shift_labels``.
         world_size: context-parallel ranks that share the batch; 1 for a whole batch.
+        audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, those inside clips too;
+            None without audio.
+        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features that belong there, all audio of the
+            batch in the order of its tokens; None likewise.
     """
 
     keys: tuple[str, ...]
@@ -75,6 +81,8 @@ class Batch:
     feature_spans: Tensor
     shifted: bool = False
     world_size: int = 1
+    audio_spans: Tensor | None = None
+    audio_feature_spans: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.input_ids.shape)
@@ -85,9 +93,10 @@ class Batch:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, want {shape}, that of input_ids")
-        if len(self.image_spans) != len(self.feature_spans):
-            got, want = len(self.feature_spans), len(self.image_spans)
-            raise InvalidInputError(f"feature_spans: got {got} spans, want {want} as in image_spans")
+        for spans, features in (_SPANS[:2], _SPANS[2:]):
+            want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
+            if got != want:
+                raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
 
     @classmethod
     def from_arrays(
@@ -100,12 +109,11 @@ class Batch:
         text_positions: npt.NDArray[np.int32],
         grid_thw: IntArray,
         image_spans: IntArray,
+        audio_spans: IntArray | None = None,
         attention_mask: IntArray | None = None,
         patches: npt.NDArray[np.generic] | None = None,
     ) -> Batch:
         """Make a batch on the host that shares memory with these arrays; the arguments are those of the class."""
-        ends = np.cumsum(image_spans[:, 1] - image_spans[:, 0])
-        firsts = np.append(0, ends[:-1])[: len(ends)]
         return cls(
             keys,
             positions,
@@ -118,7 +126,9 @@ class Batch:
             None if patches is None else torch.from_numpy(patches),
             torch.from_numpy(grid_thw),
             torch.from_numpy(image_spans),
-            torch.from_numpy(np.stack([firsts, ends], axis=1)),
+            torch.from_numpy(_feature_rows(image_spans)),
+            audio_spans=None if audio_spans is None else torch.from_numpy(audio_spans),
+            audio_feature_spans=None if audio_spans is None else torch.from_numpy(_feature_rows(audio_spans)),
         )
 
     @property
@@ -163,7 +173,7 @@ class Batch:
 
         Args:
             bidirectional_images: whether tokens from the first patch of an image to its last see one another both
-                ways, separators between rows included.
+                ways, separators between rows and the audio of a clip included.
 
         Raises:
             UnsupportedError: a shard, whose tokens see those of other ranks too.
@@ -181,11 +191,18 @@ class Batch:
         Returns:
             (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
         """
-        firsts, lengths = self.image_spans[:, 0], self.image_spans[:, 1] - self.image_spans[:, 0]
-        before = lengths.cumsum(0) - lengths
-        token = torch.repeat_interleave(firsts - before, lengths)
-        counter = torch.arange(len(token), device=self.device)
-        return token + counter, torch.repeat_interleave(self.feature_spans[:, 0] - before, lengths) + counter
+        return _indexed(self.image_spans, self.feature_spans)
+
+    def audio_tokens(self) -> tuple[Tensor, Tensor]:
+        """Index audio features into embeddings, as ``image_tokens`` does image features; both empty without audio.
+
+        Returns:
+            (audio tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
+        """
+        if self.audio_spans is None or self.audio_feature_spans is None:
+            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            return none, none
+        return _indexed(self.audio_spans, self.audio_feature_spans)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Move the batch to another device; ``positions`` stays on the host."""
@@ -212,8 +229,9 @@ class Batch:
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
         """Cut out the tokens of a context-parallel rank, with labels that are shifted before the cut.
 
-        Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans say which rows of the
-        features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host, before ``to``.
+        Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans and audio_feature_spans
+        say which rows of the features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host,
+        before ``to``.
 
         Args:
             rank: 0 to world_size − 1.
@@ -235,17 +253,19 @@ class Batch:
         shape = (*self.input_ids.shape[:-1], -1)
         whole = self.shift_labels()
         per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(whole, name)) is not None}
-        spans, features = (tensor.cpu().numpy() for tensor in (self.image_spans, self.feature_spans))
-        image_spans, feature_spans = _pieces(spans, features[:, 0], starts, stops)
+        cut: dict[str, Any] = {name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()}
+        for spans, features in (_SPANS[:2], _SPANS[2:]):
+            if getattr(self, spans) is not None:
+                tokens, rows = (getattr(self, name).cpu().numpy() for name in (spans, features))
+                pieces = _pieces(tokens, rows[:, 0], starts, stops)
+                cut[spans], cut[features] = (torch.from_numpy(piece).to(self.device) for piece in pieces)
         return replace(
             whole,
             positions=positions,
             device_positions=DevicePositions.from_table(positions, self.device),
             cu_seqlens=torch.from_numpy(positions.cu_seqlens).to(self.device),
-            image_spans=torch.from_numpy(image_spans).to(self.device),
-            feature_spans=torch.from_numpy(feature_spans).to(self.device),
             world_size=self.world_size * world_size,
-            **{name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()},
+            **cut,
         )
 
     def as_dict(
@@ -260,8 +280,8 @@ class Batch:
 
         Returns:
             max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
-            attention_mask and patches. Shifted labels are shift_labels too, which keeps Transformers' losses from
-            shifting them again.
+            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are shift_labels too, which
+            keeps Transformers' losses from shifting them again.
 
         Raises:
             UnsupportedError: ids that may be fractions, which mixed precision would round; later, if accelerate's
@@ -280,7 +300,7 @@ class Batch:
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if add:
             arguments = {name: tensor.unsqueeze(-2) for name, tensor in arguments.items()}
-        names = ("cu_seqlens", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
+        names = ("cu_seqlens", "attention_mask", "patches", "grid_thw", *_SPANS)
         rest = {name: value for name in names if (value := getattr(self, name)) is not None}
         table = {"positions": self.device_positions} if positions == "table" else {}
         # An integer comes first: the dispatcher counts rows in what is first and fails, also where this was copied.
@@ -376,6 +396,21 @@ def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) 
     image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
     edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
     return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
+
+
+def _feature_rows(spans: IntArray) -> IntArray:
+    """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
+    ends = np.cumsum(spans[:, 1] - spans[:, 0])
+    return np.stack([np.append(0, ends[:-1])[: len(ends)], ends], axis=1)
+
+
+def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """List the tokens of spans, and the row of features of each."""
+    firsts, lengths = spans[:, 0], spans[:, 1] - spans[:, 0]
+    before = lengths.cumsum(0) - lengths
+    token = torch.repeat_interleave(firsts - before, lengths)
+    counter = torch.arange(len(token), device=spans.device)
+    return token + counter, torch.repeat_interleave(features[:, 0] - before, lengths) + counter
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:

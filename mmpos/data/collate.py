@@ -14,8 +14,9 @@ from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.segments.table import patch_spans
+from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, PATCH
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
+from mmpos.support.ragged import true_runs
 
 __all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]
 
@@ -144,6 +145,14 @@ def _batch(
     images = [len(sequence.grid_thw) for sequence in sequences]
     grid_thw = np.concatenate([sequence.grid_thw for sequence in sequences])
     spans = np.concatenate([sequence.image_spans for sequence in sequences]) + starts.repeat(images)[:, None]
+    audio_spans = None
+    # Read token by token only where spans do not say it: where rows end in separators, and where there is audio.
+    mixed = (spans[:, 1] - spans[:, 0] > grid_thw.prod(axis=1)).any()
+    if mixed or (np.concatenate([sequence.segments.kind for sequence in sequences]) == AUDIO).any():
+        types = np.empty(positions.num_tokens, np.uint8)
+        _lay(types, [sequence.token_type_ids for sequence in sequences], before, after, 0)
+        spans = true_runs(types == PATCH, spans[:, 0])
+        audio_spans = true_runs(types == AUDIO_TOKEN)
     return Batch.from_arrays(
         tuple(example.key for example in examples),
         positions,
@@ -153,7 +162,8 @@ def _batch(
         attention_mask=None if rows.attention_mask is None else rows.attention_mask.reshape(shape),
         patches=_patches(examples),
         grid_thw=grid_thw,
-        image_spans=patch_spans(spans, grid_thw),
+        image_spans=spans,
+        audio_spans=audio_spans if audio_spans is not None and len(audio_spans) else None,
     )
 
 

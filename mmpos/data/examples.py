@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
-from mmpos.segments.kinds import GRID, PATCH
-from mmpos.segments.table import SegmentTable, separator_tokens
+from mmpos.segments.kinds import AUDIO, TEXT
+from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
 from mmpos.support.checks import IntArray, boolean, integer, one_of
+from mmpos.support.ragged import ragged_arange
 
 __all__ = [
     "IGNORE_INDEX",
@@ -76,8 +77,8 @@ class Piece:
     """Part of a document, with whether it is trained on.
 
     Args:
-        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid, a Video …
-        train: whether its tokens are labels, those of a Video's timestamps too; patches never are.
+        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid, a Video, a Clip …
+        train: whether its tokens are labels, those of a Video's timestamps too; patches and audio never are.
     """
 
     part: Any
@@ -111,13 +112,15 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BrokenImage:
-    """Part in place of an image that its record refers to in vain.
+    """Part in place of an image, a video or audio that its record refers to in vain.
 
     Args:
         error: of the reference.
+        kind: "image", "video" or "audio".
     """
 
     error: RecordError
+    kind: str = "image"
 
 
 def join_texts(pieces: Iterable[Piece], separator: str) -> list[Piece]:
@@ -173,14 +176,14 @@ class Example:
         return self.sequence.input_ids.size
 
     def slice(self, start: int, stop: int) -> Example:
-        """Cut out the tokens from start to stop, with their ids in the whole; images stay whole.
+        """Cut out the tokens from start to stop, with their ids in the whole; images and audio stay whole.
 
         Args:
             start: first token.
             stop: one past the last token, beyond start.
 
         Raises:
-            InvalidInputError: the range is empty or leaves the example, or cuts an image with its markers.
+            InvalidInputError: the range is empty or leaves the example, or cuts an image or audio with its markers.
         """
         start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
         stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
@@ -189,13 +192,14 @@ class Example:
         for name, edge in (("start", start), ("stop", stop)):
             cut = (marked[:, 0] < edge) & (edge < marked[:, 1])
             if cut.any():
-                raise InvalidInputError(f"{name}: got {edge} inside image {int(cut.argmax())}, want it between parts")
+                part = whole.span_name(int(cut.argmax()))
+                raise InvalidInputError(f"{name}: got {edge} inside {part}, want it between parts")
         kept = (spans[:, 0] >= start) & (spans[:, 1] <= stop)
         sequence = replace(
             whole,
             input_ids=whole.input_ids[start:stop],
             token_type_ids=whole.token_type_ids[start:stop],
-            segments=_segments(whole, start, stop, kept),
+            segments=_segments(whole.segments, start, stop),
             positions=whole.positions.slice(start, stop),
             patches=_patches(whole, kept),
             grid_thw=whole.grid_thw[kept],
@@ -218,8 +222,8 @@ class Preprocess:
         format: makes a document of a record; one of mmpos.data.formats, or your own. A format of conversations without
             a template gets the chat template of the builder's tokenizer, and with a warning plain text if it has none.
         builder: makes a sequence of the document's parts.
-        train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels; patches
-            never are.
+        train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels, and the
+            markers of audio; patches and audio never are.
         on_image_error: treatment of an image or a video that cannot be read: "drop" leaves it out of its document, with
             its markers, and joins the texts around it; "skip-document" skips the record, and "raise" raises, whatever
             is done about other faults. None treats it as any other fault of the record. A document of which nothing
@@ -304,14 +308,10 @@ class Preprocess:
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
-        train &= sequence.token_type_ids != PATCH
+        train &= sequence.token_type_ids == 0
         if not self.train_markers:
-            before, after = sequence.image_margins
-            if before:
-                train[sequence.image_spans[:, 0] - 1] = False
-            if after:
-                train[sequence.image_spans[:, 1]] = False
-            train[separator_tokens(sequence.segments)] = False
+            starts, stops = sequence.marked_spans.T
+            train[ragged_arange(stops - starts, starts)[1]] = False
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
 
 
@@ -320,17 +320,24 @@ def _where(document: Document, location: Location) -> str:
     return str(location) if document.key == str(location) else f"{document.key} ({location})"
 
 
-def _segments(whole: InterleavedSequence, start: int, stop: int, kept: npt.NDArray[np.bool_]) -> SegmentTable:
-    """Return the segments of a slice; its grids are those of the whole."""
-    of_whole = whole.segments
-    separated = of_whole.row_separator is not None
+def _segments(whole: SegmentTable, start: int, stop: int) -> SegmentTable:
+    """Return the segments of a slice, which cuts text alone."""
+    stops = whole.lengths.cumsum()
+    starts = stops - whole.lengths
+    kept = (whole.kind != TEXT) & (starts >= start) & (stops <= stop)
+    grids = whole.kind.max() < AUDIO
     segments = SegmentTable.from_spans(
-        [stop - start], whole.image_spans[kept, 0] - start, whole.grid_thw[kept], row_separator=separated
+        [stop - start],
+        starts[kept] - start,
+        whole.extents[:, kept].T,
+        row_separator=whole.row_separator is not None,
+        kind=None if grids else whole.kind[kept],
+        extra_tokens=None if whole.extra_tokens is None else whole.extra_tokens[kept],
     )
-    if of_whole.seconds_per_frame is None or not kept.any():
+    if whole.seconds_per_frame is None or not whole.seconds_per_frame[0, kept].any():
         return segments
     seconds = np.array([[0], [1]]).repeat(segments.kind.size, axis=1)
-    seconds[:, segments.kind == GRID] = of_whole.seconds_per_frame[:, of_whole.kind == GRID][:, kept]
+    seconds[:, segments.kind != TEXT] = whole.seconds_per_frame[:, kept]
     return replace(segments, seconds_per_frame=seconds)
 
 

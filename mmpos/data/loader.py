@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
-from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
+from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile, skips_images
 from mmpos.data.readers.base import Reader
 from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -133,14 +133,16 @@ class BatchDataset(IterableDataset[Item]):
         """Count the batches of the next epoch on this rank by the sizes of records, reading none; None if unknown.
 
         Sizes are known of shards with lengths (SequenceShard), and for a Batcher that takes any of shards with a count.
-        Texts are split or truncated by more than sizes: then, and where records may be skipped, nothing is known.
+        Texts are split or truncated by more than sizes: then, and where records or images may be left out, nothing is
+        known.
 
         Args:
             num_workers: of the DataLoader.
         """
         batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
         lengths = [_lengths(shard, batching) for shard in self._readers(epoch)]
-        if self._on_error != "raise" or any(each is None for each in lengths):
+        skips = self._on_error != "raise" or skips_images(self._stages.preprocess)
+        if skips or any(each is None for each in lengths):
             return None
         readers = tuple(_Sizes(each) for each in lengths if each is not None)
         count = 0

@@ -38,19 +38,21 @@ class ModelInputs:
         images: pixel_values and image_grid_thw, or those of videos, go with mm_token_type_ids; else text alone.
         planes: pixel_values are (patches, 3, patch_size, patch_size), not (patches, values).
         seq_idx: layers without attention are told the document of each token.
+        expert_types: moe_mm_token_type_ids say whose experts take each token, and count markers of images as images.
     """
 
     text_row: bool = False
     images: bool = False
     planes: bool = False
     seq_idx: bool = False
+    expert_types: bool = False
 
 
 _TEXT, _IMAGES = ModelInputs(), ModelInputs(text_row=True, images=True)
 _TEXT_TYPES = """
-    cohere deepseek_vl emu3 fuyu gemma gemma2 gemma3_text glm4 granite idefics2 idefics3 internvl janus lighton_ocr
-    llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe
-    qwen3 qwen3_moe smollm3 smolvlm starcoder2
+    cohere deepseek_vl emu3 fuyu gemma gemma2 gemma3 gemma3_text glm4 granite idefics2 idefics3 internvl janus
+    lighton_ocr llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2
+    qwen2_moe qwen3 qwen3_moe smollm3 smolvlm starcoder2
 """
 _IMAGE_TYPES = "glm46v glm4v glm4v_moe glm_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
 
@@ -58,6 +60,7 @@ MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     {
         **dict.fromkeys(_TEXT_TYPES.split(), _TEXT),
         **dict.fromkeys(_IMAGE_TYPES.split(), _IMAGES),
+        "ernie4_5_vl_moe": replace(_IMAGES, expert_types=True),
         "paddleocr_vl": replace(_IMAGES, planes=True),
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(_IMAGES, seq_idx=True)),
     }
@@ -95,6 +98,10 @@ class Model(Protocol):
     @property
     def spatial_merge_size(self) -> int:
         """Patches merged along each side into one token."""
+
+    @property
+    def temporal_merge_size(self) -> int:
+        """Frames of a video merged into one."""
 
     @property
     def temporal_patch_size(self) -> int | None:
@@ -173,7 +180,8 @@ class ModelCollator:
             use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
             the first of each document); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and
             seq_idx where the model takes it; for a padded batch attention_mask; for images mm_token_type_ids,
-            pixel_values and image_grid_thw, before merging, or those of videos. Shifted labels are shift_labels too.
+            moe_mm_token_type_ids where the model takes it, pixel_values and image_grid_thw, before merging, or those
+            of videos. Shifted labels are shift_labels too.
 
         Raises:
             InvalidInputError: positions of another scheme, or placeholders of another model.
@@ -187,6 +195,8 @@ class ModelCollator:
             rows["shift_labels"] = batch.labels
         if self.inputs.images:
             rows["mm_token_type_ids"] = self._token_types(batch.input_ids)
+        if self.inputs.expert_types:
+            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids)
         bounds: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.packed:
             if self.inputs.seq_idx:
@@ -201,10 +211,16 @@ class ModelCollator:
         kind = self.settings.model_type
         if batch.world_size > 1:
             raise UnsupportedError("batch: got a context-parallel shard, want the whole batch")
-        if len(batch.grid_thw) and not self.inputs.images:
-            known = ", ".join(sorted(name for name, each in MODEL_INPUTS.items() if each.images))
-            got = counted(len(batch.grid_thw), "image")
-            raise UnsupportedError(f"batch: got {got} for {kind!r}, want text alone, or one of {known}")
+        if not self.inputs.images:
+            if len(batch.grid_thw):
+                raise _text_alone("batch", counted(len(batch.grid_thw), "image"), kind)
+            if self._token_types(batch.input_ids).any():
+                raise _text_alone("batch", "placeholders of images", kind)
+        if batch.audio_spans is not None:
+            got = counted(len(batch.audio_spans), "run")
+            raise UnsupportedError(
+                f"batch: got {got} of audio for {kind!r}, want none: no features of it are passed on"
+            )
         want = self.settings.scheme.label
         if self.inputs.text_row and batch.positions.scheme != want:
             got = batch.positions.scheme
@@ -229,6 +245,13 @@ class ModelCollator:
         for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
             if placeholder is not None:
                 types += kind * tokens.eq(placeholder)
+        return types
+
+    def _expert_types(self, tokens: Tensor) -> Tensor:
+        """As _token_types, and 1 for the markers around images."""
+        types = self._token_types(tokens)
+        for marker in self.settings.image_markers or ():
+            types += tokens.eq(marker)
         return types
 
     def _pixels(self, batch: Batch) -> dict[str, Tensor]:
@@ -259,6 +282,13 @@ class ModelCollator:
         frames = 1 if self.inputs.planes else self.settings.temporal_patch_size or 1
         pixels = images.pixel_values(patches, temporal_patch_size=frames)
         return pixels.view(-1, 3, images.patch_size, images.patch_size) if self.inputs.planes else pixels
+
+
+def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
+    """Make the error for images in packs of a model that takes text alone."""
+    known = ", ".join(sorted(name for name, each in MODEL_INPUTS.items() if each.images))
+    want = f"text alone, or padded rows of its own processor, or one of {known}"
+    return UnsupportedError(f"{name}: got {got} for {kind!r}, want {want}")
 
 
 def _documents(cu_seqlens: Tensor) -> Tensor:
@@ -303,6 +333,12 @@ class ProcessedInputs:
         grids = {name: _array(record.get(name)) for name in ("image_grid_thw", "video_grid_thw")}
         seconds = record.get("second_per_grid_ts")
         seconds = None if seconds is None else np.asarray(seconds).tolist()
+        kind = self.settings.model_type
+        for name in ("pixel_values", "pixel_values_videos"):
+            if record.get(name) is not None and not MODEL_INPUTS.get(kind, _TEXT).images:
+                raise _text_alone(name, "pixels", kind)
+        if grids["video_grid_thw"] is not None and self.settings.temporal_merge_size > 1:
+            raise UnsupportedError(f"video_grid_thw: got a video for {kind!r}, whose frames merge, want images alone")
         segments = self.settings.segments(input_ids, **grids, seconds_per_frame=seconds)
         grid = segments.kind == GRID
         stops = segments.lengths.cumsum()

@@ -94,7 +94,7 @@ class Packer:
         buffer: most examples held between calls.
         buffer_tokens: most tokens held between calls; None is 16 packs. More fills better and costs memory, which
             is mostly pixels.
-        split_text: whether documents may be cut between text tokens; images with their markers stay whole.
+        split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
         multiple_of: documents count as padded to a multiple of this; see PackedCollator.
         min_piece: fewest tokens on either side of a cut that fills a pack. A document longer than a pack is cut
             wherever it must be.
@@ -236,9 +236,10 @@ class Packer:
             sizes = spans[:, 1] - spans[:, 0]
             if not (sizes > self.max_tokens).any():
                 return example
-            image = int((sizes > self.max_tokens).argmax())
-            keep = int(spans[image, 0])
-            what = f"image {image}: got {sizes[image]} tokens with its markers, want at most {self.max_tokens}"
+            long = int((sizes > self.max_tokens).argmax())
+            keep = int(spans[long, 0])
+            name = example.sequence.span_name(long)
+            what = f"{name}: got {sizes[long]} tokens with its markers, want at most {self.max_tokens}"
         if self.overlong == "raise":
             raise RecordError(f"{example.key}: {what}; or choose overlong='truncate' or 'drop'")
         if self.overlong == "drop" or not keep:
@@ -249,10 +250,10 @@ class Packer:
 
 
 def _last_cut(example: Example, limit: int) -> int:
-    """Return the last token at or before limit where Example.slice may cut: limit, or the start of an image."""
+    """Return the last token up to limit where Example.slice may cut: limit, or the start of an image or audio."""
     spans = example.sequence.marked_spans
-    image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
-    return min(limit, int(spans[image, 0])) if image < len(spans) else limit
+    span = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
+    return min(limit, int(spans[span, 0])) if span < len(spans) else limit
 
 
 Group: TypeAlias = Pack | Sequence[Example]

@@ -75,6 +75,8 @@ class ImageProcessor:
         max_decode_bytes: most memory that decoding and resizing an image may take, the file itself aside; it is known
             by the header, and more is refused before memory is spent.
         max_aspect_ratio: most times that the long side may be as long as the short one, before resizing.
+        small_images: how a side shorter than a token grows to one: alone, as in "qwen-vl"; or with the other side by
+            one factor, rounded down in "glm-v" and to the nearest pixel in "paddleocr-vl".
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -95,11 +97,13 @@ class ImageProcessor:
     max_source_pixels: int = 89_478_485
     max_decode_bytes: int = 2**30
     max_aspect_ratio: int = 200
+    small_images: str = "qwen-vl"
 
     def __post_init__(self) -> None:
         one_of("backend", self.backend, BACKENDS)
         one_of("order", self.order, ORDERS)
         one_of("dtype", self.dtype, ("uint8", "float32"))
+        one_of("small_images", self.small_images, ("qwen-vl", "glm-v", "paddleocr-vl"))
         checked = {
             name: integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
             for name in ("patch_size", "spatial_merge_size", "max_source_pixels", "max_aspect_ratio")
@@ -144,8 +148,8 @@ class ImageProcessor:
     def grid(self, height: int, width: int) -> Grid:
         """Compute the grid of tokens, after merging, of an image of this size: no pixel is needed.
 
-        Source: ``smart_resize`` of Qwen2-VL in Transformers, operation by operation, so that floats round alike. Only
-        sizes that it leaves over the maximum, or without a row, are others.
+        Source: ``smart_resize`` of Qwen2-VL, GLM-4V and PaddleOCR-VL in Transformers, operation by operation, so that
+        floats round alike. Only sizes that it leaves over the maximum, or without a row, are others.
 
         Args:
             height: rows of pixels.
@@ -157,12 +161,13 @@ class ImageProcessor:
         Raises:
             InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
         """
-        height, width = ImageSize(height, width)
+        factor = self.patch_size * self.spatial_merge_size
+        source = ImageSize(height, width)
+        height, width = self._enlarged(source.height, source.width, factor)
         short, long = sorted((height, width))
         if long > self.max_aspect_ratio * short:
-            got = f"{height} x {width} pixels"
+            got = f"{source.height} x {source.width} pixels"
             raise InvalidInputError(f"image: got {got}, want a long side <= {self.max_aspect_ratio} short sides")
-        factor = self.patch_size * self.spatial_merge_size
         area = factor**2
         max_pixels = self.max_pixels if self.max_tokens is None else min(self.max_pixels, self.max_tokens * area)
         rows, columns = round(height / factor), round(width / factor)
@@ -174,6 +179,19 @@ class ImageProcessor:
             rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
         most = max_pixels // area  # for the one row of an image so thin that it has rounded to none
         return Grid(min(max(1, rows), most), min(max(1, columns), most))
+
+    def _enlarged(self, height: int, width: int, factor: int) -> tuple[int, int]:
+        """Scale both sides of an image that has one shorter than a token, where small_images says so."""
+        if min(height, width) >= factor or self.small_images == "qwen-vl":
+            return height, width
+        if self.small_images == "glm-v":
+            scale = max(factor / height, factor / width)
+            return int(height * scale), int(width * scale)
+        if height < factor:
+            height, width = factor, round(width * factor / height)
+        if width < factor:
+            height, width = round(height * factor / width), factor
+        return height, width
 
     def inspect(self, image: object) -> ImageSize:
         """Read the size of an image after EXIF orientation from its header: no pixel is decoded.

@@ -59,8 +59,8 @@ def block_keys(
         block_size: tokens of a block.
         input_ids: (tokens,) of the whole table; None for an engine that hashes them itself and adds our key, one of
             positions, to what it hashes of a block.
-        image_hashes: of the content of each grid, run of audio, clip and canvas, in order; None for an engine that
-            hashes that itself, too.
+        image_hashes: of the content of each grid, run of audio, clip, thumbnail and tile, in order; None for an engine
+            that hashes that itself, too.
         salt: tells caches apart that must not share blocks: of models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; the salt is in them already.
 
@@ -196,9 +196,9 @@ def _contents(
     Little-endian, in this order: positions rounded down, (axes, tokens) int32; ids, (tokens,) int64, if given; two
     int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
     int64, if there are any; for each grid five int64: its first token from the block's first, frames, height, width, 1
-    if its rows end in separators, else 0, or its kind if that is audio, a clip or a canvas, whose four details follow
-    in the last two cases; and the 32 bytes of its digest, if given. The numbers say how long the rest is, so blocks
-    that differ give bytes that differ.
+    if its rows end in separators, else 0, or its kind if that is audio, a clip, a thumbnail or a tile, whose extra
+    tokens follow in the last three cases; and the 32 bytes of its digest, if given. The numbers say how long the rest
+    is, so blocks that differ give bytes that differ.
 
     Args:
         segments: the documents.
@@ -220,10 +220,12 @@ def _contents(
     edges = touches.block.searchsorted(np.arange(count + 1))
     fractional = (fine != 0).any(axis=1)
     pieces.append(_by_block(np.array([fractional, np.diff(edges)], "<i8"), count))
-    fixed, grids = np.concatenate(pieces, axis=1), _entries(segments, digests, touches)
+    fixed = np.concatenate(pieces, axis=1)
+    grids, offsets = _entries(segments, digests, touches)
+    stops = offsets[edges].tolist()
     for b in range(count):
         rest = fine[b].tobytes() if fractional[b] else b""
-        yield fixed[b].tobytes() + rest + b"".join(grids[edges[b] : edges[b + 1]])
+        yield fixed[b].tobytes() + rest + grids[stops[b] : stops[b + 1]]
 
 
 def _split(positions: PositionTable) -> tuple[Array, IntArray]:
@@ -258,25 +260,25 @@ def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
-    """(segments,) whether a segment has a content that its tokens do not tell: grids, audio, clips, canvases."""
+    """(segments,) whether a segment has a content that its tokens do not tell: grids, audio, clips, crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))
 
 
-def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> list[bytes]:
-    """Make what a key holds of each pair of a block and a grid."""
+def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> tuple[bytes, IntArray]:
+    """Join what keys hold of each pair of a block and a grid; returns it and (pairs + 1,) its first bytes."""
     (grid,) = _with_content(segments).nonzero()
     owner = grid[touches.grid]
     kind = segments.kind[owner]
-    numbers = np.zeros((owner.size, 9), "<i8")
+    numbers = np.zeros((owner.size, 6 if digests is None else 6 + _KEY_BYTES // 8), "<i8")
     numbers[:, 0] = touches.start
     numbers[:, 1:4] = segments.extents[:, owner].T
     numbers[:, 4] = np.where(kind == GRID, 0, kind)
     if segments.row_separator is not None:
         numbers[:, 4] += segments.row_separator[owner]
-    if segments.details is not None:
-        numbers[:, 5:] = segments.details[:, owner].T
-    held = np.where(kind >= CLIP, 9, 5).tolist()
-    shapes = [row[:count].tobytes() for row, count in zip(numbers, held, strict=True)]
-    if digests is None:
-        return shapes
-    return [shape + digests[g].tobytes() for shape, g in zip(shapes, touches.grid.tolist(), strict=True)]
+    if segments.extra_tokens is not None:
+        numbers[:, 5] = segments.extra_tokens[owner]
+    if digests is not None:
+        numbers[:, 6:] = digests.view("<i8")[touches.grid]
+    held = np.ones(numbers.shape, bool)
+    held[:, 5] = kind >= CLIP
+    return numbers[held].tobytes(), np.append(0, held.sum(axis=1).cumsum()) * numbers.itemsize

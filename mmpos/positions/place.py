@@ -25,7 +25,7 @@ from mmpos.positions.rows import (
 )
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
-from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Grid, Text
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, PAD, TEXT, THUMBNAIL, TILE, Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
@@ -60,7 +60,8 @@ def place(
 
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme takes no frames, text, row separators, clips or canvases, and there are some.
+        UnsupportedError: the scheme takes no frames, text, row separators, clips, thumbnails or tiles, and there are
+            some.
         LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -92,8 +93,8 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
     if not scheme.clips:
         _refuse(scheme, segments, segments.kind == CLIP, "a clip", "its video and its audio apart")
-    if not scheme.canvases:
-        _refuse(scheme, segments, segments.kind == CANVAS, "a canvas", "its thumbnail and its slices as grids")
+    if not scheme.tiles:
+        _refuse(scheme, segments, segments.kind == THUMBNAIL, "a thumbnail", "a grid between texts")
 
 
 def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
@@ -119,7 +120,7 @@ def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
 
 
 class Split(NamedTuple):
-    """A batch split into its texts, audio among them, and its grids, clips and canvases among them.
+    """A batch split into its texts, audio among them, and its grids, all with patches among them.
 
     Args:
         start: (documents,) first id.
@@ -129,7 +130,7 @@ class Split(NamedTuple):
         runs: the text segments, for schemes.
         grid: indices of the grids.
         grids: the grids, for schemes.
-        touching: whether a grid follows a grid in a document, clips and canvases not counted.
+        touching: whether a grid follows a grid in a document, those with markers not counted.
         moving: whether a grid has frames.
         block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
         units: (documents,) denominators of cursors, or None where they are whole.
@@ -248,7 +249,7 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
 
 
 def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
-    separators, seconds, details = segments.row_separator, segments.seconds_per_frame, segments.details
+    separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     plain = extents.shape[1] == np.count_nonzero(segments.kind == GRID)
     if separators is None and seconds is None and plain:
         return Grids(extents, start, document[grid])
@@ -257,8 +258,9 @@ def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: Seg
     if plain:
         return Grids(extents, start, document[grid], separator, time)
     kind = segments.kind[grid]
-    numbers = np.zeros((4, grid.size), np.int64) if details is None else details[:, grid]
-    return Grids(extents, start, document[grid], separator, time, kind == CLIP, kind == CANVAS, numbers)
+    extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]
+    kinds = (kind == CLIP, kind == THUMBNAIL, kind == TILE)
+    return Grids(extents, start, document[grid], separator, time, *kinds, extra)
 
 
 def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Cursors) -> PositionTable:

@@ -31,6 +31,8 @@ from mmpos.positions.rows import (
     text_columns,
     true_ranges,
 )
+from mmpos.segments.kinds import CLIP
+from mmpos.segments.table import SegmentTable, token_types
 from mmpos.support import native
 from mmpos.support.checks import (
     INT32_MAX,
@@ -256,7 +258,7 @@ class PositionTable:
         """(documents,) the id, equal on all axes, of the token that comes after each document.
 
         Raises:
-            UnsupportedError: the scheme's state is more than one integer.
+            UnsupportedError: the scheme's state is more than one integer, or a document ends between two ids.
         """
         return self._next_or_delta("next_positions", NEXT_POSITION)
 
@@ -265,7 +267,7 @@ class PositionTable:
         """(documents,) next position − start − tokens without padding; slices and decoding keep it.
 
         Raises:
-            UnsupportedError: the scheme's state is more than one integer.
+            UnsupportedError: the scheme's state is more than one integer, or a document ends between two ids.
         """
         return self._next_or_delta("deltas", DELTA)
 
@@ -312,6 +314,21 @@ class PositionTable:
         numerators = np.empty((self.axes, self.num_tokens), np.int64)
         expand.expand(self.table, self.num_tokens, False, numerators, range(self.axes))
         return numerators, self.denominator.repeat(self.segment_lengths)
+
+    def token_types(self, segments: SegmentTable) -> npt.NDArray[np.uint8]:
+        """Give the type of every token: (tokens,) 1 for patches, 3 for audio, 0 for text, markers and row separators.
+
+        Args:
+            segments: the documents that are placed here, whole; of a clip the table tells in which order patches and
+                audio take turns.
+
+        Raises:
+            InvalidInputError: the table is of other documents.
+        """
+        if segments.num_tokens != self.num_tokens:
+            raise InvalidInputError(f"segments: got {counted(segments.num_tokens, 'token')}, want {self.num_tokens}")
+        clips = (segments.kind == CLIP).any()
+        return token_types(segments, self.is_grid.repeat(self.segment_lengths) if clips else None)
 
     def take(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> PositionTable:
         """Take the tokens of several ranges, in that order; documents stay, and may become empty.
@@ -375,7 +392,7 @@ class PositionTable:
             lengths: (windows,) tokens; those past the document's end are text at its next position.
 
         Raises:
-            UnsupportedError: a window passes the end and the scheme has no next position.
+            UnsupportedError: a window passes the end of a document without a next position.
         """
         documents = int_array("documents", documents, (None,))
         first_bad("documents", documents, minimum=0, maximum=self.num_documents - 1)
@@ -392,7 +409,7 @@ class PositionTable:
         beyond = np.flatnonzero((stops > known) & (lengths > 0))
         if beyond.size:
             skipped = np.maximum(starts - known, 0)[beyond]
-            begin = self.next_positions[documents[beyond]] + skipped
+            begin = self._next_or_delta("next_positions", NEXT_POSITION, documents[beyond]) + skipped
             count = np.minimum(lengths, stops - known)[beyond]
             header[0, beyond] = begin + count
             _check_last_ids(begin + count - 1, documents[beyond])
@@ -407,12 +424,15 @@ class PositionTable:
 
         Args:
             steps: tokens per document, one integer for all or (documents,).
+
+        Raises:
+            UnsupportedError: tokens for a document without a next position.
         """
         steps = per_document("steps", steps, self.num_documents, minimum=0)
         grows = np.flatnonzero(steps)
         header = self.documents[NEXT_POSITION:].copy()
         if grows.size:
-            header[0] = self.next_positions + steps
+            header[0, grows] = self._next_or_delta("next_positions", NEXT_POSITION, grows) + steps[grows]
             _check_last_ids(header[0, grows] - 1, grows)
         count = steps[grows]
         return self._assembled(text_columns(self.axes, header[0, grows] - count, count), grows, header)
@@ -543,10 +563,14 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
     def _assembled(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
         return PositionTable(*assemble(columns, document, header), self.fractional, self.scheme)
 
-    def _next_or_delta(self, name: str, row: int) -> IntArray:
-        if not self.resumable.all():
-            raise UnsupportedError(f"{name}: got a table of {self.scheme}, want a scheme with one cursor to go on from")
-        return self.documents[row]
+    def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
+        """Give a row of ``documents``, of these or of all, which must have a next position."""
+        resumable = self.resumable if documents is None else self.resumable[documents]
+        if not resumable.all():
+            d = int(resumable.argmin()) if documents is None else documents[resumable.argmin()]
+            got = f"document {d} of {self.scheme}, whose end is not one whole id"
+            raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
+        return self.documents[row] if documents is None else self.documents[row, documents]
 
     def _locate(self, token: int) -> _Location:
         s = int(np.searchsorted(self.offset, token, side="right")) - 1

@@ -71,9 +71,8 @@ class Rotary:
         length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
         axes_dim: (axes,) channels of each axis, for "axial" whose axes have different numbers of them, as FLUX and
             HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None. With a
-            vector as allocation the pairs of each axis take its full ladder in their order, as in the encoders of
-            Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
-            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None.
+            vector as allocation they stay, and the pairs of each axis take its full ladder in their order, as in the
+            encoders of Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
         head_axes: (kv_heads,) the axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
             does not turn. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256.
 
@@ -247,9 +246,8 @@ class Rotary:
         told = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
         axes = default_axes(*told) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
-        if len(set(self._layout.rungs)) == 1 and isinstance(
-            self.allocation, str
-        ):  # the layout refuses what does not fit
+        alike = len(set(self._layout.rungs)) == 1  # the layout refuses what does not fit
+        if alike and isinstance(self.allocation, str):
             self._set("axes_dim", None)
 
     def _check_frequencies(self) -> None:

@@ -22,6 +22,7 @@ from mmpos.rotary.hf_models import (
     FACTOR_UNREAD,
     FIXED_THETA,
     FULL_HEAD_DIM,
+    HALVES_APART,
     HEAD_DIM_UNREAD,
     INTERLEAVED,
     LAYER_BASES,
@@ -113,7 +114,9 @@ def hf_arguments(
         arguments["pairing"] = _pairing(fields)
     turning = {**arguments, **overrides}["rotary_dim"]
     turning = integer("rotary_dim", head_dim if turning is None else turning)
-    if kind == "axial":
+    if kind == "axial" and model in HALVES_APART:
+        arguments |= {"head_dim": head_dim // 2, "rotary_dim": turning // 2, **_halves_layout(fields)}
+    elif kind == "axial":
         arguments |= _axial_layout(model, turning)
     else:
         arguments |= _text_layout(model, rope, turning)
@@ -395,6 +398,15 @@ def _axial_layout(model: str, rotary_dim: int) -> dict[str, Any]:
     of_each = rotary_dim // 4
     allocation = [1, 0] * of_each if model in ALTERNATING else [1] * of_each + [0] * of_each
     return {"axes": 2, "allocation": allocation, "axes_dim": [2 * of_each] * 2}
+
+
+def _halves_layout(fields: Fields) -> dict[str, Any]:
+    """Lay out the halves of heads, each of which is a head by itself: they turn by columns and by rows."""
+    heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
+    kv_heads = fields.own("num_key_value_heads") or HALVES_APART[fields.model_type]
+    if kv_heads != heads:
+        raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads}, as many as num_attention_heads")
+    return {"axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
 
 
 def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:

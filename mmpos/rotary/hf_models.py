@@ -14,6 +14,7 @@ __all__ = [
     "FACTOR_UNREAD",
     "FIXED_THETA",
     "FULL_HEAD_DIM",
+    "HALVES_APART",
     "HEAD_DIM_UNREAD",
     "INTERLEAVED",
     "LAYER_BASES",
@@ -46,9 +47,9 @@ ADJACENT = _names("""
 """Model types that pair channels (2j, 2j + 1), where no rope_interleave says otherwise; all others are of halves."""
 
 AXIAL = _names("""
-    cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision glm4v_moe_vision
-    glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision llama4_vision_model
-    minimax_m3_vl_vision mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision
+    cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision
+    glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision
+    llama4_vision_model minimax_m3_vl_vision mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision
     qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision
     qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision sam3_vit_model
     step3p5_vision video_llama_3_vision
@@ -62,6 +63,10 @@ COLUMNS_FIRST = _names("""
     inkling2_vision llama4_vision_model muse_glimmer_vision muse_spark_vision sam3_vit_model step3p5_vision
 """)
 """Vision encoders that turn a block of columns, then one of rows."""
+
+HALVES_APART: Mapping[str, int] = MappingProxyType({"gemma4_vision": 12})
+"""Vision encoders that turn each half of a head as a head of its own, the first by columns, the second by rows, and how
+many kv heads they have if left out."""
 
 WITH_FRAMES = _names("minimax_m3_vl_vision")
 """Vision encoders that turn a block of frames, one of rows, one of columns, and leave what three blocks leave."""
@@ -177,7 +182,7 @@ SCALED_LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
 LAYER_BASES = _names("granite_swa granitemoe_swa")
 """Model types whose layer_rope_theta is the base of each layer, unless it is 0: such a layer does not turn."""
 
-TEXT_AT_TOP = _names("hunyuan_vl qwen2_5_vl qwen2_vl")
+TEXT_AT_TOP = _names("hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl")
 """Model types whose first configs have the fields of text_config beside vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
@@ -197,7 +202,6 @@ OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
         "deepseek_v4": "it turns the last channels of a head, not the first",
         "dots3_note_text": "its layers pair channels in two ways",
         "efficientloftr": "it turns all heads as one, by rows and columns",
-        "gemma4_vision": "it turns each half of a head as a head of its own, one by rows, one by columns",
         "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
         "mistral_large4_text": "its frequencies are weights",
         "nanochat": "it turns the other way round",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
 from mmpos.rotary.paged import NO_SCALES, Scales, Stored
@@ -21,9 +22,9 @@ from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
 __all__ = [
+    "define_operator",
     "norm_rotate",
     "norm_rotate_",
-    "outside_of_graphs",
     "rerotate_",
     "rotate",
     "rotate_",
@@ -46,42 +47,6 @@ _STORE = (
 )
 """Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens;
 then Scales."""
-
-_SCHEMAS = (
-    f"rotate(Tensor q, Tensor k, {_ROTATION}) -> (Tensor, Tensor)",
-    f"rotate_(Tensor(a!) q, Tensor(b!) k, {_ROTATION}) -> ()",
-    f"norm_rotate(Tensor q, Tensor k, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
-    f"norm_rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()",
-    f"norm_rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
-    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
-    f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
-    " -> ()",
-)
-
-# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
-_LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-
-rotate = torch.ops.mmpos.rotate.default
-"""Rotate q and k into new tensors."""
-rotate_ = torch.ops.mmpos.rotate_.default
-"""Rotate q and k in place."""
-norm_rotate = torch.ops.mmpos.norm_rotate.default
-"""Normalise and rotate q and k into new tensors."""
-norm_rotate_ = torch.ops.mmpos.norm_rotate_.default
-"""Normalise and rotate q and k in place."""
-norm_rotate_backward = torch.ops.mmpos.norm_rotate_backward.default
-"""Compute gradients of q, k and both weights; those that are not wanted are empty."""
-rotate_and_store = torch.ops.mmpos.rotate_and_store.default
-"""Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
-rotate_and_store_ = torch.ops.mmpos.rotate_and_store_.default
-"""Rotate q in place, and k where it is wanted, and write k and v to a cache."""
-rerotate_ = torch.ops.mmpos.rerotate_.default
-"""Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
-
 
 # The rotation.
 
@@ -386,7 +351,29 @@ def _mark_written(*tensors: Tensor) -> None:
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+# The operators.
+
+# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
+_LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
+
+
+def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload[..., Any]:
+    """Register a function as an operator of torch, ``torch.ops.mmpos.<name>``, and return that.
+
+    Args:
+        schema: its name, arguments and results, as ``torch.library`` has them.
+        function: computes the results; what compiles graphs does not look into it.
+        fake: makes results of the same shapes and dtypes without values, for graphs that are traced.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, _outside_of_graphs(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mmpos::{name}", fake, lib=_LIBRARY)
+    operator: OpOverload[..., Any] = getattr(torch.ops.mmpos, name).default
+    return operator
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the function out of sight of what compiles graphs, once that is there."""
     hidden = cache(lambda: torch.compiler.disable(function))
 
@@ -396,17 +383,44 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _name, _function, _fake in (
-    ("rotate", _rotate, _fake_rotate),
-    ("rotate_", _rotate_in_place, _fake_in_place),
-    ("norm_rotate", _norm_rotate, _fake_rotate),
-    ("norm_rotate_", _norm_rotate_in_place, _fake_in_place),
-    ("norm_rotate_backward", _norm_rotate_backward, _fake_norm_backward),
-    ("rotate_and_store", _store, _fake_store),
-    ("rotate_and_store_", _store_in_place, _fake_in_place),
-    ("rerotate_", _rerotate_in_place, _fake_in_place),
-):
-    _LIBRARY.impl(_name, outside_of_graphs(_function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mmpos::{_name}", _fake, lib=_LIBRARY)
+rotate = define_operator(f"rotate(Tensor q, Tensor k, {_ROTATION}) -> (Tensor, Tensor)", _rotate, _fake_rotate)
+"""Rotate q and k into new tensors."""
+rotate_ = define_operator(f"rotate_(Tensor(a!) q, Tensor(b!) k, {_ROTATION}) -> ()", _rotate_in_place, _fake_in_place)
+"""Rotate q and k in place."""
+norm_rotate = define_operator(
+    f"norm_rotate(Tensor q, Tensor k, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)", _norm_rotate, _fake_rotate
+)
+"""Normalise and rotate q and k into new tensors."""
+norm_rotate_ = define_operator(
+    f"norm_rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()", _norm_rotate_in_place, _fake_in_place
+)
+"""Normalise and rotate q and k in place."""
+norm_rotate_backward = define_operator(
+    f"norm_rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _norm_rotate_backward,
+    _fake_norm_backward,
+)
+"""Compute gradients of q, k and both weights; those that are not wanted are empty."""
+rotate_and_store = define_operator(
+    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
+    _store,
+    _fake_store,
+)
+"""Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
+rotate_and_store_ = define_operator(
+    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
+    _store_in_place,
+    _fake_in_place,
+)
+"""Rotate q in place, and k where it is wanted, and write k and v to a cache."""
+rerotate_ = define_operator(
+    f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
+    " -> ()",
+    _rerotate_in_place,
+    _fake_in_place,
+)
+"""Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
+
 torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save_rotation, lib=_LIBRARY)
 torch.library.register_autograd("mmpos::norm_rotate", _norm_backward, setup_context=_save_norm_rotation, lib=_LIBRARY)

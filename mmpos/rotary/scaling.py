@@ -143,12 +143,12 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Wavelengths beyond L0/low are divided by the factor, below L0/high kept, blended between (Llama 3.1).
+    """Wavelengths beyond L0/low are divided by the factor, below L0/high kept, blended between (Llama 3.1, 4).
 
     Args:
         factor: >= 1.
         low_freq_factor: > 0.
-        high_freq_factor: above the low one.
+        high_freq_factor: at least the low one; with the same of both nothing is blended.
         original_max_position: L0.
     """
 
@@ -161,7 +161,7 @@ class Llama3(Scaling):
     def __post_init__(self) -> None:
         self._finite("factor", minimum=1)
         self._finite("low_freq_factor", above=0)
-        self._finite("high_freq_factor", above=self.low_freq_factor)
+        self._finite("high_freq_factor", minimum=self.low_freq_factor)
         self._length()
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
@@ -172,6 +172,8 @@ class Llama3(Scaling):
         # A reciprocal, then a product: torch divides a number by a tensor so, and float32 shows it.
         wavelength = 1 / plain * (2 * a.pi)
         scaled = np.where(wavelength > original / low, plain / factor, plain)
+        if self.high_freq_factor == self.low_freq_factor:
+            return scaled
         smooth = (1 / wavelength * original - low) / (high - low)
         blended = (1 - smooth) * scaled / factor + smooth * scaled
         between = (wavelength >= original / high) & (wavelength <= original / low)

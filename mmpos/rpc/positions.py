@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,7 +48,7 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.schemes.base import changed_parameters
-from mmpos.segments.kinds import CANVAS, CLIP, rationals
+from mmpos.segments.kinds import CLIP, TILE, CropMarkers, checked_markers, rationals
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import (
     INT32_MAX,
@@ -117,7 +117,7 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     return scheme(**values)
 
 
-_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "details")
+_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens")
 
 
 def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
@@ -134,10 +134,8 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
             message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
         put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
-    (detailed,) = (segments.kind >= CLIP).nonzero()
-    if detailed.size:
-        details = np.zeros((4, detailed.size), np.int64) if segments.details is None else segments.details[:, detailed]
-        put_integers(message.details, details.T.ravel())
+    if segments.extra_tokens is not None:
+        put_integers(message.extra_tokens, segments.extra_tokens[segments.kind >= CLIP])
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
@@ -146,9 +144,9 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
     Raises:
         InvalidInputError: lists of different lengths, or what SegmentTable refuses.
     """
-    kind, *sides, per_document, separators, details = integer_lists(message, *_LISTS)
+    kind, *sides, per_document, separators, extra = integer_lists(message, *_LISTS)
     kind = kind - 1
-    unknown = kind.view(np.uint64) > CANVAS
+    unknown = kind.view(np.uint64) > TILE
     if unknown.any():
         i = int(unknown.argmax())
         want = ", ".join(table_pb2.SegmentKind.keys()[1:])
@@ -168,7 +166,7 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
         offsets,
         _seconds(name, message, kind.size),
         _separators(name, separators, kind.size),
-        _details(name, details, kind),
+        _extra_tokens(name, extra, kind),
     )
 
 
@@ -190,16 +188,16 @@ def _separators(name: str, where: IntArray, segments: int) -> npt.NDArray[np.boo
     return separator
 
 
-def _details(name: str, numbers: IntArray, kind: IntArray) -> IntArray | None:
+def _extra_tokens(name: str, numbers: IntArray, kind: IntArray) -> IntArray | None:
     (detailed,) = (kind >= CLIP).nonzero()
-    if numbers.size != 4 * detailed.size:
-        want = f"{4 * detailed.size}, four for each clip and canvas"
-        raise InvalidInputError(f"{path(name, 'details')}: got {counted(numbers.size, 'number')}, want {want}")
+    if numbers.size not in (0, detailed.size):
+        want = f"{detailed.size}, one for each clip, thumbnail and tile"
+        raise InvalidInputError(f"{path(name, 'extra_tokens')}: got {counted(numbers.size, 'number')}, want {want}")
     if not numbers.any():
         return None
-    details = np.zeros((4, kind.size), np.int64)
-    details[:, detailed] = numbers.reshape(-1, 4).T
-    return details
+    extra = np.zeros(kind.size, np.int64)
+    extra[detailed] = numbers
+    return extra
 
 
 def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:
@@ -274,14 +272,14 @@ def _put_spans(message: pb.Spans, spans: Spans) -> None:
     message.row_separator = boolean("row_separator", spans.row_separator)
     if spans.kind is not None:
         put_integers(message.kind, int_array("kind", spans.kind, (len(message.offsets),)) + 1)
-    if spans.details is not None:
-        put_integers(message.details, int_array("details", spans.details, (4, len(message.offsets))).T.ravel())
+    if spans.extra_tokens is not None:
+        put_integers(message.extra_tokens, int_array("extra_tokens", spans.extra_tokens, (len(message.offsets),)))
     message.SetInParent()
 
 
 def _get_spans(message: pb.Spans) -> Spans:
-    lists = integer_lists(message, "lengths", "offsets", "grid_thw", "documents", "kind", "details")
-    lengths, offsets, grid_thw, documents, kind, details = lists
+    lists = integer_lists(message, "lengths", "offsets", "grid_thw", "documents", "kind", "extra_tokens")
+    lengths, offsets, grid_thw, documents, kind, extra = lists
     return Spans(
         lengths,
         offsets,
@@ -290,7 +288,7 @@ def _get_spans(message: pb.Spans) -> Spans:
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         row_separator=message.row_separator,
         kind=kind - 1 if kind.size else None,
-        details=in_columns("details", details, 4).T if details.size else None,
+        extra_tokens=extra if extra.size else None,
     )
 
 
@@ -313,10 +311,12 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
         put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
     message.frames_apart = boolean("frames_apart", source.frames_apart)
     message.row_separator = boolean("row_separator", source.row_separator)
+    if source.crop_markers is not None:
+        message.crop_markers.CopyFrom(pb.CropMarkers(**asdict(checked_markers(source.crop_markers))))
 
 
 def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
-    mask = optional(message, "attention_mask")
+    mask, markers = optional(message, "attention_mask"), optional(message, "crop_markers")
     return InputIds(
         get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
         integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
@@ -327,8 +327,13 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         frames_apart=message.frames_apart,
         audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
         row_separator=message.row_separator,
+        crop_markers=None if markers is None else _markers(markers),
         **{field: optional(message, field) for field in _NUMBERS},
     )
+
+
+def _markers(message: pb.CropMarkers) -> CropMarkers:
+    return CropMarkers(*(getattr(message, field.name) for field in fields(CropMarkers)))
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:

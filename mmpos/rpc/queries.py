@@ -14,6 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
 from mmpos.schemes import Scheme
+from mmpos.segments.kinds import CropMarkers
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
 
@@ -142,7 +143,7 @@ class Spans:
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     row_separator: bool = False
     kind: npt.ArrayLike | None = None
-    details: npt.ArrayLike | None = None
+    extra_tokens: npt.ArrayLike | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""
@@ -173,6 +174,7 @@ class InputIds:
     audio_token_id: int | None = None
     audio_lengths: npt.ArrayLike | None = None
     row_separator: bool = False
+    crop_markers: CropMarkers | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""

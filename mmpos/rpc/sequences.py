@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,8 +30,7 @@ from mmpos.rpc.tensors import (
     required,
 )
 from mmpos.rpc.v1 import sequences_pb2 as pb
-from mmpos.segments.kinds import Grid
-from mmpos.segments.table import token_types
+from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.sequence.video import plain_parts
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
@@ -95,6 +95,9 @@ def _put_part(name: str, entry: pb.Part, part: object, memory: Memory | None) ->
     if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
         put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
         return False, None
+    if isinstance(part, Audio):
+        entry.audio = part.length
+        return False, None
     with naming(name):
         return True, _put_image(entry, part, memory)
 
@@ -104,6 +107,8 @@ def _put_image(entry: pb.Part, image: object, memory: Memory | None) -> str | No
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
         _put_grid(entry.grid, image)
+    elif isinstance(image, Clip):
+        _put_clip(entry.clip, image)
     elif isinstance(image, bytes | bytearray | memoryview):
         entry.image = bytes(image)
     elif isinstance(image, os.PathLike):
@@ -126,6 +131,13 @@ def _put_grid(message: pb.Grid, grid: Grid) -> None:
     message.row_separator = grid.row_separator
 
 
+def _put_clip(message: pb.Clip, clip: Clip) -> None:
+    message.height, message.width = clip.height, clip.width
+    message.frames, message.audio = clip.frames, clip.audio
+    if clip.seconds_per_frame is not None:
+        put_rational(message.seconds_per_frame, clip.seconds_per_frame)
+
+
 def _file(image: os.PathLike[str]) -> bytes:
     try:
         return Path(image).read_bytes()
@@ -144,16 +156,27 @@ def _get_part(name: str, part: pb.Part, memory: Memory | None) -> object:
         return ImageSize(
             _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
         )
+    if kind == "audio":
+        with naming(name):
+            return Audio(value)
+    if kind == "clip":
+        with naming(path(name, kind)):
+            seconds = _get_seconds(path(name, kind), value)
+            return Clip(value.height, value.width, frames=value.frames, audio=value.audio, seconds_per_frame=seconds)
     return _get_grid(path(name, kind), value) if kind == "grid" else value
 
 
 def _get_grid(name: str, grid: pb.Grid) -> Grid:
-    seconds = None
-    if grid.HasField("seconds_per_frame"):
-        seconds = get_rational(path(name, "seconds_per_frame"), grid.seconds_per_frame)
+    seconds = _get_seconds(name, grid)
     frames = grid.frames if grid.HasField("frames") else 1
     with naming(name):
         return Grid(grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds)
+
+
+def _get_seconds(name: str, message: pb.Grid | pb.Clip) -> Fraction | None:
+    if not message.HasField("seconds_per_frame"):
+        return None
+    return get_rational(path(name, "seconds_per_frame"), message.seconds_per_frame)
 
 
 def _side(name: str, value: int) -> int:
@@ -174,6 +197,7 @@ def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Me
     put_integers(message.image_spans, sequence.image_spans)
     put_integers(message.part_offsets, sequence.part_offsets)
     put_integers(message.image_margins, np.array(sequence.image_margins))
+    put_integers(message.audio_margins, np.array(sequence.audio_margins))
     message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
 
 
@@ -208,7 +232,7 @@ def get_sequence(
         patches = owned(get_tensor(path(name, "patches"), message.patches, memory=memory))
     return InterleavedSequence(
         input_ids=input_ids.astype(np.int64),
-        token_type_ids=token_types(segments),
+        token_type_ids=positions.token_types(segments),
         segments=segments,
         positions=positions,
         patches=patches,
@@ -216,14 +240,15 @@ def get_sequence(
         image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
         image_hashes=tuple(hashes.get(i, content_hash or None) for i, content_hash in enumerate(message.image_hashes)),
         part_offsets=integers(message.part_offsets),
-        image_margins=_margins(path(name, "image_margins"), message.image_margins),
+        image_margins=_margins(path(name, "image_margins"), message.image_margins, (1, 1)),
+        audio_margins=_margins(path(name, "audio_margins"), message.audio_margins, (0, 0)),
     )
 
 
-def _margins(name: str, numbers: Sequence[int]) -> tuple[int, int]:
-    """Read how many markers stand before and after an image, each one or none."""
+def _margins(name: str, numbers: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
+    """Read how many markers stand before and after an image or audio, each one or none."""
     if not numbers:  # of a server that knows no others
-        return (1, 1)
+        return default
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):
         raise InvalidInputError(f"{name}: got {list(numbers)[:8]}, want two numbers of 0 and 1")
     return numbers[0], numbers[1]

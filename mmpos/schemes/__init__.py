@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
+from mmpos.schemes.canvas import MRopeCanvas
 from mmpos.schemes.flat import V2PE, Flatten
 from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQwen25, MRopeTransformers
 from mmpos.schemes.omni import TMRope, TMRopeQwen3
@@ -21,6 +22,7 @@ __all__ = [
     "Grid2D",
     "Grids",
     "MRope",
+    "MRopeCanvas",
     "MRopeInterleaveReset",
     "MRopeQwen3",
     "MRopeQwen25",
@@ -60,6 +62,7 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             MRopeQwen25,
             MRopeQwen3,
             MRopeInterleaveReset,
+            MRopeCanvas,
             TMRope,
             TMRopeQwen3,
             V2PE,

@@ -28,9 +28,9 @@ class Grids:
         row_separator: (grids,) whether every row ends in one more token; None if none does.
         seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
         clip: (grids,) whether it is a video merged with its audio; None if none is.
-        canvas: (grids,) whether it is a thumbnail with slices, all with markers; None if none is.
-        details: (4, grids) as of SegmentTable: audio tokens of a clip; rows and columns of slices, height and width of
-            a slice of a canvas; None where clip and canvas are.
+        thumbnail: (grids,) whether it is a thumbnail between two markers; likewise.
+        tile: (grids,) whether it is a tile between two markers, of the thumbnail before it; likewise.
+        extra_tokens: (grids,) audio of a clip, tokens after a thumbnail or a tile; None where the three above are.
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None where cursors are whole.
     """
 
@@ -40,8 +40,9 @@ class Grids:
     row_separator: npt.NDArray[np.bool_] | None = None
     seconds_per_frame: IntArray | None = None
     clip: npt.NDArray[np.bool_] | None = None
-    canvas: npt.NDArray[np.bool_] | None = None
-    details: IntArray | None = None
+    thumbnail: npt.NDArray[np.bool_] | None = None
+    tile: npt.NDArray[np.bool_] | None = None
+    extra_tokens: IntArray | None = None
     unit: IntArray | None = None
 
     @property
@@ -66,7 +67,7 @@ class Grids:
 
     @property
     def tokens(self) -> IntArray:
-        """(grids,) tokens, separators included; of a clip and a canvas those of the extents alone."""
+        """(grids,) tokens, separators included; of clips, thumbnails and tiles their patches alone."""
         return self.frames * self.height * self.row_tokens
 
     @property
@@ -186,8 +187,8 @@ class Scheme(ABC):
     """Whether the rows of a grid may end in a separator token."""
     clips: bool = False
     """Whether documents may hold clips, and ``advance`` and ``place`` count them."""
-    canvases: bool = False
-    """Whether documents may hold canvases, likewise."""
+    tiles: bool = False
+    """Whether documents may hold thumbnails and tiles, likewise."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 

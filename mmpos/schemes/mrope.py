@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,7 +82,7 @@ class MRopeTransformers(MRope):
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         if self.tokens_per_second is None:
             return super().place(grids, cursor)
-        return _place_frames(self, grids, cursor, self.tokens_per_second)
+        return place_frames(self, grids, cursor, partial(_frame_times, self, grids, self.tokens_per_second))
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
         rate = self.tokens_per_second
@@ -111,23 +113,31 @@ class MRopeQwen25(MRope):
         return np.maximum(grids.extents[1:].max(axis=0), last + 1)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return _place_frames(self, grids, cursor, self.tokens_per_second)
+        return place_frames(self, grids, cursor, partial(_frame_times, self, grids, self.tokens_per_second))
 
 
-def _place_frames(scheme: Scheme, grids: Grids, cursor: IntArray, rate: int | Fraction) -> Placement:
-    """One piece per frame, since floored times are not affine."""
+def place_frames(
+    scheme: Scheme, grids: Grids, cursor: IntArray, times: Callable[[IntArray, IntArray], IntArray]
+) -> Placement:
+    """Place every frame as a piece of its own, since floored times are not affine.
+
+    Args:
+        scheme: the one that places them.
+        grids: the grids.
+        cursor: (grids,) id of the first frame of each.
+        times: gives the ids of frames after the first of their grid, from the grids that own them and their indices.
+    """
     check_pieces(scheme, int(grids.frames.sum()))
     owner, frame = ragged_arange(grids.frames)
     height, width = grids.height[owner], grids.width[owner]
     pieces = Pieces(owner, height * width, frame * height * width, height, width)
     start = cursor[owner]
-    time = _frame_times(scheme, grids, rate, frame, owner)
-    return Placement([start + time, start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
+    return Placement([start + times(owner, frame), start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
 
 
 def _last_frame(scheme: Scheme, grids: Grids, rate: int | Fraction) -> IntArray:
     """(grids,) ids from the first frame to the last, refused before place makes a piece of every frame."""
-    last = _frame_times(scheme, grids, rate, grids.frames - 1, np.arange(grids.frames.size))
+    last = _frame_times(scheme, grids, rate, np.arange(grids.frames.size), grids.frames - 1)
     if last.max(initial=0) > 2 * INT32_MAX:
         raise LimitExceededError(
             f"{scheme.name}: got a last frame {last.max()} ids after the first, want ids within int32"
@@ -135,7 +145,7 @@ def _last_frame(scheme: Scheme, grids: Grids, rate: int | Fraction) -> IntArray:
     return last
 
 
-def _frame_times(scheme: Scheme, grids: Grids, rate: int | Fraction, frame: IntArray, owner: IntArray) -> IntArray:
+def _frame_times(scheme: Scheme, grids: Grids, rate: int | Fraction, owner: IntArray, frame: IntArray) -> IntArray:
     """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
     numerator, denominator = frame_steps(scheme, grids, rate)
     return frame * numerator[owner] // denominator[owner]

@@ -223,11 +223,11 @@ class _Omni(Scheme):
 
     def _clips(self, grids: Grids) -> Clips:
         assert grids.clip is not None
-        assert grids.details is not None
+        assert grids.extra_tokens is not None
         (index,) = grids.clip.nonzero()
         step, per = self._steps(grids)
         frames, patches = grids.frames[index], (grids.height * grids.width)[index]
-        return Clips(index, frames, patches, grids.details[0, index], step[index], per[index])
+        return Clips(index, frames, patches, grids.extra_tokens[index], step[index], per[index])
 
 
 @dataclass(frozen=True)

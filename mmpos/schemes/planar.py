@@ -17,12 +17,14 @@ from mmpos.support.ragged import ragged_arange
 class Naive2D(Scheme):
     """Strides of one from the text before: patch (i, j) at (L + i, L + j), next text at L + max(h, w) + 1.
 
-    Symmetric only for h = w. Source: kexue.fm 10040, the form before the strides.
+    The token that ends row i is at (L + i, L + w + 1), as one column more. Symmetric only for h = w.
+    Source: kexue.fm 10040, the form before the strides; the processor of NeoMME in Transformers.
     """
 
     name: ClassVar[str] = "naive-2d"
     axes = 2
     frames = False
+    row_separators = True
 
     def advance(self, grids: Grids) -> IntArray:
         return np.maximum(grids.height, grids.width)

@@ -1,19 +1,37 @@
 """The layout of a packed batch, before any scheme: text, audio and grids of documents, spans or input_ids."""
 
-from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Audio, Canvas, Clip, Grid, Text
+from mmpos.segments.kinds import (
+    AUDIO,
+    CLIP,
+    GRID,
+    PAD,
+    TEXT,
+    THUMBNAIL,
+    TILE,
+    Audio,
+    Clip,
+    CropMarkers,
+    Grid,
+    Text,
+    Thumbnail,
+    Tile,
+)
 from mmpos.segments.table import SegmentTable
 
 __all__ = [
     "AUDIO",
-    "CANVAS",
     "CLIP",
     "GRID",
     "PAD",
     "TEXT",
+    "THUMBNAIL",
+    "TILE",
     "Audio",
-    "Canvas",
     "Clip",
+    "CropMarkers",
     "Grid",
     "SegmentTable",
     "Text",
+    "Thumbnail",
+    "Tile",
 ]

@@ -1,10 +1,10 @@
-"""Text, Audio, Grid, Clip and Canvas, of which documents are written, and the kinds of segments that they become."""
+"""What documents are written of, Text, Audio, Grid, Clip, Thumbnail and Tile, and the kinds of their segments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, ClassVar, TypeAlias
 
@@ -16,27 +16,30 @@ from mmpos.support.checks import INT32_MAX, boolean, integer, written
 __all__ = [
     "AUDIO",
     "AUDIO_TOKEN",
-    "CANVAS",
     "CLIP",
     "CLIP_MARKERS",
+    "CROP_MARKERS",
     "GRID",
     "PAD",
     "PATCH",
-    "PLAIN",
     "TEXT",
+    "THUMBNAIL",
+    "TILE",
     "Audio",
-    "Canvas",
     "Clip",
-    "Details",
+    "CropMarkers",
     "Grid",
     "Segment",
     "Text",
+    "Thumbnail",
+    "Tile",
+    "checked_markers",
     "fraction",
     "rational",
     "rationals",
 ]
 
-TEXT, GRID, PAD, AUDIO, CLIP, CANVAS = range(6)
+TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE = range(7)
 """Kinds of segments."""
 
 PATCH, AUDIO_TOKEN = 1, 3
@@ -46,56 +49,48 @@ videos there); text, markers and row separators have type 0."""
 CLIP_MARKERS = 2
 """Markers before the merged tokens of a clip, and as many after them: those of the video and, inside, of its audio."""
 
-Details: TypeAlias = tuple[int, int, int, int]
-"""What a segment has beyond its extents. Clip: audio tokens, 0, 0, 0. Canvas: rows and columns of slices, height and
-width of a slice, or zeros for a thumbnail alone."""
-
-PLAIN: Details = (0, 0, 0, 0)
-"""Details of all other segments."""
+CROP_MARKERS = 2
+"""Markers around a thumbnail or a tile: one before its patches, one after them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class _Run:
+    """Tokens one after the other."""
+
+    length: int
+
+    extra_tokens: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        name = f"{type(self).__name__}.length"
+        object.__setattr__(self, "length", integer(name, self.length, minimum=1, maximum=INT32_MAX))
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Frames, height, width: a run is one row."""
+        return (1, 1, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(_Run):
     """A run of text tokens; markers such as [IMG] are ordinary text.
 
     Args:
         length: number of tokens, at least 1.
     """
 
-    length: int
-
     kind: ClassVar[int] = TEXT
-    details: ClassVar[Details] = PLAIN
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "length", integer("Text.length", self.length, minimum=1, maximum=INT32_MAX))
-
-    @property
-    def extents(self) -> tuple[int, int, int]:
-        """Frames, height, width: a run of text is one row."""
-        return (1, 1, self.length)
 
 
 @dataclass(frozen=True, slots=True)
-class Audio:
+class Audio(_Run):
     """A run of audio tokens, as many as the model's audio encoder makes; their ids are those of text.
 
     Args:
         length: number of tokens, at least 1.
     """
 
-    length: int
-
     kind: ClassVar[int] = AUDIO
-    details: ClassVar[Details] = PLAIN
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "length", integer("Audio.length", self.length, minimum=1, maximum=INT32_MAX))
-
-    @property
-    def extents(self) -> tuple[int, int, int]:
-        """Frames, height, width: a run of audio is one row."""
-        return (1, 1, self.length)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -118,7 +113,7 @@ class Grid:
     seconds_per_frame: Fraction | None
 
     kind: ClassVar[int] = GRID
-    details: ClassVar[Details] = PLAIN
+    extra_tokens: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -193,60 +188,97 @@ class Clip:
         return (self.frames, self.height, self.width)
 
     @property
-    def details(self) -> Details:
-        """Audio tokens, and nothing else."""
-        return (self.audio, 0, 0, 0)
-
-
-_SLICES = ("rows", "columns", "slice_height", "slice_width")
+    def extra_tokens(self) -> int:
+        """Tokens beside patches and markers."""
+        return self.audio
 
 
 @dataclass(frozen=True, slots=True)
-class Canvas:
-    """An image as a thumbnail and, if it is large, as slices that tile it, all between markers.
-
-    The segment holds a marker, the thumbnail, a marker; then for each slice a marker, its patches and a marker, and a
-    token between two rows of slices.
-
-    Args:
-        height: rows of patches of the thumbnail, after merging.
-        width: columns of patches of the thumbnail, after merging.
-        rows: rows of slices; 0, as the three below, for a thumbnail alone.
-        columns: columns of slices.
-        slice_height: rows of patches of every slice, after merging.
-        slice_width: columns of patches of every slice, after merging.
-    """
+class _Crop:
+    """The patches of one crop of a picture, between the two markers of its own that the segment holds, too."""
 
     height: int
     width: int
-    rows: int = 0
-    columns: int = 0
-    slice_height: int = 0
-    slice_width: int = 0
-
-    kind: ClassVar[int] = CANVAS
+    tokens_after: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", *_SLICES):
-            minimum = 0 if name in _SLICES else 1
-            value = integer(f"Canvas.{name}", getattr(self, name), minimum=minimum, maximum=INT32_MAX)
+        for name, minimum in (("height", 1), ("width", 1), ("tokens_after", 0)):
+            value = integer(f"{type(self).__name__}.{name}", getattr(self, name), minimum=minimum, maximum=INT32_MAX)
             object.__setattr__(self, name, value)
-        if any(self.details):
-            for name in _SLICES:
-                integer(f"Canvas.{name}", getattr(self, name), minimum=1)
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        """Frames, height, width of the thumbnail."""
+        """Frames, height, width."""
         return (1, self.height, self.width)
 
     @property
-    def details(self) -> Details:
-        """Rows and columns of slices, height and width of a slice."""
-        return (self.rows, self.columns, self.slice_height, self.slice_width)
+    def extra_tokens(self) -> int:
+        """Tokens beside patches and markers."""
+        return self.tokens_after
 
 
-Segment: TypeAlias = Text | Audio | Grid | Clip | Canvas
+@dataclass(frozen=True, slots=True)
+class Thumbnail(_Crop):
+    """A whole picture, small, between two markers; tiles that follow it are the same picture at a higher resolution.
+
+    Args:
+        height: rows of patches after spatial merging.
+        width: columns of patches after spatial merging.
+        tokens_after: markers and newlines after the one that closes it, up to its first tile or what else follows.
+    """
+
+    kind: ClassVar[int] = THUMBNAIL
+
+
+@dataclass(frozen=True, slots=True)
+class Tile(_Crop):
+    """A part of the picture of the thumbnail before it, between two markers (a slice of MiniCPM-V).
+
+    Args:
+        height: rows of patches after spatial merging.
+        width: columns of patches after spatial merging.
+        tokens_after: as of Thumbnail; between two tiles they end a row of tiles.
+    """
+
+    kind: ClassVar[int] = TILE
+
+
+@dataclass(frozen=True, slots=True)
+class CropMarkers:
+    """Ids of the tokens around thumbnails and tiles in input ids.
+
+    Args:
+        thumbnail_start: before the patches of a thumbnail.
+        thumbnail_end: after them.
+        tile_start: before the patches of a tile.
+        tile_end: after them.
+        newline: between two rows of tiles; after a picture, newlines and markers right behind it belong to it.
+    """
+
+    thumbnail_start: int
+    thumbnail_end: int
+    tile_start: int
+    tile_end: int
+    newline: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            token = integer(f"crop_markers.{field.name}", getattr(self, field.name), minimum=0, maximum=INT32_MAX)
+            object.__setattr__(self, field.name, token)
+        if self.thumbnail_start == self.tile_start:
+            raise InvalidInputError(
+                f"crop_markers.tile_start: got {self.tile_start}, want another than thumbnail_start"
+            )
+
+
+def checked_markers(crop_markers: object) -> CropMarkers:
+    """Check that an argument is CropMarkers."""
+    if isinstance(crop_markers, CropMarkers):
+        return crop_markers
+    raise InvalidInputError(f"crop_markers: got {type(crop_markers).__name__}, want CropMarkers or None")
+
+
+Segment: TypeAlias = Text | Audio | Grid | Clip | Thumbnail | Tile
 """What documents are written of."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, GRID
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, GRID, THUMBNAIL, TILE, CropMarkers, checked_markers
 from mmpos.segments.spans import span_tokens
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, host_array, int_array, integer, shown
@@ -52,7 +52,8 @@ class Placeholders:
     """Placeholder spans of a batch in token order, as SegmentTable.from_spans takes them.
 
     ``videos`` is the index of the video of each span, -1 for images and audio; ``padding`` the tokens left and
-    right of each document, or None when the batch has no mask; ``kind`` and ``details`` are None where all are grids.
+    right of each document, or None when the batch has no mask; ``kind`` and ``extra_tokens`` are None where all are
+    grids.
     """
 
     lengths: IntArray
@@ -64,7 +65,7 @@ class Placeholders:
     padding: tuple[IntArray, IntArray] | None
     row_separator: bool
     kind: npt.NDArray[np.uint8] | None
-    details: IntArray | None
+    extra_tokens: IntArray | None
 
     def per_span(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
         """Give every span the value of its video; None for images."""
@@ -84,6 +85,7 @@ def find(
     audio_token_id: int | None,
     audio_lengths: object,
     row_separator: bool,
+    crop_markers: CropMarkers | None,
 ) -> Placeholders:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
@@ -109,6 +111,10 @@ def find(
     if audio_lengths is not None:
         _check_audio_lengths(spans[-1], audio_lengths, sound)
     both = spans[0] if len(spans) == 1 else _joined(spans)
+    if crop_markers is not None:
+        if ends is not None or row_separator or sound is not None:
+            raise InvalidInputError("crop_markers: got them beside ends of rows or audio, want None")
+        both = _crops(batch, both, _other_markers(crop_markers, token_ids))
     plain = bool((both.kind == GRID).all())
     return Placeholders(
         batch.stops - batch.starts,
@@ -120,7 +126,7 @@ def find(
         batch.padding,
         ends is not None or row_separator,
         None if plain else both.kind,
-        None if plain else np.concatenate([both.audio[None], np.zeros((3, both.first.size), np.int64)]),
+        None if plain else both.extra,
     )
 
 
@@ -168,7 +174,7 @@ def _check_audio_lengths(spans: _Spans, audio_lengths: object, sound: Runs | Non
     if sound is None:
         raise InvalidInputError("audio_token_id: got None, want the placeholder id of audio")
     wanted = int_array("audio_lengths", audio_lengths, (None,))
-    lengths = np.where(spans.kind == AUDIO, spans.grid_thw[:, 2], spans.audio)
+    lengths = np.where(spans.kind == AUDIO, spans.grid_thw[:, 2], spans.extra)
     lengths = lengths[lengths > 0]
     if wanted.size != lengths.size:
         raise InvalidInputError(
@@ -187,19 +193,19 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
     none = _Spans("grid_thw", 0, empty, empty, np.zeros((0, 3), np.int64), *_plain(0))
     joined = {
         name: np.concatenate([getattr(s, name) for s in (none, *spans)])
-        for name in ("first", "document", "grid_thw", "video", "kind", "audio")
+        for name in ("first", "document", "grid_thw", "video", "kind", "extra")
     }
     order = joined["first"].argsort(kind="stable")
     return _Spans("grid_thw", 0, **{name: column[order] for name, column in joined.items()})
 
 
 def _plain(spans: int) -> tuple[IntArray, npt.NDArray[np.uint8], IntArray]:
-    """Make the last columns of spans that are images: no video, grids, no audio."""
+    """Make the last columns of spans that are images: no video, grids, no extra tokens."""
     return np.full(spans, -1), np.full(spans, GRID, np.uint8), np.zeros(spans, np.int64)
 
 
 class _Spans(NamedTuple):
-    """Spans of one modality: num_grids those of grid_thw; video the index of each video, or -1; audio that of clips."""
+    """Spans of one modality: num_grids those of grid_thw; video the index of each video, or -1; extra as the table."""
 
     name: str
     num_grids: int
@@ -208,7 +214,45 @@ class _Spans(NamedTuple):
     grid_thw: IntArray
     video: IntArray
     kind: npt.NDArray[np.uint8]
-    audio: IntArray
+    extra: IntArray
+
+
+def _other_markers(crop_markers: object, placeholders: Sequence[int]) -> CropMarkers:
+    """Check that markers are CropMarkers, none of them a placeholder."""
+    markers = checked_markers(crop_markers)
+    for name, token in asdict(markers).items():
+        if token in placeholders:
+            raise InvalidInputError(f"crop_markers.{name}: got {token}, want another than the placeholders of patches")
+    return markers
+
+
+def _crops(batch: Batch, spans: _Spans, markers: CropMarkers) -> _Spans:
+    """Make thumbnails and tiles of grids: the markers around each, and those that follow, belong to its span."""
+    document, begin = spans.document, spans.first - 1
+    end = spans.first + spans.grid_thw.prod(axis=1)
+    inside = (begin >= batch.starts[document]) & (end < batch.stops[document])
+    before, after = batch.ids[np.where(inside, begin, 0)], batch.ids[np.where(inside, end, 0)]
+    tile = before == markers.tile_start
+    opened = inside & (tile | (before == markers.thumbnail_start))
+    closed = inside & (after == np.where(tile, markers.tile_end, markers.thumbnail_end))
+    if not (opened & closed).all():
+        g = int((opened & closed).argmin())
+        at = batch.name(int(document[g]), int(spans.first[g]))
+        side, edge, token = ("after", "end", after[g]) if opened[g] else ("before", "start", before[g])
+        got = f"token {token} {side}" if inside[g] else "no room for markers around"
+        raise InvalidInputError(
+            f"crop_markers: got {got} the placeholders at {at}, want thumbnail_{edge} or tile_{edge}"
+        )
+    others = np.append(np.flatnonzero(~np.isin(batch.ids, astuple(markers))), batch.ids.size)
+    stop = np.minimum(others[others.searchsorted(end)], batch.stops[document])
+    # Of the markers up to the next crop, the last one opens that.
+    stop[:-1] = np.minimum(stop[:-1], begin[1:])
+    joined = stop <= end
+    if joined.any():
+        at = batch.name(*(int(where[joined.argmax()]) for where in (document, end)))
+        raise InvalidInputError(f"crop_markers: got one marker at {at}, want an end and a start between two crops")
+    kind = np.where(tile, TILE, THUMBNAIL).astype(np.uint8)
+    return spans._replace(first=begin, kind=kind, extra=stop - end - 1)
 
 
 def _wanted(modality: Modality) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, CLIP_MARKERS, GRID
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
 
@@ -34,7 +34,7 @@ def layout(
     *,
     separators: int,
     kind: npt.NDArray[np.uint8] | None = None,
-    details: IntArray | None = None,
+    extra_tokens: IntArray | None = None,
 ) -> Layout:
     """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
     lengths = int_array("lengths", lengths, (None,))
@@ -53,7 +53,7 @@ def layout(
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
     documents = _documents(documents, offsets.size, lengths.size)
     kinds = np.full(offsets.size, GRID, np.uint8) if kind is None else kind
-    tokens = span_tokens("grid_thw", grid_thw, separators, kinds, details)
+    tokens = span_tokens("grid_thw", grid_thw, separators, kinds, extra_tokens)
     before = _gaps_before(lengths, offsets, tokens, documents)
 
     # Every document is (gap, span) (gap, span) … gap: span k of document d is candidate 2k + d + 1.
@@ -79,11 +79,11 @@ def span_tokens(
     grid_thw: IntArray,
     separators: int = 0,
     kind: npt.NDArray[np.uint8] | None = None,
-    details: IntArray | None = None,
+    extra_tokens: IntArray | None = None,
 ) -> IntArray:
     """Count the tokens of each span, (spans,), and check the limit of one segment; grids where no kind is given."""
     kinds = np.full(len(grid_thw), GRID, np.uint8) if kind is None else kind
-    exact = segment_tokens(kinds, grid_thw.T.astype(np.float64), separators, details)
+    exact = segment_tokens(kinds, grid_thw.T.astype(np.float64), separators, extra_tokens)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
         raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
@@ -94,26 +94,24 @@ def segment_tokens(
     kind: npt.NDArray[np.uint8],
     extents: npt.NDArray[Number],
     row_separator: npt.NDArray[np.bool_] | int | None,
-    details: IntArray | None,
+    extra_tokens: IntArray | None,
 ) -> npt.NDArray[Number]:
     """Count the tokens of segments, (segments,), in the numbers of extents: floats do not wrap around.
 
     Args:
         kind: (segments,) as SegmentTable has them.
         extents: (3, segments), likewise.
-        row_separator: (segments,), or one number for all.
-        details: (4, segments); None where all are 0.
+        row_separator: (segments,), or one number for the rows of all grids.
+        extra_tokens: (segments,); None where all are 0.
     """
     frames, height, width = extents
-    tokens: npt.NDArray[Number] = frames * height * (width if row_separator is None else width + row_separator)
+    ended = width if row_separator is None else width + row_separator * (kind == GRID)
+    tokens: npt.NDArray[Number] = frames * height * ended
     if kind.max(initial=0) <= AUDIO:
         return tokens
-    rows, columns, slice_height, slice_width = (
-        np.zeros_like(extents, shape=(4, kind.size)) if details is None else (details.astype(extents.dtype))
-    )
-    slices = rows * columns * (slice_height * slice_width + 2) + np.maximum(rows - 1, 0)
-    tokens[kind == CLIP] += (rows + 2 * CLIP_MARKERS)[kind == CLIP]
-    tokens[kind == CANVAS] += (slices + 2)[kind == CANVAS]
+    tokens += np.where(kind == CLIP, 2 * CLIP_MARKERS, CROP_MARKERS * (kind > CLIP))
+    if extra_tokens is not None:
+        tokens += extra_tokens
     return tokens
 
 

@@ -16,25 +16,29 @@ from mmpos.segments import placeholders, spans
 from mmpos.segments.kinds import (
     AUDIO,
     AUDIO_TOKEN,
-    CANVAS,
     CLIP,
+    CLIP_MARKERS,
     GRID,
     PAD,
     PATCH,
     TEXT,
+    THUMBNAIL,
+    TILE,
     Audio,
-    Canvas,
     Clip,
+    CropMarkers,
     Grid,
     Segment,
     Text,
+    Thumbnail,
+    Tile,
     rationals,
 )
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
 from mmpos.support.ragged import insert_padding, ragged_arange
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "patch_spans", "separator_tokens", "token_types"]
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
 
 
 _DTYPES = {
@@ -43,10 +47,10 @@ _DTYPES = {
     "segment_offsets": np.dtype(np.int64),
     "seconds_per_frame": np.dtype(np.int64),
     "row_separator": np.dtype(np.bool_),
-    "details": np.dtype(np.int64),
+    "extra_tokens": np.dtype(np.int64),
 }
 
-_CLASSES = (Text, Audio, Grid, Clip, Canvas)
+_CLASSES = (Text, Audio, Grid, Clip, Thumbnail, Tile)
 _NAMES = ", ".join(part.__name__ for part in _CLASSES)
 
 # Fields that csrc/segments.c reads of Text, Audio and Grid, in its order.
@@ -58,14 +62,14 @@ class SegmentTable:
     """The segments of a packed batch of documents, one column each, without positions.
 
     Args:
-        kind: (segments,) uint8: TEXT, GRID, PAD, AUDIO, CLIP or CANVAS.
-        extents: (3, segments) int64: frames, height, width, of a clip those of its video, of a canvas those of its
-            thumbnail; text, audio and padding: 1, 1, length.
+        kind: (segments,) uint8: TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE, which follows one of the last two.
+        extents: (3, segments) int64: frames, height, width, of a clip those of its video; text, audio and padding: 1,
+            1, length.
         segment_offsets: (documents + 1,) int64: the first segment of each document, then the total.
         seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) where none is given; or None.
         row_separator: (segments,) bool: the rows of this grid end in one more token; or None.
-        details: (4, segments) int64: a clip's audio tokens, 0, 0, 0; a canvas's rows and columns of slices, height and
-            width of a slice, all 0 for a thumbnail alone; 0 elsewhere; or None.
+        extra_tokens: (segments,) int64 tokens beside patches and markers: the audio of a clip; those after a thumbnail
+            or a tile that belong to its picture; 0 elsewhere; or None.
     """
 
     kind: npt.NDArray[np.uint8]
@@ -73,7 +77,7 @@ class SegmentTable:
     segment_offsets: IntArray
     seconds_per_frame: IntArray | None = None
     row_separator: npt.NDArray[np.bool_] | None = None
-    details: IntArray | None = None
+    extra_tokens: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -90,7 +94,7 @@ class SegmentTable:
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Segment]]) -> SegmentTable:
-        """Make the table of documents that are lists of Text, Audio, Grid, Clip and Canvas.
+        """Make the table of documents that are lists of Text, Audio, Grid, Clip, Thumbnail and Tile.
 
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
@@ -111,15 +115,15 @@ class SegmentTable:
         kind = np.fromiter([item.kind for item in items], np.uint8, len(items))
         times = [(i, item.seconds_per_frame) for i, item in enumerate(items) if isinstance(item, Grid | Clip)]
         separated = [i for i, item in enumerate(items) if isinstance(item, Grid) and item.row_separator]
-        seconds = separator = details = None
+        seconds = separator = extra = None
         if any(time for _, time in times):
             seconds = spans.seconds_columns(len(items), times)
         if separated:
             separator = np.zeros(len(items), np.bool_)
             separator[separated] = True
-        if any(any(item.details) for item in items):
-            details = np.array([item.details for item in items], np.int64).T
-        return cls(kind, extents.reshape(-1, 3).T, offsets, seconds, separator, details)
+        if any(item.extra_tokens for item in items):
+            extra = np.array([item.extra_tokens for item in items], np.int64)
+        return cls(kind, extents.reshape(-1, 3).T, offsets, seconds, separator, extra)
 
     @classmethod
     def from_arrays(
@@ -130,21 +134,21 @@ class SegmentTable:
         *,
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
-        details: npt.ArrayLike | None = None,
+        extra_tokens: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table from arrays as its fields describe them; copies, so that they may change."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
         kind = int_array("kind", kind, (None,))
-        first_bad("kind", kind, minimum=TEXT, maximum=CANVAS)
+        first_bad("kind", kind, minimum=TEXT, maximum=TILE)
         return cls(
             kind.astype(np.uint8),
             int_array("extents", extents, (3, None)).copy(),
             int_array("segment_offsets", segment_offsets, (None,)).copy(),
             None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)).copy(),
             None if separator is None else separator.copy(),
-            None if details is None else int_array("details", details, (4, None)).copy(),
+            None if extra_tokens is None else int_array("extra_tokens", extra_tokens, (None,)).copy(),
         )
 
     @classmethod
@@ -158,7 +162,7 @@ class SegmentTable:
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         row_separator: bool = False,
         kind: npt.ArrayLike | None = None,
-        details: npt.ArrayLike | None = None,
+        extra_tokens: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table from placeholder spans, as inference engines hold them: no token is read.
 
@@ -169,16 +173,19 @@ class SegmentTable:
             grid_thw: (spans, 3) frames, height, width after spatial merging.
             documents: (spans,) ascending document of each span; may be left out for one document.
             seconds_per_frame: one per span, or None.
-            row_separator: whether the rows of all these grids end in one more token.
-            kind: (spans,) GRID, AUDIO, CLIP or CANVAS, the last two with their markers; None: all are grids.
-            details: (4, spans) as the table has them; None: all 0.
+            row_separator: whether the rows of all grids among these spans end in one more token.
+            kind: (spans,) GRID, AUDIO, CLIP, THUMBNAIL or TILE, the last three with their markers and extra tokens;
+                None: all are grids.
+            extra_tokens: (spans,) as the table has them; None: all 0.
 
         Raises:
             InvalidInputError: a span overlaps the one before it or does not fit its document.
         """
         separators = int(boolean("row_separator", row_separator))
-        kinds, numbers = _span_kinds(kind, details)
-        layout = spans.layout(lengths, offsets, grid_thw, documents, separators=separators, kind=kinds, details=numbers)
+        kinds, numbers = _span_kinds(kind, extra_tokens)
+        layout = spans.layout(
+            lengths, offsets, grid_thw, documents, separators=separators, kind=kinds, extra_tokens=numbers
+        )
         times = rationals("seconds_per_frame", seconds_per_frame)
         if seconds_per_frame is not None and len(times) != len(layout.span_segments):
             raise InvalidInputError(
@@ -188,13 +195,13 @@ class SegmentTable:
         if any(times):
             pairs = zip(layout.span_segments.tolist(), times, strict=True)
             seconds = spans.seconds_columns(layout.kind.size, pairs)
-        if row_separator:
+        if row_separator and GRID in layout.kind:
             separator = layout.kind == GRID
-        columns = None
+        extra = None
         if numbers is not None and numbers.any():
-            columns = np.zeros((4, layout.kind.size), np.int64)
-            columns[:, layout.span_segments] = numbers
-        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator, columns)
+            extra = np.zeros(layout.kind.size, np.int64)
+            extra[layout.span_segments] = numbers
+        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator, extra)
 
     @classmethod
     def from_input_ids(
@@ -215,6 +222,7 @@ class SegmentTable:
         audio_token_id: int | None = None,
         audio_lengths: npt.ArrayLike | None = None,
         row_separator: bool = False,
+        crop_markers: CropMarkers | None = None,
     ) -> SegmentTable:
         """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
@@ -239,6 +247,8 @@ class SegmentTable:
                 with the runs of placeholders; or None.
             row_separator: every row of a grid ends in one more placeholder, and one more may stand before the grid and
                 one after it, which become text (HunYuan-VL); every grid then has a run of placeholders of its own.
+            crop_markers: the tokens around thumbnails and tiles, where pictures are such (MiniCPM-V 4.7): every grid is
+                one of them then, of one frame, with a run of placeholders of its own between its markers; or None.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
@@ -258,6 +268,7 @@ class SegmentTable:
             audio_token_id=audio_token_id,
             audio_lengths=audio_lengths,
             row_separator=boolean("row_separator", row_separator),
+            crop_markers=crop_markers,
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
         per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)
@@ -269,12 +280,12 @@ class SegmentTable:
             seconds_per_frame=per_span,
             row_separator=matched.row_separator,
             kind=matched.kind,
-            details=matched.details,
+            extra_tokens=matched.extra_tokens,
         )
         return table if matched.padding is None else table._with_padding(*matched.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.details, [0] * 4))
+        optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.extra_tokens, [0]))
         rows: list[npt.NDArray[Any]] = [self.kind[None], self.extents]
         pad, cuts = [PAD, 1, 1, 0], [1, 4]
         for values, padding in optional:
@@ -285,14 +296,14 @@ class SegmentTable:
         columns, offsets = insert_padding(
             np.vstack(rows).astype(np.int64), self.segment_offsets, left, right, np.array(pad), length_rows=(3,)
         )
-        kind, extents, seconds, separator, details, _ = np.split(columns, cuts)
+        kind, extents, seconds, separator, extra, _ = np.split(columns, cuts)
         return SegmentTable(
             kind[0].astype(np.uint8),
             extents,
             offsets,
             seconds if seconds.size else None,
             separator[0].astype(np.bool_) if separator.size else None,
-            details if details.size else None,
+            extra[0] if extra.size else None,
         )
 
     @property
@@ -302,8 +313,8 @@ class SegmentTable:
 
     @property
     def lengths(self) -> IntArray:
-        """(segments,) tokens of each segment, row separators and the markers of clips and canvases included."""
-        return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.details)
+        """(segments,) tokens of each segment, row separators, markers and extra tokens included."""
+        return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -311,7 +322,7 @@ class SegmentTable:
         return int(self.lengths.sum())
 
     def __repr__(self) -> str:
-        counts = np.bincount(self.kind, minlength=CANVAS + 1)
+        counts = np.bincount(self.kind, minlength=TILE + 1)
         named = [counted(int(counts[GRID]), "grid")]
         named += [counted(int(counts[kind]), word) for kind, word in _WORDS.items() if counts[kind]]
         segments = f"{counted(self.kind.size, 'segment')} ({', '.join(named)})"
@@ -319,7 +330,7 @@ class SegmentTable:
         return f"SegmentTable({documents}, {segments}, {tokens})"
 
 
-_WORDS = {AUDIO: "audio run", CLIP: "clip", CANVAS: "canvas"}
+_WORDS = {AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
 
 
 def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
@@ -334,33 +345,33 @@ def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
 
 
 def _span_kinds(
-    kind: npt.ArrayLike | None, details: npt.ArrayLike | None
+    kind: npt.ArrayLike | None, extra_tokens: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.uint8] | None, IntArray | None]:
-    """Check kinds and details of spans; no kinds where there are no details either."""
+    """Check kinds and extra tokens of spans; no kinds where there are no extra tokens either."""
     if kind is None:
-        if details is not None:
-            raise InvalidInputError("kind: got None, want the kind of each span, which has details")
+        if extra_tokens is not None:
+            raise InvalidInputError("kind: got None, want the kind of each span, which has extra_tokens")
         return None, None
     kinds = int_array("kind", kind, (None,))
     for pad in (TEXT, PAD):
         if (kinds == pad).any():
             raise InvalidInputError(
-                f"kind[{int((kinds == pad).argmax())}]: got {pad}, want a grid, audio, clip or canvas"
+                f"kind[{int((kinds == pad).argmax())}]: got {pad}, want a grid, audio, clip, thumbnail or tile"
             )
-    first_bad("kind", kinds, minimum=GRID, maximum=CANVAS)
-    numbers = None if details is None else int_array("details", details, (4, kinds.size))
+    first_bad("kind", kinds, minimum=GRID, maximum=TILE)
+    numbers = None if extra_tokens is None else int_array("extra_tokens", extra_tokens, (kinds.size,))
     if numbers is not None:
-        first_bad("details", numbers, minimum=0, maximum=INT32_MAX)
+        first_bad("extra_tokens", numbers, minimum=0, maximum=INT32_MAX)
     return kinds.astype(np.uint8), numbers
 
 
 def _check_segments(table: SegmentTable) -> None:
     """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
     kind, extents, offsets = table.kind, table.extents, table.segment_offsets
-    seconds, separator, details = table.seconds_per_frame, table.row_separator, table.details
+    seconds, separator, extra = table.seconds_per_frame, table.row_separator, table.extra_tokens
     if (
         seconds is None
-        and details is None
+        and extra is None
         and native.core is not None
         and native.core.sound(kind, extents, offsets, separator)
     ):
@@ -372,12 +383,12 @@ def _check_segments(table: SegmentTable) -> None:
     empty = offsets[1:] <= offsets[:-1]
     if empty.any():
         raise InvalidInputError(f"documents[{int(empty.argmax())}]: got an empty document, want at least one segment")
-    if kind.max(initial=0) > CANVAS:
-        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT} to {CANVAS}")
+    if kind.max(initial=0) > TILE:
+        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT} to {TILE}")
     for name, array, shape in (
         ("row_separator", separator, kind.shape),
         ("seconds_per_frame", seconds, (2, kind.size)),
-        ("details", details, (4, kind.size)),
+        ("extra_tokens", extra, kind.shape),
     ):
         if array is not None and array.shape != shape:
             raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
@@ -388,21 +399,31 @@ def _check_segments(table: SegmentTable) -> None:
         segment = int((separator & (kind != GRID)).argmax())
         raise InvalidInputError(f"row_separator[{segment}]: got True, want False outside grids")
     if kind.size:
-        _check_details(kind, np.zeros((4, kind.size), np.int64) if details is None else details)
+        _check_extra_tokens(kind, np.zeros(kind.size, np.int64) if extra is None else extra)
+        _check_tiles(kind, offsets)
         _check_extents(table)
 
 
-def _check_details(kind: npt.NDArray[np.uint8], details: IntArray) -> None:
-    """Raise for details of a segment that has none, and for a clip without audio or a canvas with half of a slice."""
-    first_bad("details", details, minimum=0, maximum=INT32_MAX)
-    clip, canvas = kind == CLIP, kind == CANVAS
-    used = details > 0
-    allowed = np.array([clip | canvas, canvas, canvas, canvas])
-    wanted = np.array([clip | (canvas & used.any(axis=0)), *[canvas & used.any(axis=0)] * 3])
-    for wrong, want in ((used & ~allowed, "0 outside clips and canvases"), (wanted & ~used, ">= 1")):
+def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
+    """Raise for extra tokens of a segment that has none, and for a clip without audio."""
+    first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
+    surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
+    for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):
         if wrong.any():
-            row, segment = divmod(int(wrong.argmax()), kind.size)
-            raise InvalidInputError(f"details[{row}, {segment}]: got {details[row, segment]}, want {want}")
+            segment = int(wrong.argmax())
+            raise InvalidInputError(f"extra_tokens[{segment}]: got {extra[segment]}, want {want}")
+
+
+def _check_tiles(kind: npt.NDArray[np.uint8], offsets: IntArray) -> None:
+    """Raise for the first tile without a thumbnail or a tile right before it in its document."""
+    alone = kind == TILE
+    if alone.any():
+        follows = np.append(False, kind[:-1] >= THUMBNAIL)
+        follows[offsets[:-1]] = False
+        alone &= ~follows
+        if alone.any():
+            segment = int(alone.argmax())
+            raise InvalidInputError(f"segment {segment}: got a tile, want a thumbnail or another tile right before it")
 
 
 def _check_extents(table: SegmentTable) -> None:
@@ -417,11 +438,11 @@ def _check_extents(table: SegmentTable) -> None:
         segment = int(flat.argmax())
         got = extents[:, segment].tolist()
         raise InvalidInputError(f"extents[:, {segment}]: got {got}, want [1, 1, length] outside grids")
-    moving = (kind == CANVAS) & (extents[0] > 1)
+    moving = (kind >= THUMBNAIL) & (extents[0] > 1)
     if moving.any():
         segment = int(moving.argmax())
-        raise InvalidInputError(f"extents[0, {segment}]: got {extents[0, segment]}, want 1 in a canvas")
-    tokens = spans.segment_tokens(kind, extents.astype(np.float64), table.row_separator, table.details)
+        raise InvalidInputError(f"extents[0, {segment}]: got {extents[0, segment]}, want 1 in a thumbnail or a tile")
+    tokens = spans.segment_tokens(kind, extents.astype(np.float64), table.row_separator, table.extra_tokens)
     if tokens.max() > INT32_MAX:
         segment = int(tokens.argmax())
         raise LimitExceededError(
@@ -448,63 +469,41 @@ def separator_tokens(segments: SegmentTable) -> IntArray:
     return (first + width)[owner] + row * (width + 1)[owner]
 
 
-def canvas_spans(segments: SegmentTable) -> IntArray:
-    """Find the patches of canvases: (2, spans) first patch and one past the last of thumbnails and slices.
-
-    >>> from mmpos.segments.kinds import Canvas, Text
-    >>> table = SegmentTable.from_documents([[Text(2), Canvas(1, 2, 2, 1, 1, 3)]])
-    >>> canvas_spans(table).tolist()
-    [[3, 7, 13], [5, 10, 16]]
-    """
-    (canvas,) = (segments.kind == CANVAS).nonzero()
-    lengths = segments.lengths
-    first = (lengths.cumsum() - lengths)[canvas] + 1
-    thumbnail = segments.extents[1:, canvas].prod(axis=0)
-    rows, columns, *sides = (
-        np.zeros((4, canvas.size), np.int64) if segments.details is None else segments.details[:, canvas]
-    )
-    patches = sides[0] * sides[1]
-    owner, k = ragged_arange(rows * columns)
-    slices = (first + thumbnail + 2)[owner] + k * (patches + 2)[owner] + k // np.maximum(columns, 1)[owner]
-    starts, counts = np.concatenate([first, slices]), np.concatenate([thumbnail, patches[owner]])
-    order = starts.argsort()
-    return np.array([starts, starts + counts])[:, order]
-
-
-def token_types(segments: SegmentTable) -> npt.NDArray[np.uint8]:
+def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.uint8]:
     """Give the type of every token: (tokens,) PATCH, AUDIO_TOKEN, or 0 for text, markers, row separators and padding.
 
+    Args:
+        segments: the documents.
+        patches: (tokens,) which tokens inside clips are patches, as ``PositionTable.token_types`` finds them.
+
     Raises:
-        UnsupportedError: there is a clip, whose scheme alone knows how patches and audio take turns.
+        UnsupportedError: there is a clip and no patches, since its scheme alone knows how patches and audio take turns.
+        InvalidInputError: a clip with other numbers of patches and audio tokens.
     """
-    if (segments.kind == CLIP).any():
-        segment = int((segments.kind == CLIP).argmax())
-        raise UnsupportedError(f"segments: got a clip in segment {segment}, want none: its order is that of a scheme")
-    of_kind = np.zeros(CANVAS + 1, np.uint8)
-    of_kind[[GRID, AUDIO]] = PATCH, AUDIO_TOKEN
-    types = of_kind[segments.kind].repeat(segments.lengths)
+    of_kind = np.zeros(TILE + 1, np.uint8)
+    of_kind[[GRID, AUDIO, THUMBNAIL, TILE]] = PATCH, AUDIO_TOKEN, PATCH, PATCH
+    lengths = segments.lengths
+    types = of_kind[segments.kind].repeat(lengths)
     types[separator_tokens(segments)] = 0
-    if (segments.kind == CANVAS).any():
-        starts, stops = canvas_spans(segments)
-        types[ragged_arange(stops - starts, starts)[1]] = PATCH
+    if (segments.kind == CLIP).any():
+        _type_clips(types, segments, patches)
+    (crop,) = (segments.kind >= THUMBNAIL).nonzero()
+    stop, rest = lengths.cumsum()[crop], lengths[crop] - 1 - segments.extents[:, crop].prod(axis=0)
+    types[stop - lengths[crop]] = 0
+    types[ragged_arange(rest, stop - rest)[1]] = 0
     return types
 
 
-def patch_spans(image_spans: IntArray, grid_thw: IntArray) -> IntArray:
-    """Split spans of images at row separators: one span per image, or one per row where rows end in separators.
-
-    Args:
-        image_spans: (images, 2) first token of each image's patches and one past its last token, separators included.
-        grid_thw: (images, 3) frames, height, width.
-
-    Returns:
-        (spans, 2) first patch and one past the last, in order.
-    """
-    patches = grid_thw.prod(axis=1)
-    separated = image_spans[:, 1] - image_spans[:, 0] > patches
-    if not separated.any():
-        return image_spans
-    lengths = np.where(separated, grid_thw[:, 2], patches)
-    owner, row = ragged_arange(np.where(separated, grid_thw[:, 0] * grid_thw[:, 1], 1))
-    first = image_spans[owner, 0] + row * (lengths + 1)[owner]
-    return np.stack([first, first + lengths[owner]], axis=1)
+def _type_clips(types: npt.NDArray[np.uint8], segments: SegmentTable, patches: npt.NDArray[np.bool_] | None) -> None:
+    """Write the types of the tokens of clips, which have no others between their markers than patches and audio."""
+    (clip,) = (segments.kind == CLIP).nonzero()
+    if patches is None:
+        raise UnsupportedError(f"segments: got a clip in segment {clip[0]}, want none: its order is that of a scheme")
+    stops = segments.lengths.cumsum()[clip] - CLIP_MARKERS
+    starts = stops - segments.lengths[clip] + 2 * CLIP_MARKERS
+    owner, token = ragged_arange(stops - starts, starts)
+    types[token] = np.where(patches[token], PATCH, AUDIO_TOKEN)
+    got, want = np.bincount(owner[patches[token]], minlength=clip.size), segments.extents[:, clip].prod(axis=0)
+    if (got != want).any():
+        i = int((got != want).argmax())
+        raise InvalidInputError(f"patches: got {got[i]} in the clip of segment {clip[i]}, want {want[i]}")

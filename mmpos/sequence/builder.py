@@ -20,7 +20,7 @@ from mmpos.positions.block_keys import block_keys
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments.kinds import Grid, Text
+from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, CLIP, CLIP_MARKERS, TEXT, Audio, Clip, Grid, Segment, Text
 from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
 from mmpos.sequence.video import Video, part_offsets, plain_parts
@@ -39,13 +39,14 @@ _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 
 @dataclass(frozen=True)
 class SequenceBuilder:
-    """Builds sequences from parts: str, token ids, images of any sort that the ImageProcessor takes, and Videos.
+    """Builds sequences from parts: str, token ids, images of any sort that the ImageProcessor takes, Videos, audio.
 
     A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known only by its
-    size; a Video is its frames, each an image after its time in text. Text that spells a marker given by name stays
-    text: where the tokenizer would make the marker of it, it is encoded in two pieces, cut inside the marker. Every
-    text part is encoded by itself, so a tokenizer that puts something before each text (a space, as SentencePiece does)
-    puts it before each part.
+    size; a Video is its frames, each an image after its time in text; an Audio is a number of audio tokens, and a Clip
+    is a video merged with its audio in the order of the scheme, both of ``mmpos.segments``. Text that spells a marker
+    given by name stays text: where the tokenizer would make the marker of it, it is encoded in two pieces, cut inside
+    the marker. Every text part is encoded by itself, so a tokenizer that puts something before each text (a space, as
+    SentencePiece does) puts it before each part.
 
     >>> builder = SequenceBuilder()
     >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
@@ -55,7 +56,7 @@ class SequenceBuilder:
         tokenizer: a tokenizers or transformers object, or anything with encode and decode.
         images: how images become patches; may be left out when every image is a Grid.
         scheme: a name from mmpos.SCHEMES or a scheme object.
-        markers: the special tokens of images; with Markers(row=…) every image has row separators.
+        markers: the special tokens of images and audio; with Markers(row=…) every image has row separators.
         start: id of the first token.
     """
 
@@ -81,7 +82,7 @@ class SequenceBuilder:
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme takes no row separators or frames, and there are some.
+            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -138,20 +139,30 @@ class SequenceBuilder:
             content = self._read(name, part)
             if isinstance(content, np.ndarray):
                 contents.add_text(index, content)
+            elif isinstance(content, Audio | Clip):
+                contents.add_audio(index, content)
             else:
                 contents.add_image(index, content)
         return contents.sequence(self.scheme, self.start)
 
-    def _read(self, name: str, part: object) -> IntArray | ProcessedImage:
-        """Read a part as token ids or as an image."""
+    def _read(self, name: str, part: object) -> IntArray | Audio | Clip | ProcessedImage:
+        """Read a part as token ids, as audio, or as an image."""
         if isinstance(part, str):
             return self._encode(name, part)
         if is_ids(part):
             ids = _token_ids(name, part)
-            patch = self.marker_ids.patch
-            if (ids == patch).any():
-                raise InvalidInputError(f"{name}: got the patch marker's id {patch}, want images as parts")
+            for marker, token_id in self.marker_ids.placeholders.items():
+                if (ids == token_id).any():
+                    want = "Audio or a Clip as parts" if marker == "audio" else "images as parts"
+                    raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
             return ids
+        if isinstance(part, Audio | Clip):
+            wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
+            missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
+            if missing:
+                want = f"a builder with Markers({', '.join(missing)})"
+                raise InvalidInputError(f"{name}: got {type(part).__name__}, want {want}")
+            return part
         if isinstance(part, Grid):
             if part.row_separator and self.markers.row is None:
                 raise InvalidInputError(
@@ -218,22 +229,23 @@ def _token_ids(name: str, ids: object) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class InterleavedSequence:
-    """Text and images as one sequence of tokens, as a model reads them.
+    """Text, images and audio as one sequence of tokens, as a model reads them.
 
     Args:
-        input_ids: (tokens,) int64; patches are the patch marker's id.
-        token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches.
+        input_ids: (tokens,) int64; patches and tokens of audio are the ids of their markers.
+        token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches, 3 for audio.
         segments: the shape of the sequence, one document.
         positions: its position table.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
             the images are known only by size.
-        grid_thw: (images, 3) int64 frames, height, width after merging.
+        grid_thw: (images, 3) int64 frames, height, width after merging; a clip is an image here.
         image_spans: (images, 2) int64 first token of each image's patches and one past the last, row separators
-            included, the one after the last row too.
+            included, the one after the last row too; of a clip what is between the markers of its video.
         image_hashes: content hash of each image; None where only the size is known.
         part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
             Video is one part.
         image_margins: tokens before and after those of every image in image_spans: its markers.
+        audio_margins: likewise of every run in audio_spans.
     """
 
     input_ids: IntArray
@@ -246,18 +258,42 @@ class InterleavedSequence:
     image_hashes: tuple[str | None, ...]
     part_offsets: IntArray
     image_margins: tuple[int, int] = (1, 1)
+    audio_margins: tuple[int, int] = (0, 0)
+
+    @property
+    def audio_spans(self) -> IntArray:
+        """(audios, 2) int64 first token of each run of audio and one past the last, those in clips not counted."""
+        (audio,) = (self.segments.kind == AUDIO).nonzero()
+        lengths = self.segments.lengths
+        stops = lengths.cumsum()
+        return np.stack([stops - lengths, stops], axis=1)[audio]
 
     @property
     def marked_spans(self) -> IntArray:
-        """(images, 2) int64 first token of each image and one past the last, its markers included."""
+        """(images + audios, 2) int64 first token of each image or audio, ascending, and one past, markers included."""
         before, after = self.image_margins
-        return self.image_spans + np.array([-before, after])
+        images = self.image_spans + np.array([-before, after])
+        if AUDIO not in self.segments.kind.tobytes():  # packers ask often
+            return images
+        before, after = self.audio_margins
+        spans = np.concatenate([images, self.audio_spans + np.array([-before, after])])
+        return spans[spans[:, 0].argsort()]
+
+    def span_name(self, span: int) -> str:
+        """Name an entry of marked_spans for errors: image 0, audio 2 …"""
+        first, stop = self.marked_spans[span].tolist()
+        for name, spans in (("image", self.image_spans), ("audio", self.audio_spans)):
+            (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()
+            if index.size:
+                return f"{name} {index[0]}"
+        raise AssertionError("every marked span is of an image or of audio")
 
     def block_keys(
         self,
         block_size: int,
         *,
         generated: npt.ArrayLike = (),
+        audio_hashes: Sequence[str | bytes] = (),
         salt: str | bytes = b"",
         known: Sequence[bytes] = (),
     ) -> list[bytes]:
@@ -266,19 +302,25 @@ class InterleavedSequence:
         Args:
             block_size: tokens of a block.
             generated: token ids after those of the sequence.
+            audio_hashes: of the content of each run of audio, which comes without; those in clips not counted.
             salt: tells caches apart that must not share blocks: of models, adapters or tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:
-            InvalidInputError: an image is known only by its size.
+            InvalidInputError: an image is known only by its size, as every clip is; or other numbers of audio_hashes.
             UnsupportedError: tokens were generated, and the scheme has no next position.
         """
-        hashes = [name for name in self.image_hashes if name is not None]
-        if len(hashes) < len(self.image_hashes):
+        if None in self.image_hashes:
             i = self.image_hashes.index(None)
             raise InvalidInputError(
                 f"image_hashes[{i}]: got None, want the hash of an image that came with its content"
             )
+        kind = self.segments.kind
+        sound = (kind == AUDIO)[kind != TEXT]
+        if len(audio_hashes) != sound.sum():
+            raise InvalidInputError(f"audio_hashes: got {len(audio_hashes)}, want {sound.sum()}, one per run of audio")
+        of_audio, of_images = iter(audio_hashes), iter(self.image_hashes)
+        hashes = [next(of_audio) if audio else str(next(of_images)) for audio in sound.tolist()]
         more = int_array("generated", generated, (None,))
         positions = self.positions
         if more.size:
@@ -296,8 +338,10 @@ class InterleavedSequence:
 
     def __repr__(self) -> str:
         patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
-        tokens, images = counted(self.input_ids.size, "token"), counted(len(self.grid_thw), "image")
-        return f"InterleavedSequence({tokens}, {images}, patches={patches})"
+        contents = [counted(self.input_ids.size, "token"), counted(len(self.grid_thw), "image")]
+        if audios := len(self.audio_spans):
+            contents.append(counted(audios, "audio run"))
+        return f"InterleavedSequence({', '.join(contents)}, patches={patches})"
 
 
 @dataclass
@@ -305,21 +349,23 @@ class _Contents:
     """The contents of a sequence that is being built.
 
     Args:
-        marker_ids: of the tokens around and inside images.
+        marker_ids: of the tokens around and inside images and audio.
         texts: first token and ids of every part that is text.
-        document: its text, with markers, and its grids.
+        document: its text, with markers, its grids, audio and clips.
         images: in order.
-        spans: first token of each image's patches and one past the last.
+        spans: of images, as InterleavedSequence has them.
+        audio_spans: first token of each run of audio, or of what is merged in a clip, and one past the last.
         offsets: first token of each plain part, then of what comes next.
         indices: the part that each plain part is of, among those that build takes.
-        text: tokens since the last grid.
+        text: tokens since the last grid, audio or clip.
     """
 
     marker_ids: MarkerIds
     texts: list[tuple[int, IntArray]] = field(default_factory=list)
-    document: list[Text | Grid] = field(default_factory=list)
+    document: list[Segment] = field(default_factory=list)
     images: list[ProcessedImage] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    audio_spans: list[tuple[int, int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])
     indices: list[int] = field(default_factory=list)
     text: int = 0
@@ -333,16 +379,32 @@ class _Contents:
 
     def add_image(self, index: int, image: ProcessedImage) -> None:
         """Add an image, with its markers."""
-        self.indices.append(index)
         grid = replace(image.grid, row_separator=True) if self.marker_ids.row is not None else image.grid
-        before, after = self.marker_ids.margins
-        first = self.offsets[-1] + before
-        stop = first + grid.frames * grid.height * (grid.width + grid.row_separator)
-        self.document += [Text(self.text + before), grid] if self.text + before else [grid]
+        tokens = grid.frames * grid.height * (grid.width + grid.row_separator)
         self.images.append(image)
-        self.spans.append((first, stop))
-        self.offsets.append(stop + after)
+        self.spans.append(self._add(index, grid, tokens, self.marker_ids.margins))
+
+    def add_audio(self, index: int, part: Audio | Clip) -> None:
+        """Add a run of audio with its markers, or a clip, which holds its own."""
+        if isinstance(part, Audio):
+            self.audio_spans.append(self._add(index, part, part.length, self.marker_ids.audio_margins))
+            return
+        grid = Grid(part.height, part.width, frames=part.frames)
+        tokens = grid.frames * grid.height * grid.width + part.audio + 2 * CLIP_MARKERS
+        first, stop = self._add(index, part, tokens, (0, 0))
+        self.images.append(ProcessedImage(patches=None, grid=grid, size=None, source_size=None, content_hash=None))
+        self.spans.append((first + 1, stop - 1))
+        self.audio_spans.append((first + CLIP_MARKERS, stop - CLIP_MARKERS))
+
+    def _add(self, index: int, segment: Segment, tokens: int, margins: tuple[int, int]) -> tuple[int, int]:
+        """Add a segment of so many tokens between markers; gives its first token and one past the last."""
+        before, after = margins
+        first = self.offsets[-1] + before
+        self.indices.append(index)
+        self.document += [Text(self.text + before), segment] if self.text + before else [segment]
+        self.offsets.append(first + tokens + after)
         self.text = after
+        return first, first + tokens
 
     def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
         """Make the arrays, the segments and the positions of the contents."""
@@ -355,12 +417,19 @@ class _Contents:
         spans = np.array(self.spans, np.int64).reshape(-1, 2)
         markers = self.marker_ids
         input_ids = np.full(self.offsets[-1], markers.patch, np.int64)
+        if markers.video is not None:
+            video = (segments.kind == CLIP) | (segments.extents[0] > 1)
+            input_ids[video.repeat(segments.lengths)] = markers.video
+        types = positions.token_types(segments)
+        if markers.audio is not None and self.audio_spans:
+            input_ids[types == AUDIO_TOKEN] = markers.audio
         for first, ids in self.texts:
             input_ids[first : first + ids.size] = ids
-        markers.write(input_ids, spans, separator_tokens(segments))
+        sound = np.array(self.audio_spans, np.int64).reshape(-1, 2)
+        markers.write(input_ids, spans, separator_tokens(segments), sound)
         return InterleavedSequence(
             input_ids=input_ids,
-            token_type_ids=(input_ids == markers.patch).view(np.uint8),  # no other token has this id
+            token_type_ids=types,
             segments=segments,
             positions=positions,
             patches=patches,
@@ -369,6 +438,7 @@ class _Contents:
             image_hashes=tuple(image.content_hash for image in self.images),
             part_offsets=part_offsets(self.offsets, self.indices),
             image_margins=markers.margins,
+            audio_margins=markers.audio_margins,
         )
 
     def _patches(self) -> Array | None:

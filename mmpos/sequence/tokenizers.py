@@ -170,27 +170,49 @@ class MarkerIds(NamedTuple):
     begin: int | None
     end: int | None
     patch: int
-    row: int | None
-    last_row: int | None
+    row: int | None = None
+    last_row: int | None = None
+    video: int | None = None
+    audio: int | None = None
+    audio_begin: int | None = None
+    audio_end: int | None = None
 
     @property
     def margins(self) -> tuple[int, int]:
         """Tokens before the patches of an image, and after them."""
         return int(self.begin is not None), int(self.end is not None)
 
-    def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
-        """Put the markers of images around and between their patches.
+    @property
+    def audio_margins(self) -> tuple[int, int]:
+        """Tokens before a run of audio, and after it."""
+        return int(self.audio_begin is not None), int(self.audio_end is not None)
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Ids of the markers that stand for patches and audio, by what they stand for."""
+        ids = {"patch": self.patch, "video": self.video, "audio": self.audio}
+        return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+    def write(
+        self, input_ids: IntArray, image_spans: IntArray, separators: IntArray, audio_spans: IntArray | None = None
+    ) -> None:
+        """Put the markers around and between patches, and around audio.
 
         Args:
             input_ids: (tokens,), changed in place.
             image_spans: (images, 2) first token of each image's patches and one past the last, separators included.
             separators: (separators,) the tokens that end rows.
+            audio_spans: (audios, 2) first token of each run of audio, or what is merged in a clip, and one past the
+                last; None for none.
         """
+        sound = image_spans[:0] if audio_spans is None else audio_spans
         for token_id, tokens in (
             (self.begin, image_spans[:, 0] - 1),
             (self.end, image_spans[:, 1]),
             (self.row, separators),
             (self.last_row, image_spans[:, 1] - 1),
+            (self.audio_begin, sound[:, 0] - 1),
+            (self.audio_end, sound[:, 1]),
         ):
             if token_id is not None:
                 input_ids[tokens] = token_id
@@ -198,9 +220,11 @@ class MarkerIds(NamedTuple):
 
 @dataclass(frozen=True)
 class Markers:
-    """The special tokens around and inside an image, by name or by id.
+    """The special tokens around and inside images, videos and audio, by name or by id.
 
-    Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``.
+    Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``, Qwen2.5-Omni
+    ``Markers("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", video="<|VIDEO|>", audio="<|AUDIO|>",
+    audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
 
     Args:
         begin: stands before the patches of an image; None where nothing does.
@@ -209,6 +233,10 @@ class Markers:
         row: stands after the patches of every row, for models that generate patch by patch or read rows of any length;
             None where rows follow each other. With it every image has row separators.
         last_row: stands after the last row instead of row; None is row.
+        video: stands for every patch of a Clip and of a Grid with several frames; None is patch.
+        audio: stands for every token of audio; None for a builder that takes no audio.
+        audio_begin: stands before a run of audio; None where nothing does.
+        audio_end: stands after it; None likewise.
     """
 
     begin: str | int | None = "[IMG]"
@@ -216,6 +244,10 @@ class Markers:
     patch: str | int = "[PATCH]"
     row: str | int | None = None
     last_row: str | int | None = None
+    video: str | int | None = None
+    audio: str | int | None = None
+    audio_begin: str | int | None = None
+    audio_end: str | int | None = None
 
     def ids(self, tokenizer: Tokenizer) -> MarkerIds:
         """Look up the id of each marker.
@@ -225,6 +257,9 @@ class Markers:
         """
         if self.last_row is not None and self.row is None:
             raise InvalidInputError(f"markers.last_row: got {self.last_row!r}, want markers.row, too")
+        for name in ("audio_begin", "audio_end"):
+            if getattr(self, name) is not None and self.audio is None:
+                raise InvalidInputError(f"markers.{name}: got {getattr(self, name)!r}, want markers.audio, too")
         marker_ids = MarkerIds(*(self._id(field.name, tokenizer) for field in fields(self)))
         ids = [token_id for token_id in marker_ids if token_id is not None]
         if len(set(ids)) < len(ids):

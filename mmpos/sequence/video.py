@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.kinds import Grid, fraction, rational
+from mmpos.segments.kinds import Audio, Clip, Grid, fraction, rational
 from mmpos.support.checks import INT32_MAX, IntArray, counted, written
 
 __all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "timestamps"]
@@ -86,7 +86,7 @@ class Plain(NamedTuple):
     Args:
         part_index: of the part that it is, or is of, among those that build takes.
         name: for errors.
-        part: text, token ids or an image.
+        part: text, token ids, audio, a clip or an image.
     """
 
     part_index: int
@@ -123,7 +123,7 @@ def _frames(frames: object) -> tuple[object, ...]:
         raise InvalidInputError("Video.frames: got none, want at least one")
     for k, frame in enumerate(images):
         flat = not isinstance(frame, memoryview) and getattr(frame, "ndim", 2) < 2
-        if flat or isinstance(frame, str | list | tuple | Video):
+        if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
             raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.support.checks import IntArray
 
-__all__ = ["insert_padding", "ragged_arange"]
+__all__ = ["insert_padding", "ragged_arange", "true_runs"]
 
 
 def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArray, IntArray]:
@@ -25,6 +26,24 @@ def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArra
     """
     owner = np.arange(counts.size).repeat(counts)
     return owner, np.arange(owner.size) - (counts.cumsum() - counts - starts)[owner]
+
+
+def true_runs(mask: npt.NDArray[np.bool_], starts: IntArray | None = None) -> IntArray:
+    """Find the runs of True in a mask: (runs, 2) first index and one past the last, ascending.
+
+    >>> true_runs(np.array([False, True, True, True, False, True]), np.array([2])).tolist()
+    [[1, 2], [2, 4], [5, 6]]
+
+    Args:
+        mask: (tokens,).
+        starts: indices at which a run begins even right after another; None for none.
+    """
+    edge = np.ones(mask.size + 1, np.bool_)
+    np.not_equal(mask[1:], mask[:-1], out=edge[1:-1])
+    if starts is not None:
+        edge[starts] = True
+    (at,) = edge.nonzero()
+    return np.stack([at[:-1], at[1:]], axis=1)[mask[at[:-1]]]
 
 
 def insert_padding(

@@ -184,15 +184,19 @@ class Pools(_Settings):
 
 
 class MarkerSettings(_Settings):
-    """Special tokens of images, by name or by id; "" is no token, since TOML has no null."""
+    """Special tokens of images and audio, by name or by id; "" is no token, since TOML has no null."""
 
     begin: str | int | None = "[IMG]"
     end: str | int | None = "[/IMG]"
     patch: str | int = "[PATCH]"
     row: str | int | None = None
     last_row: str | int | None = None
+    video: str | int | None = None
+    audio: str | int | None = None
+    audio_begin: str | int | None = None
+    audio_end: str | int | None = None
 
-    @field_validator("begin", "end", "row", "last_row")
+    @field_validator("begin", "end", "row", "last_row", "video", "audio", "audio_begin", "audio_end")
     @classmethod
     def _none(cls, marker: str | int | None) -> str | int | None:
         return None if marker == "" else marker
@@ -215,6 +219,7 @@ class ImageSettings(_Settings):
     max_source_pixels: int | None = None
     max_decode_bytes: int | None = None
     max_aspect_ratio: int | None = None
+    small_images: str | None = None
 
 
 class ProfileSettings(_Settings):
@@ -223,7 +228,7 @@ class ProfileSettings(_Settings):
     Args:
         scheme: name of the scheme, or a table of name and parameters.
         tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
-        markers: special tokens of images.
+        markers: special tokens of images and audio.
         images: settings of the image processor.
         rotary: arguments of Rotary; left out, the profile has no rotation.
     """

@@ -395,7 +395,8 @@ class _Supervisor:
             *(sys.executable, "-m", "mmpos_server", *self._words),
             stdin=asyncio.subprocess.PIPE,  # held open as long as this process lives
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},
+            # A worker tells this process alone that it is ready: the service manager hears of all of them at once.
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder, "NOTIFY_SOCKET": ""},
             start_new_session=True,  # an interrupt of the terminal reaches the worker through this process, once
         )
         self._alive[process.pid] = process

@@ -13,7 +13,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
-from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, PAD, TEXT
+from mmpos.segments.kinds import AUDIO, CLIP, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos_server.config import Limits
@@ -90,12 +90,15 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
     check("segments", segments.kind.size, limits)
     check("images", images, limits)
     check("tokens", segments.num_tokens, limits)
-    # Schemes may cut a grid into one piece per frame, a clip also at every token of audio, a slice into rows.
+    # Schemes may cut a grid at every frame, a clip also at every token of audio, thumbnails and tiles at their
+    # markers and at the tokens after these, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
-    if segments.details is not None:
-        audio, columns, height, _ = segments.details.astype(np.float64)
-        pieces = np.where(segments.kind == CLIP, 2 * audio, audio * columns * (height + 2))
-        check("segments", pieces[np.isin(segments.kind, (CLIP, CANVAS))].sum(), limits)
+    kind = segments.kind
+    stretched = (kind == THUMBNAIL) & (np.append(kind[1:], PAD) == TILE)
+    patches = segments.extents[1:, stretched].prod(axis=0).sum()
+    check("segments", 4 * np.count_nonzero(kind >= THUMBNAIL) + patches, limits)
+    if segments.extra_tokens is not None:
+        check("segments", 2 * segments.extra_tokens[kind == CLIP].sum(), limits)
     return images
 
 

@@ -94,6 +94,8 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
         if source.image_token_id is None and named:
             markers = builder.marker_ids
             source = replace(source, image_token_id=markers.patch)
+            if source.video_token_id is None and source.audio_token_id is None:
+                source = replace(source, video_token_id=markers.video, audio_token_id=markers.audio)
             if source.row_token_id is None and source.last_row_token_id is None:
                 source = replace(source, row_token_id=markers.row, last_row_token_id=markers.last_row)
         if source.spatial_merge_size is None and named and builder.images is not None:

@@ -19,7 +19,7 @@ from mmpos.rpc.positions import get_scheme
 from mmpos.rpc.sequences import get_parts, put_sequence
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
-from mmpos.segments.kinds import Grid
+from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Call, Pool
 from mmpos_server.config import Limits, Profiles
@@ -188,7 +188,7 @@ def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
 
 
 def _images(document: pb.Document) -> int:
-    return sum(part.WhichOneof("content") not in (None, "text", "token_ids") for part in document.parts)
+    return sum(part.WhichOneof("content") not in (None, "text", "token_ids", "audio") for part in document.parts)
 
 
 def _read(message: pb.Document, call: Call) -> Document:
@@ -211,6 +211,12 @@ def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches
             total += _tokens(len(part))
         elif isinstance(part, Grid):
             total += _tokens(_grid_tokens(part, builder), part.frames)
+            count += 1
+        elif isinstance(part, Audio):
+            total += _tokens(part.length)
+        elif isinstance(part, Clip):
+            # Schemes may cut a clip before and after every token of audio.
+            total += _tokens(float(part.frames) * part.height * part.width + part.audio, part.frames + 2 * part.audio)
             count += 1
         elif isinstance(part, np.ndarray) and part.ndim == 1:
             total += _tokens(part.size)

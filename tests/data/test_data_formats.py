@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
+from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Document, Format, Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
+from mmpos.segments import Audio, Clip
 
 HERE = Location("shard-3.jsonl", 17)
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -424,6 +426,92 @@ def test_chat_takes_the_images_of_transformers() -> None:
         assert said(Chat(), wrong) == f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
 
 
+def asked(*parts: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def test_chat_takes_videos_as_lists_of_frames() -> None:
+    frames = [PNG_URL, {"bytes": PNG, "path": None}, "coffee.jpg"]
+    record = asked({"type": "video", "video": frames, "fps": 29.97}, {"type": "text", "text": "Who?"})
+    (_, video, text) = Chat(images=LOCAL)(record, HERE).parts
+    assert isinstance(video, Video)
+    assert video.frames == (PNG, PNG, PHOTOS / "coffee.jpg")
+    assert video.times == (Fraction(0), Fraction(100, 2997), Fraction(200, 2997))
+    assert text == "Who?\n\n"
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"video": []}, "video: got [], want at least one frame"),
+        ({"video": [PNG]}, "fps: got nothing, want a finite number"),
+        ({"video": [PNG], "fps": 0}, "fps: got 0, want frames per second above 0"),
+        (
+            {"video": [PNG, "a.png"], "fps": 1},
+            "video[1]: got the path 'a.png', want Images(base=…) or Images(resolver=…)",
+        ),
+    ],
+)
+def test_a_list_of_frames_that_is_no_video_is_refused(part: dict[str, Any], message: str) -> None:
+    wrong = said(Chat(), asked({"type": "video", **part}))
+    assert wrong.startswith(f"shard-3.jsonl[17]: messages[0].content[0].{message}")
+
+
+def media(part: Any) -> object:
+    """As a caller reads videos and audio."""
+    if part["type"] == "input_audio":
+        return Audio(part["input_audio"]["tokens"])
+    if part["type"] == "video_url":
+        return Clip(1, 2, frames=2, audio=3)
+    return {"video": Grid(1, 2, frames=2), "image": Grid(1, 2), "nothing": None}[part["video"]]
+
+
+def test_chat_asks_for_videos_and_audio() -> None:
+    record = asked(
+        {"type": "input_audio", "input_audio": {"tokens": 7}},
+        {"type": "video_url", "video_url": {"url": "a.mp4"}},
+        {"type": "video", "video": "video"},
+    )
+    parts = Chat(media=media)(record, HERE).parts
+    assert parts[1:-1] == [Audio(7), Clip(1, 2, frames=2, audio=3), Grid(1, 2, frames=2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [("image", "Grid from media"), ("nothing", "nothing from media"), ("lost", "KeyError ('lost') from media")],
+)
+def test_what_media_makes_is_checked(name: str, got: str) -> None:
+    want = "want a Video, a Grid of several frames, a Clip or an Audio"
+    assert said(Chat(media=media), asked({"type": "video", "video": name})) == (
+        f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
+    )
+
+
+def test_media_must_be_callable() -> None:
+    with pytest.raises(InvalidInputError, match=r"^media: got 5, want a callable or None$"):
+        Chat(media=5)  # type: ignore[arg-type]
+
+
+def test_a_service_that_media_cannot_reach_is_no_fault_of_the_record() -> None:
+    def unreachable(part: object) -> object:
+        raise ServiceUnavailableError("no answer")
+
+    with pytest.raises(ServiceUnavailableError, match="no answer"):
+        Chat(media=unreachable)(asked({"type": "audio"}), HERE)
+
+
+@pytest.mark.parametrize(
+    "part", [{"video": [PNG, b"broken"], "fps": 1}, {"video": [PNG, "gone"], "fps": 1}, {"video": "lost"}]
+)
+def test_a_video_that_cannot_be_read_is_dropped_whole(part: dict[str, Any]) -> None:
+    chat = Chat(ChatTemplate(user=Turn("<", ">")), media=media)
+    preprocess = Preprocess(chat, BUILDER, on_image_error="drop")
+    text = {"type": "text", "text": "a"}
+    example = preprocess(asked(text, {"type": "video", **part}, text), HERE)
+    assert BUILDER.tokenizer.decode(example.sequence.input_ids.tolist()) == "<aa>"
+    assert len(example.dropped_images) == 1
+
+
 def test_chat_takes_the_parts_of_responses() -> None:
     content = [{"type": "input_text", "text": "This:"}, {"type": "input_image", "image_url": PNG_URL}]
     answer = [{"type": "output_text", "text": "A dot."}]
@@ -626,7 +714,11 @@ def test_mmc4_needs_similarities_only_to_compare_them() -> None:
 ROLES = "want one of system, developer, user, assistant, tool"
 MAPPING = "want a mapping of names to values"
 PARTS, TURN = ("messages", 1, "content"), ("messages", 2)
-KINDS = "want one of text, refusal, input_text, output_text, image, image_url, input_image"
+KINDS = (
+    "want one of text, refusal, input_text, output_text, image, image_url, input_image, video, video_url, audio, "
+    "audio_url, input_audio"
+)
+UNREAD = "want Chat(media=…), which reads such parts, or a video as a list of frames"
 
 
 @pytest.mark.parametrize(
@@ -642,7 +734,9 @@ KINDS = "want one of text, refusal, input_text, output_text, image, image_url, i
         (("messages", 3, "content"), 5, "messages[3].content: got 5, want text or a list of parts"),
         ((*PARTS, 0), "text", f"messages[1].content[0]: got 'text', {MAPPING}"),
         ((*PARTS, 0, "text"), None, "messages[1].content[0].text: got nothing, want text"),
-        ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {KINDS}"),
+        ((*PARTS, 0, "type"), "file", f"messages[1].content[0].type: got 'file', {KINDS}"),
+        ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {UNREAD}"),
+        ((*PARTS, 0, "type"), "video", f"messages[1].content[0].type: got 'video', {UNREAD}"),
         ((*PARTS, 0, "type"), {}, f"messages[1].content[0].type: got {{}}, {KINDS}"),
         ((*PARTS, 1, "image_url"), "a.png", f"messages[1].content[1].image_url: got 'a.png', {MAPPING}"),
         ((*PARTS, 1, "image_url", "url"), 5, f"messages[1].content[1].image_url.url: got 5, {NO_REFERENCE}"),

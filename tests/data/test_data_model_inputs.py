@@ -15,6 +15,7 @@ from mmpos import Grid, SequenceBuilder
 from mmpos.data import Batch, ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.segments import Audio
 
 TEXT = {"num_attention_heads": 2, "hidden_size": 32, "rope_theta": 1e4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -119,6 +120,7 @@ def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_t
 
 OTHER = replace(IMAGES, order="raster")
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
+HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
         (
             lambda: ModelCollator(LLAMA)([FIRST]),
             UnsupportedError,
-            "batch: got 1 image for 'llama', want text alone, or one of glm46v, glm4v,",
+            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of ern",
         ),
         (
             lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
@@ -149,6 +151,11 @@ MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
             UnsupportedError,
             "batch: got images without pixels, want those of an ImageProcessor",
+        ),
+        (
+            lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=HEARING)]),
+            UnsupportedError,
+            "batch: got 1 run of audio for 'qwen2_vl', want none: no features of it are passed on",
         ),
         (
             lambda: ModelCollator(SETTINGS).arguments(_shard()),
@@ -206,6 +213,44 @@ def test_an_example_of_what_a_processor_gave_has_patches_in_the_order_of_tokens(
     assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
 
 
+ERNIE: dict[str, Any] = {
+    "model_type": "ernie4_5_vl_moe",
+    "image_token_id": 7,
+    "video_token_id": 8,
+    "image_start_token_id": 9,
+    "image_end_token_id": 10,
+    "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
+    "vision_config": {"hidden_size": 32, "num_heads": 2, "patch_size": 4},
+}
+
+
+def test_a_pack_of_ernie_says_which_experts_take_each_token() -> None:
+    settings = mmpos.from_hf_config(ERNIE)
+    images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
+    made = ProcessedInputs(settings)
+    records = {"input_ids": [70, 80]}, {"input_ids": [50, 9, 7, 7, 10, 60, 9, 7, 10], **images}
+    arguments = ModelCollator(settings)([made(record, HERE) for record in records])
+    assert arguments.pop("pixel_values")[:, 0].tolist() == [*range(12)]
+    assert listed(arguments) == {
+        "use_cache": False,
+        "input_ids": [[70, 80, 50, 9, 7, 7, 10, 60, 9, 7, 10]],
+        "labels": [[-100, 80, -100, 9, -100, -100, 10, 60, 9, -100, 10]],
+        "position_ids": [
+            [[0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]],
+            [[0, 1, 0, 1, 2, 2, 4, 5, 6, 7, 8]],
+            [[0, 1, 0, 1, 2, 2, 4, 5, 6, 7, 8]],
+            [[0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]],
+        ],
+        "mm_token_type_ids": [[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]],
+        "moe_mm_token_type_ids": [[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1]],
+        "max_length_q": 9,
+        "max_length_k": 9,
+        "cu_seq_lens_q": [0, 2, 11],
+        "cu_seq_lens_k": [0, 2, 11],
+        "image_grid_thw": [[1, 2, 4], [1, 2, 2]],
+    }
+
+
 def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
     made = ProcessedInputs(SETTINGS)
     arguments = ModelCollator(SETTINGS)([made(RECORD, HERE), SECOND, made({**RECORD, "labels": [1] * 13}, HERE)])
@@ -236,6 +281,35 @@ def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
 def test_a_record_that_does_not_fit_its_tokens_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(RecordError, match=f"^r1: {words}"):
         ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
+
+
+GEMMA = mmpos.from_hf_config(
+    {"model_type": "gemma3", "text_config": TEXT, "vision_config": {}}, layer_type="full_attention"
+)
+PIXELS_OF_GEMMA = {"input_ids": [262144] * 2, "pixel_values": np.zeros((1, 3, 4, 4), np.float32)}
+FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_values_videos")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "record", "words"),
+    [
+        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text alone, or padded rows of its own"),
+        (
+            mmpos.from_hf_config(ERNIE),
+            FILM,
+            "video_grid_thw: got a video for 'ernie4_5_vl_moe', whose frames merge, want images alone",
+        ),
+    ],
+)
+def test_what_packs_of_a_model_cannot_hold_is_refused(settings: Any, record: Any, words: str) -> None:
+    with pytest.raises(RecordError, match=words):
+        ProcessedInputs(settings)(record, HERE)
+
+
+def test_placeholders_without_pixels_are_refused_where_packs_are_of_text_alone() -> None:
+    made = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
+    with pytest.raises(UnsupportedError, match=r"^batch: got placeholders of images for 'gemma3', want text"):
+        ModelCollator(GEMMA)([made])
 
 
 def test_images_without_markers_are_cut_without_them() -> None:

@@ -173,7 +173,7 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 2: write them anew"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them anew"):
         next(SequenceShard(path).examples())
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
@@ -185,7 +185,7 @@ def test_a_row_that_does_not_fit_itself_is_named(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
     rows = parquet.read_table(shard.path)
     short = rows.set_column(rows.schema.names.index("labels"), rows.schema.field("labels"), pa.array([[1]]))
-    footer = json.dumps({"version": 2, "axes": 2, "facts": {}})
+    footer = json.dumps({"version": 3, "axes": 2, "facts": {}})
     parquet.write_table(short.replace_schema_metadata({"mmpos": footer}), shard.path)
     with pytest.raises(RecordError, match=r"x\.parquet\[0\]: a: labels: got shape \(1,\), want \(2,\)"):
         list(shard.examples())
@@ -195,7 +195,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     shard = written(path, [example("a", [PHOTO])])
     content = bytearray(path.read_bytes())
-    column = parquet.ParquetFile(path).metadata.row_group(0).column(18)
+    column = parquet.ParquetFile(path).metadata.row_group(0).column(20)
     assert column.path_in_schema == "patches"
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from chat_tokenizer import QWENS, chat_tokenizer
 
-from mmpos import ByteTokenizer, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
+from mmpos import ByteTokenizer, Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
 from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, TokenizerTemplate
 from mmpos.data.preprocess.shard_job import describe
 from mmpos.integrations.hf import MMPosProcessor
+from mmpos.schemes import TMRope
+from mmpos.segments import Audio, Clip
 
 HERE = Location("shard.jsonl", 3)
 BEGIN, END, PATCH, _ = QWENS
@@ -98,6 +100,54 @@ def test_a_dropped_image_takes_what_the_template_writes_for_it() -> None:
     chat = [said("user", "What is ", b"broken", "this?"), said("assistant", "A cat")]
     example = Preprocess(Chat(), builder(), on_image_error="drop")({"messages": chat}, HERE)
     assert tokenizer().decode(example.sequence.input_ids) == "<|user|>\nWhat is this?</s>\n<|assistant|>\nA cat</s>\n"
+
+
+OMNI = CHATML.replace(
+    "{% else %}{{ c.text }}",
+    "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif c.type == 'audio' %}<audio>"
+    "{% else %}{{ c.text }}",
+)
+"""As Qwen2.5-Omni writes chats."""
+
+
+def heard(part: Any) -> object:
+    """A clip of a video, and as many tokens as a sound has letters."""
+    return Clip(1, 2, frames=2, audio=3) if part["type"] == "video" else Audio(len(part["audio"]))
+
+
+def omni(chat: list[dict[str, Any]], template: str = OMNI) -> Any:
+    markers = Markers(BEGIN, END, PATCH, video=QWENS[3], audio=900, audio_begin=901, audio_end=902)
+    own = builder(template, markers=markers, scheme=TMRope(tokens_per_second=2, seconds_per_chunk=1))
+    return Preprocess(Chat(media=heard), own)({"messages": chat}, HERE).sequence
+
+
+def test_videos_and_audio_stand_where_the_template_writes_them() -> None:
+    chat = [said("user", "a cat", Grid(2, 3), "a cup"), said("assistant", "it")]
+    chat[0]["content"][1:1] = [{"type": "audio", "audio": "wau"}, {"type": "video", "video": "a.mp4"}]
+    sequence = omni(chat)
+    begin, end, patch, video = (tokenizer().convert_tokens_to_ids(name) for name in QWENS)
+    clip = [begin, 901, video, video, 900, 900, video, video, 900, 902, end]
+    before, after = (
+        tokenizer().encode(text, add_special_tokens=False)
+        for text in ("<|user|>\na cat", "a cup</s>\n<|assistant|>\nit</s>\n")
+    )
+    want = [*before, 901, *[900] * 3, 902, *clip, begin, *[patch] * 6, end, *after]
+    assert sequence.input_ids.tolist() == want
+
+
+def test_a_template_that_knows_no_videos_is_refused() -> None:
+    chat = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]
+    with pytest.raises(InvalidInputError, match="writes nothing for a video, want that of a model with videos"):
+        omni(chat, CHATML.replace("{{ c.text }}", "{{ c.text or '' }}"))
+
+
+def test_a_text_that_spells_the_placeholder_of_a_video_beside_one_is_refused() -> None:
+    chat = [said("user", "<|vision_start|><|video_pad|><|vision_end|>")]
+    chat[0]["content"].append({"type": "video", "video": "a.mp4"})
+    with pytest.raises(
+        RecordError, match="got 2 placeholders in the text of the chat template, want 1, as many as videos"
+    ):
+        omni(chat)
 
 
 def test_llava_is_written_by_the_template_too() -> None:

@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from two_ranks import Shards, epochs, loader, on_two_ranks, resumed, train
+from two_ranks import Shards, everything, loader, on_two_ranks
 
-from mmpos import Grid, SequenceBuilder
+from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import collate_packed, collate_padded
-from mmpos.data.examples import Example
+from mmpos.data.examples import Example, OnImageError, Preprocess
+from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
@@ -274,6 +274,17 @@ def as_keys(group: Any) -> Any:
     return [example.key for example in getattr(group, "examples", group)]
 
 
+@pytest.mark.parametrize(("policy", "steps"), [(None, 5), ("raise", 5), ("drop", None), ("skip-document", None)])
+def test_steps_are_none_where_images_may_skip_their_documents(
+    policy: OnImageError | None, steps: int | None, tmp_path: Path
+) -> None:
+    preprocess = Preprocess(
+        Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy
+    )
+    dataset = BatchDataset([Shards("a", 9)], preprocess, Batcher(2), quarantine=tmp_path)
+    assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == steps
+
+
 def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
     def steps(shard: Any, batching: Any, **options: Any) -> int | None:
         return RankLoader(
@@ -295,16 +306,27 @@ def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
     assert RankLoader(iter([1])).steps_per_epoch is None
 
 
+# Two ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of each of two ranks, whose processes take longer to start than to work."""
+    return on_two_ranks(everything, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.slow
-def test_ranks_get_as_many_batches(tmp_path: Path) -> None:
-    first, second = on_two_ranks(epochs, tmp_path)
+@pytest.mark.xdist_group("two ranks")
+def test_ranks_get_as_many_batches(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["epochs"] for rank in ranks)
     assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
     assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
 
 
 @pytest.mark.slow
-def test_ranks_that_repeat_go_on_behind_their_state(tmp_path: Path) -> None:
-    for rank in on_two_ranks(resumed, tmp_path):
+@pytest.mark.xdist_group("two ranks")
+def test_ranks_that_repeat_go_on_behind_their_state(ranks: list[dict[str, Any]]) -> None:
+    for rank in (rank["resumed"] for rank in ranks):
         assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
         for even, whole in rank["whole"].items():
             for steps, rest in enumerate(rank[even]):
@@ -312,9 +334,11 @@ def test_ranks_that_repeat_go_on_behind_their_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("even", "longest"), [("drop", min), ("repeat", max)])
-def test_training_on_ranks_with_different_numbers_of_batches_ends(even: Even, longest: Any, tmp_path: Path) -> None:
-    first, second = on_two_ranks(partial(train, even=even), tmp_path)
-    assert first[0] != second[0], "the corpus is uneven"
-    assert first[1:] == second[1:], "as many steps, and the same weights"
-    assert first[1] == 2 * longest(first[0], second[0])
+@pytest.mark.xdist_group("two ranks")
+def test_training_on_ranks_with_different_numbers_of_batches_ends(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["trained"] for rank in ranks)
+    assert first["packs"] != second["packs"], "the corpus is uneven"
+    for even, longest in (("drop", min), ("repeat", max)):
+        steps, _ = first[even]
+        assert first[even] == second[even], "as many steps, and the same weights"
+        assert steps == 2 * longest(first["packs"], second["packs"])

@@ -62,7 +62,8 @@ class Fake(grpc.GenericRpcHandler):
 def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> Iterator[str]:
     """Serve while inside, and say so to those who ask for health, or the contrary."""
     server = grpc.server(ThreadPoolExecutor(16), handlers=[fake], options=[("grpc.so_reuseport", 0)])
-    servicer = health.HealthServicer()
+    # Not its other way, which sends under a lock that the thread that would send wants when a watcher leaves.
+    servicer = health.HealthServicer(experimental_non_blocking=False)
     states = health_pb2.HealthCheckResponse
     servicer.set("", states.SERVING if serving else states.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

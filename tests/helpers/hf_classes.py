@@ -17,7 +17,7 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
@@ -29,6 +29,7 @@ FIELDS = (
     *("audio_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     *(
         "boi_token_id",
+        "document_token_id",
         "eoi_token_id",
         "im_end_id",
         "im_start_id",
@@ -155,7 +156,7 @@ def table() -> dict[str, dict[str, Any]]:
                         row.setdefault("part_defaults", {})[name] = merged
                     if spec.model_type not in rows:
                         rows[spec.model_type] = _fields(CONFIG_MAPPING[spec.model_type], FIELDS)
-            if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and (optional := _optional(config, row)):
+            if config.model_type in MODEL_TYPES and (optional := _optional(config, row)):
                 row["optional_parts"] = optional
     return dict(sorted(rows.items()))
 

@@ -16,13 +16,16 @@ from mmpos.schemes import (
     Flatten,
     Grid2D,
     MRope,
+    MRopeCanvas,
     MRopeQwen3,
     MRopeTransformers,
+    Naive2D,
     RopeTieV2,
     TMRope,
     TMRopeQwen3,
     XDRope,
 )
+from mmpos.segments import CropMarkers
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -52,12 +55,22 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
     "glmga": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
+    "minicpmv4_7": {
+        "image_token_id": 20,
+        "video_token_id": 21,
+        "image_start_id": 22,
+        "image_end_id": 23,
+        "slice_start_id": 24,
+        "slice_end_id": 25,
+        "newline_id": 26,
+    },
     **{name: {"text_config": {"model_type": "llama"}} for name in ("blip-2", "instructblip", "instructblipvideo")},
 }
 LAYER_TYPES = {
     **dict.fromkeys(("cohere_compass", "gemma3_text"), "sliding_attention"),
     **dict.fromkeys(("diffusion_gemma", "gemma3", "gemma3n", "gemma4", "gemma4_unified"), "full_attention"),
     **dict.fromkeys(("lfm3", "lfm3_vl", "shieldgemma2", "step3p7"), "full_attention"),
+    **dict.fromkeys(("embedding_gemma2", "modernvbert", "neomme", "ultravbert"), "full_attention"),
 }
 """Which of several rotations is expected."""
 HUNYUAN = {
@@ -109,6 +122,7 @@ EXPECTED_ENCODERS: dict[str, tuple[Grid2D, Rotary]] = {
         }.items()
         for encoder in encoders.split()
     },
+    "gemma4_vision": (Grid2D(), Rotary(32, theta=100.0, axes=2, allocation="heads", head_axes=[1, 0] * 12)),
     "inkling2_vision": (Grid2D("merged", 2, first=1), Rotary(64, pairing="adjacent", **blocks(1, 0, pairs=16))),
     "kimi_k25_vision": (Grid2D(), Rotary(72, allocation=[1, 0] * 18, axes_dim=[36, 36])),
     "lfm3_vl_vision": (Grid2D("merged", 2), Rotary(64, theta=1e6, allocation="axial")),
@@ -183,7 +197,7 @@ OMNI25 = (TMRope(), QWEN2, {**OMNI_IDS, **merged(224), "patch_size": 14})
 OMNI3 = (
     TMRopeQwen3(tokens_per_second=25),
     replace(QWEN3, theta=1e6),
-    {**OMNI_IDS, **merged(72), "patch_size": 16},
+    {**OMNI_IDS, **merged(72), "patch_size": 16, "audio_chunk": 100},
 )
 
 EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
@@ -269,6 +283,11 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         GLM,
         {"image_token_id": 167855, "image_markers": (16384, 16385), "patch_size": 16, "generates": True},
     ),
+    "neomme": (
+        Naive2D(),
+        Rotary(64, rotary_dim=16, theta=1e6),
+        {"image_token_id": 6, "opening_token_id": 5},
+    ),
     "mistral3": (
         Flatten(),
         line(128, 1e9),
@@ -318,6 +337,8 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "lfm2_vl": flat(line(80, 1e6), image_token_id=396, patch_size=16),
     "llava_next_video": flat(line(128), image_token_id=32001, video_token_id=32000, patch_size=14),
     "ovis2": flat(line(128), image_token_id=151665, patch_size=14),
+    "paligemma": flat(line(256), image_token_id=256000, patch_size=14, start=1),
+    "pi0": flat(line(256), image_token_id=257152, patch_size=14),
     "perception_lm": flat(line(128), image_token_id=128002, video_token_id=128003),
     "pp_chart2table": flat(line(64, 1e6), image_token_id=151859, patch_size=16),
     "qianfan_ocr": flat(line(128), image_token_id=151667, patch_size=14),
@@ -327,7 +348,14 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "molmo2": flat(line(128), image_token_id=151938, patch_size=14),
     "shieldgemma2": flat(line(256, 1e6), image_token_id=262144, image_markers=(255999, 256000), patch_size=16),
     "diffusion_gemma": flat(
-        line(512, 1e6, scaling=PRoPE(0.25)), image_token_id=258880, image_markers=(255999, 258882), patch_size=16
+        line(512, 1e6, scaling=PRoPE(0.25)),
+        image_token_id=258880,
+        image_markers=(255999, 258882),
+        patch_size=16,
+        **encoder("gemma4_vision"),
+    ),
+    "embedding_gemma2": flat(
+        line(512, 1e6), image_token_id=258880, video_token_id=258884, image_markers=(255999, 258882)
     ),
     "gemma3n": flat(line(256, 1e6), image_token_id=262145, image_markers=(255999, 262144)),
     "gemma4": flat(
@@ -353,6 +381,8 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         **encoder("lfm3_vl_vision"),
         frames_apart=True,
     ),
+    "modernvbert": flat(line(64, 160000.0), image_token_id=50407, patch_size=16),
+    "ultravbert": flat(line(128, 2560000.0), image_token_id=49191, patch_size=16),
     "step3p7": flat(line(128), image_token_id=151679, patch_size=14, **encoder("step3p5_vision")),
     "aya_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=14),
     "cohere2_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=16),
@@ -396,6 +426,17 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     ),
     "minicpm_ocr": flat(line(256, rotary_dim=64), patch_size=16),
     "minicpmv4_6": flat(line(256, rotary_dim=64), patch_size=16),
+    "minicpmv4_7": (
+        MRopeCanvas(),
+        QWEN35,
+        {
+            "image_token_id": 20,
+            "video_token_id": 21,
+            "crop_markers": CropMarkers(22, 23, 24, 25, 26),
+            "spatial_merge_size": 4,
+            "patch_size": 16,
+        },
+    ),
     "video_llama_3": flat(line(128), image_token_id=151655, video_token_id=151656, patch_size=16),
     "blip-2": flat(line(128), patch_size=14),
     "instructblip": flat(line(128), patch_size=14),
@@ -403,6 +444,8 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "idefics": flat(line(128), patch_size=14),
     "mllama": flat(line(128, 5e5), image_token_id=128256, patch_size=14),
     "phi4_multimodal": flat(line(96), image_token_id=200010, patch_size=14),
+    "audioflamingo3": flat(line(128)),
+    "musicflamingo": flat(line(128)),
     "fun_asr_nano": flat(line(128)),
     "glmasr": flat(line(128)),
     "granite_speech": flat(line(128)),
@@ -411,6 +454,7 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "moss_transcribe_diarize": flat(line(128, 1e6)),
     "qwen2_audio": flat(line(128)),
     "qwen3_asr": flat(line(128)),
+    "vibevoice": flat(line(128)),
     "vibevoice_asr": flat(line(128)),
     "voxtral": flat(line(128, 1e8)),
     "voxtral_realtime": flat(line(128, 1e6)),

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from model_configs import ARGUMENTS, CONFIGS
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+)
 
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("d_model", "embed_dim", "hidden_size", "n_embd", "out_hidden_size", "output_dim", "width"), 64),
@@ -67,12 +72,24 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}, "text_config": {"rope_scaling_layers": [0, 1]}},
     "muse_spark": {"text_config": {"moe_hidden_size": 64}},
     "perception_lm": {"vision_config": SMALL_VIT},
+    "pi0": {
+        "chunk_size": 5,
+        "vlm_config": {"projection_dim": 64, "vision_config": {"image_size": 28, "patch_size": 7}},
+    },
     "phi4_multimodal": {"audio_config": {"nemo_conv_channels": 64}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
+    "vibevoice": {
+        "audio_config": {"hidden_size": 64, **SPEECH},
+        "semantic_model_config": SPEECH,
+        "diffusion_head_config": {"hidden_size": 64, "latent_size": 64, "num_head_layers": 1},
+    },
     "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": SPEECH for kind in ("acoustic", "semantic")},
 }
 """What the defaults of a class made small lack, or must not be, for its model to run."""
+
+AUTOS: Any = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
+"""What makes a model, the most special first."""
 
 PIXELS = torch.ones(1, 3, 28, 28)
 INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
@@ -90,6 +107,15 @@ INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
         "qformer_input_ids": ids,
     },
     "kyutai_speech_to_text": lambda ids: {"input_ids": ids[..., None].expand(-1, -1, 33)},
+    "pi0": lambda ids: {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": PIXELS[None],
+        "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool),
+        "state": torch.ones(1, 32),
+        "noise": torch.ones(1, 5, 32),
+        "timestep": torch.ones(1),
+    },
     "voxtral_realtime": lambda ids: {
         "input_ids": ids,
         "encoder_inputs_embeds": torch.ones(1, 4 * ids.shape[1], 64),
@@ -107,9 +133,9 @@ def tiny_config(model: str) -> Any:
 
 def tiny_model(model: str) -> Any:
     """Make a model with random weights, the same for the same name."""
-    auto: Any = AutoModelForMultimodalLM if model in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     with quiet():
         config = tiny_config(model)
+        auto = next(each for each in AUTOS if type(config) in each._model_mapping)
         torch.manual_seed(0)
         return auto.from_config(config, attn_implementation="eager").eval()
 
@@ -121,7 +147,8 @@ def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) 
     if position_ids is not None:
         given["position_ids"] = position_ids
     with quiet(), torch.no_grad():
-        found: Tensor = network(**given).logits
+        made = network(**given)
+    found: Tensor = made.logits if "logits" in made else made.last_hidden_state
     return found
 
 

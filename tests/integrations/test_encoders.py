@@ -43,10 +43,20 @@ SMALL: dict[str, Any] = {
 }
 """Fields of encoders for one layer with two heads of 64 channels, and patches of 4×4 pixels."""
 
-FUNCTIONS = ("vision_apply_rotary_emb", "apply_rotary_pos_emb_vision", "apply_rotary_pos_emb")
+FUNCTIONS = (
+    "apply_multidimensional_rope",
+    "vision_apply_rotary_emb",
+    "apply_rotary_pos_emb_vision",
+    "apply_rotary_pos_emb",
+)
 """Names of what turns q and k, the most special first."""
 
-IMAGES = {"llama4_vision_model": [(8, 8), (8, 8)], "pixtral": [(3, 5), (4, 2)], "step3p5_vision": [(3, 5), (3, 5)]}
+IMAGES = {
+    "gemma4_vision": [(3, 6), (6, 3)],
+    "llama4_vision_model": [(8, 8), (8, 8)],
+    "pixtral": [(3, 5), (4, 2)],
+    "step3p5_vision": [(3, 5), (3, 5)],
+}
 """Rows and columns for encoders that take whole images."""
 FRAMES_APART = ("glm4v_moe_vision", "glm4v_vision")
 """Encoders that take each frame of a video as a grid of its own."""
@@ -81,6 +91,9 @@ def run(encoder: str, model: Any) -> None:
     channels = 3 * 4 * 4 * getattr(model.config, "temporal_patch_size", getattr(model.config, "patch_temporal", 1))
     if encoder == "pixtral":
         model(torch.randn(2, 3, 32, 32), image_sizes=4 * grid[:, 1:])
+    elif encoder == "gemma4_vision":  # which takes patches with their columns and rows
+        places = [[[x, y] for y in range(height) for x in range(width)] for _, height, width in grid.tolist()]
+        model(torch.randn(2, patches // 2, 48), torch.tensor(places))
     elif encoder in IMAGES:
         model(torch.randn(2, 3, *(4 * grid[0, 1:]).tolist()))
     elif encoder == "inkling2_vision":  # which takes blocks of 2×2 patches
@@ -126,6 +139,9 @@ def test_positions_and_rotation_are_those_of_the_encoder(encoder: str, monkeypat
     function = getattr(code, name)
 
     def turn(q: Tensor, k: Tensor, *tables: Tensor, **options: Any) -> NoReturn:
+        if encoder == "gemma4_vision":  # k is cos, and the halves of heads are heads
+            q, theirs = (values.reshape(-1, 4, 32) for values in (q, function(q, k, *tables)))
+            raise TurnedError(q, q, theirs, theirs)
         raise TurnedError(*(by_token(values) for values in (q, k, *function(q, k, *tables, **options))))
 
     monkeypatch.setattr(code, name, turn)

@@ -48,8 +48,8 @@ IDS = torch.tensor([[0, 1, 2, 3, 5, 8, 13], [4, 0, 9, 1, 7, 2, 30], [1, 6, 2, 11
 COLUMNS_FIRST = ("muse_glimmer_vision", "muse_spark_vision", "sam3_vit_model")
 """Encoders whose modules are given columns before rows."""
 
-WITHOUT_IDS = ("llama4_vision_model",)
-"""Encoders whose modules are given no ids: tests of encoders turn by them."""
+WITHOUT_IDS = ("gemma4_vision", "llama4_vision_model")
+"""Encoders whose modules are given no ids, or turn halves of heads: tests of encoders turn by them."""
 
 LAYERS = ("full_attention", "sliding_attention")
 RELEASED: dict[str, dict[str, Any]] = {

@@ -1,10 +1,11 @@
-"""The processor against Qwen2VLProcessor: the same batches, whatever a call or the tokenizer asks for."""
+"""The processor against those of Qwen2-VL, GLM-4V and PaddleOCR-VL: the same batches, whatever a call asks for."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from chat_tokenizer import QWENS, chat_tokenizer
+from model_configs import config_of
 from tokenizers.processors import TemplateProcessing
 from tolerance import assert_within, normalised
 
@@ -191,3 +193,40 @@ def test_batches_are_those_of_transformers_whatever_is_told(calls: int) -> None:
         assert found in ("equal", "both refuse") or found.startswith("we refuse"), (seed, told, texts, found)
         seen[found] += 1
     assert seen["equal"] > calls / 2
+
+
+OTHERS = {
+    "glm4v": ("image_start_token_id", "image_end_token_id", "image_token_id", "video_token_id"),
+    "paddleocr_vl": NAMES,
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # by the processor of GLM-4V
+@pytest.mark.parametrize("model", OTHERS)
+def test_folders_of_glm_and_paddleocr_give_the_batches_of_their_own_processors(tmp_path: Path, model: str) -> None:
+    """A video processor of GLM-4V beside them is passed over: its processor takes images only."""
+    config, kind = config_of(model), {"glm4v": "Glm4v", "paddleocr_vl": "PaddleOCRVL"}[model]
+    for name, token in zip(OTHERS[model], range(5, 9), strict=True):
+        setattr(config, name, token)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    images, tokenizer = getattr(transformers, f"{kind}ImageProcessor")(), chat_tokenizer(QWENS, **MARKED)
+    images.save_pretrained(tmp_path)
+    if model == "glm4v":
+        transformers.Glm4vVideoProcessor().save_pretrained(tmp_path)
+        assert (tmp_path / "video_preprocessor_config.json").exists()
+    videos = [transformers.Glm4vVideoProcessor()] if model == "glm4v" else []
+    theirs = getattr(transformers, f"{kind}Processor")(images, tokenizer, *videos)
+    ours = MMPosProcessor.from_hf_config(tmp_path, tokenizer)
+    rows = [f"{IMAGE} a cat", f"A cup {IMAGE}, {IMAGE}"]
+    random = np.random.default_rng(0)
+    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (9, 605, 3), (200, 60, 3))]
+    told: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    got, want = ours(photos, rows, **told), theirs([photos[:1], photos[1:]], rows, **told)
+    assert set(got) == set(want)
+    bound = normalised(ours.images.mean, ours.images.std)
+    for key in sorted(want):
+        assert got[key].shape == want[key].shape, key
+        if key == "pixel_values":
+            assert_within(got[key], want[key], bound)
+        else:
+            assert torch.equal(got[key], want[key]), key

@@ -343,6 +343,22 @@ def test_markers_are_put_around_every_grid_of_a_video(model: str) -> None:
     np.testing.assert_array_equal(got["positions"].dense(), want["positions"].dense())
 
 
+def test_a_row_that_ends_between_two_ids_has_a_table_and_no_next_position() -> None:
+    qwen, _ = both("qwen2_vl")
+    ours = MMPosProcessor(
+        qwen.tokenizer, qwen.images, "tmrope-qwen3", qwen.markers, temporal_patch_size=2,
+        video_processor=qwen.video_processor, video_token=QWENS[3],
+    )  # fmt: skip
+    text = f"A{QWENS[3]}A"
+    known = {"fps": 3, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]}
+    told: dict[str, Any] = {"do_sample_frames": False, "add_special_tokens": False}
+    for video, whole in ((4, False), (2, True)):  # of four frames the second pair is 2/3 s or 26/3 ids behind the first
+        frames = np.zeros((video, 28, 28, 3), np.uint8)
+        batch = ours(text=text, videos=frames, video_metadata=known, **told)
+        assert ("mm_next_positions" in batch, "deltas" in batch) == (whole, whole)
+        assert batch["positions"].resumable.tolist() == [whole]
+
+
 def test_offsets_of_a_video_are_those_of_its_placeholder() -> None:
     ours, _ = both("qwen3_vl")
     text = f"A {QWENS[3]} cat {QWENS[2]}"

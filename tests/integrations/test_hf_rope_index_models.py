@@ -182,6 +182,6 @@ def test_models_without_the_method_or_of_another_type_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^model: got Linear, want a model with get_rope_index$"):
         install(nn.Linear(2, 2))
     model = model_of()
-    model.model.config = {"model_type": "glm_image"}
-    with pytest.raises(UnsupportedError, match=r"^config\.model_type: got 'glm_image', want one of cohere_compass, "):
+    model.model.config = {"model_type": "minicpmv4_6"}
+    with pytest.raises(UnsupportedError, match=r"^config\.model_type: got 'minicpmv4_6', want one of cohere_compass, "):
         install(model)

@@ -1,28 +1,37 @@
-"""rope_index beside get_rope_index of Qwen2.5-Omni: the same bits, dtypes, shapes, parameters."""
+"""rope_index beside get_rope_index of the Qwen Omni models: the same bits, dtypes, shapes, parameters."""
 
 from __future__ import annotations
 
 import inspect
 import random
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_configs import TEXT, config_of
 from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of
-from test_models_omni import AUDIO, IMAGE, VIDEO, VISION, Prompts, prompts, theirs
+from test_models_omni import AUDIO, IMAGE, MODELS, SOUND, SOUND_END, VIDEO, VISION, VISION_END, Prompts, prompts, theirs
 from test_models_peers import padded
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from mmpos import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf import get_rope_index, install, rope_index, uninstall
-from mmpos.integrations.hf.get_rope_index import OmniRopeIndex
+from mmpos.integrations.hf import install, omni_rope_index, rope_index, uninstall
+from mmpos.integrations.hf.get_rope_index import FloatOmniRopeIndex, OmniRopeIndex
 
-FEW, MANY = 60, 2100
-MODEL = "qwen2_5_omni"
+FEW, MANY = 150, 2100
+MODEL, FLOATS = MODELS
 FUNCTION = OmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 25, 50)
+FUNCTIONS = {MODEL: FUNCTION, FLOATS: FloatOmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 13, VISION, SOUND, 100)}
+
+
+def seconds_of(rng: random.Random, video: Fraction) -> float:
+    """Seconds between frames: as videos have them, any, or about those of whole ids, where rounding joins two ids."""
+    about = rng.randint(1, 20) / 13 * (1 + rng.choice([0, 1e-7, -1e-7, 3e-7]))
+    return rng.choice([float(video), rng.uniform(0.01, 9), about])
 
 
 def arguments_of(rng: random.Random, made: Prompts, clips: bool) -> dict[str, Any]:
@@ -32,7 +41,7 @@ def arguments_of(rng: random.Random, made: Prompts, clips: bool) -> dict[str, An
         asked["image_grid_thw"] = torch.tensor(made.images)
     if made.videos:
         asked["video_grid_thw"] = torch.tensor(made.videos)
-        rates = [float(s) if rng.random() < 0.5 else rng.uniform(0.01, 9) for s in made.seconds]
+        rates = [seconds_of(rng, seconds) for seconds in made.seconds]
         dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
         asked["second_per_grids"] = torch.tensor(rates, dtype=dtype)
     if made.features:
@@ -40,10 +49,10 @@ def arguments_of(rng: random.Random, made: Prompts, clips: bool) -> dict[str, An
     return asked
 
 
-def request(rng: random.Random) -> Request:
+def request(rng: random.Random, model: str) -> Request:
     """Rows of text, images, audio and videos, silent or with their sound, padded, masked with holes."""
     clips, side = rng.random() < 0.6, rng.choice(["left", "right"])
-    made = prompts(MODEL, rng, clips)
+    made = prompts(model, rng, clips)
     ids, real = padded(made.rows, side), padded([[1] * len(row) for row in made.rows], side)
     asked, traits = arguments_of(rng, made, clips), ["clips" if clips and made.videos else "no clips"]
     if not real.all() or rng.random() < 0.5:
@@ -58,49 +67,62 @@ def request(rng: random.Random) -> Request:
     return Request(asked, {}, [*traits, *asked, str(asked["input_ids"].dtype)])
 
 
-def compare(count: int) -> Counter[str]:
+def compare(model: str, count: int) -> Counter[str]:
     """Compare random batches with the answers of the method; returns how many had each trait."""
-    rng, (method, stand_in), traits = random.Random(MODEL), theirs(MODEL), Counter[str]()
+    rng, (method, stand_in), traits = random.Random(model), theirs(model), Counter[str]()
     for _ in range(count):
-        asked = request(rng)
-        assert_same(FUNCTION(**asked.arguments), method(stand_in, **asked.arguments), asked)
-        traits.update(asked.traits)
+        asked = request(rng, model)
+        needed = {} if model == MODEL else {"attention_mask": torch.ones_like(asked.arguments["input_ids"])}
+        want = method(stand_in, **needed | asked.arguments)
+        assert_same(FUNCTIONS[model](**asked.arguments), want, asked)
+        whole = torch.equal(want[1], want[1].round())
+        traits.update([*asked.traits, "whole deltas" if whole else "fractions of deltas"])
     return traits
 
 
 @pytest.mark.usefixtures("way")
-def test_ids_and_deltas_of_qwen2_5_omni_have_the_bits_of_its_method() -> None:
-    compare(FEW)
+@pytest.mark.parametrize("model", MODELS)
+def test_ids_and_deltas_have_the_bits_of_the_method(model: str) -> None:
+    compare(model, FEW)
 
 
 @pytest.mark.slow
-def test_many_ids_and_deltas_of_qwen2_5_omni_have_the_bits_of_its_method() -> None:
-    traits = compare(MANY)
+@pytest.mark.parametrize("model", MODELS)
+def test_many_ids_and_deltas_have_the_bits_of_the_method(model: str) -> None:
+    traits = compare(model, MANY)
     wanted = ["attention_mask", "holes", "image_grid_thw", "video_grid_thw", "audio_seqlens", "clips", "no clips"]
-    wanted += ["surplus image", "torch.int32", "torch.int64"]
+    wanted += ["surplus image", "torch.int32", "torch.int64", *["fractions of deltas"] * (model == FLOATS)]
     assert {name: traits[name] for name in wanted if traits[name] < 50} == {}
 
 
-@pytest.mark.parametrize("name", [MODEL, f"{MODEL}_thinker"])
-def test_token_ids_and_rates_are_those_of_the_thinker(name: str) -> None:
-    assert rope_index(config_of(name)) == FUNCTION
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("part", ["", "_thinker"])
+def test_token_ids_and_rates_are_those_of_the_thinker(model: str, part: str) -> None:
+    config = config_of(model + part)
+    thinker = config if part else config.thinker_config
+    thinker.vision_start_token_id = VISION
+    if model == FLOATS:
+        thinker.position_id_per_seconds = 13
+    assert rope_index(config) == FUNCTIONS[model]
 
 
-def test_parameters_are_those_of_the_method_of_qwen2_5_omni() -> None:
-    method, _ = theirs(MODEL)
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_those_of_the_method_of_the_model(model: str) -> None:
+    method, _ = theirs(model)
     want = list(inspect.signature(method).parameters.values())[1:]
-    got = inspect.signature(FUNCTION).parameters.values()
+    got = inspect.signature(FUNCTIONS[model]).parameters.values()
     assert [(p.name, p.kind, p.default) for p in got] == [(p.name, p.kind, p.default) for p in want]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
-def test_without_grids_the_mask_alone_is_counted(dtype: torch.dtype) -> None:
-    method, stand_in = theirs(MODEL)
+@pytest.mark.parametrize("model", MODELS)
+def test_without_grids_the_mask_alone_is_counted(model: str, dtype: torch.dtype) -> None:
+    method, stand_in = theirs(model)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0]]).to(dtype)
     for ids in (None, torch.full((3, 4), AUDIO)):
-        assert_same(FUNCTION(ids, attention_mask=mask), method(stand_in, ids, attention_mask=mask))
+        assert_same(FUNCTIONS[model](ids, attention_mask=mask), method(stand_in, ids, attention_mask=mask))
     with pytest.raises(InvalidInputError, match=r"^attention_mask: got None, want a tensor, where there are no grids$"):
-        FUNCTION(torch.zeros(1, 2, dtype=torch.int64))
+        FUNCTIONS[model](torch.zeros(1, 2, dtype=torch.int64))
 
 
 def test_seconds_are_multiplied_as_float32() -> None:
@@ -109,6 +131,78 @@ def test_seconds_are_multiplied_as_float32() -> None:
     grid, seconds = torch.tensor([[5, 2, 2]]), torch.tensor([1.64], dtype=torch.float64) - 1e-9
     got, _ = FUNCTION(ids, video_grid_thw=grid, second_per_grids=seconds)
     assert got[0, 0].tolist() == [0, 1, 42, 83, 124, 165]
+
+
+def clip_of(frames: int, audio: int, text: int) -> list[int]:
+    """Text, then a video with its audio; the next token is text."""
+    return [*[TEXT] * text, VISION, SOUND, *[VIDEO] * frames, *[AUDIO] * audio, SOUND_END, VISION_END, TEXT]
+
+
+def test_each_sum_is_rounded_to_float32_and_decides_what_comes_first() -> None:
+    """Frames 10/13 s apart, from id 2 + 2: 14.000001 is a float, and comes after audio token 10. From 1000 + 2 it
+    is not, so that the second frame is at 1012, and comes before the audio token there."""
+    seconds = torch.tensor([10 / 13 + 1e-7])
+    asked: dict[str, Any] = {"video_grid_thw": torch.tensor([[2, 2, 2]]), "second_per_grids": seconds}
+    early, _ = FUNCTIONS[FLOATS](torch.tensor([clip_of(2, 12, 2)]), **asked, use_audio_in_video=True)
+    late, _ = FUNCTIONS[FLOATS](torch.tensor([clip_of(2, 12, 1000)]), **asked, use_audio_in_video=True)
+    assert early[1, 0, 4:18].tolist() == [4, *range(4, 15), 4, 15]
+    assert 14 < early[0, 0, 16].item() < 14.00001
+    assert late[1, 0, 1002:1016].tolist() == [1002, *range(1002, 1012), 1002, 1012, 1013]
+    assert late[0, 0, 1013].item() == 1012
+
+
+def test_deltas_are_fractions_after_a_video_and_rounded() -> None:
+    """Two frames two thirds of a second apart, from id 2 on: 2 and 10.667, so that text goes on at 11.667 and 12.667,
+    and decoding at 13.667, which is 7.667 beyond the six tokens."""
+    ids, deltas = FUNCTIONS[FLOATS](
+        torch.tensor([[TEXT, VISION, VIDEO, VIDEO, VISION_END, TEXT]]),
+        video_grid_thw=torch.tensor([[2, 2, 2]]),
+        second_per_grids=torch.tensor([2 / 3]),
+    )
+    last = np.float32(np.float32(2 / 3) * np.float32(13)) + np.float32(2)
+    assert ids[0, 0].tolist() == [0, 1, 2, last, last + np.float32(1), last + np.float32(2)]
+    assert deltas.tolist() == [[last + np.float32(3) - np.float32(6)]]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            [TEXT, IMAGE, TEXT],
+            "input_ids: got other tokens before the placeholders from document 0, token 1 on, want "
+            "vision_start_token_id",
+        ),
+        (
+            [VISION, IMAGE, SOUND, AUDIO, TEXT],
+            "input_ids: got other tokens before the placeholders from document 0, token 3 on, want "
+            "audio_start_token_id",
+        ),
+        (
+            [IMAGE, TEXT],
+            "input_ids: got other tokens before the placeholders from document 0, token 0 on, want "
+            "vision_start_token_id",
+        ),
+    ],
+)
+def test_placeholders_without_a_marker_of_their_own_are_refused(row: list[int], said: str) -> None:
+    """The method counts them as text, or fails."""
+    with pytest.raises(InvalidInputError) as raised:
+        FUNCTIONS[FLOATS](torch.tensor([row]), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    assert str(raised.value) == said
+
+
+def test_one_token_that_is_left_is_refused_as_any_without_its_marker() -> None:
+    ids, grid = torch.tensor([[TEXT, IMAGE]]), torch.tensor([[1, 2, 2]])
+    said = r"^input_ids: got other tokens before the placeholders from document 0, token 0 on, want vision_start_token"
+    with pytest.raises(InvalidInputError, match=said):
+        FUNCTIONS[FLOATS](ids[:, 1:], image_grid_thw=grid)
+    with pytest.raises(InvalidInputError, match=said):
+        FUNCTIONS[FLOATS](ids, image_grid_thw=grid, attention_mask=torch.tensor([[0, 1]]))
+
+
+def test_no_rows_have_no_ids_of_qwen3_omni() -> None:
+    ids, deltas = FUNCTIONS[FLOATS](torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64))
+    assert (ids.shape, deltas.shape, ids.dtype, deltas.dtype) == ((3, 0, 4), (0, 1), torch.float32, torch.float32)
 
 
 CLIP = [TEXT, TEXT, VIDEO, AUDIO, TEXT, TEXT]
@@ -163,26 +257,33 @@ def test_audio_and_seconds_that_do_not_fit_are_refused(name: str) -> None:
     assert str(raised.value) == said
 
 
-def test_graphs_hold_the_function_of_qwen2_5_omni() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_graphs_hold_the_functions_of_qwen_omni(model: str) -> None:
     asked: dict[str, Any] = {"video_grid_thw": torch.tensor([[2, 2, 2]]), "second_per_grids": torch.tensor([1.0])}
-    ids = torch.tensor([[TEXT, VIDEO, VIDEO, TEXT]])
-    compiled = torch.compile(FUNCTION.__call__, backend="eager", fullgraph=True)
-    assert_same(compiled(ids, **asked), FUNCTION(ids, **asked))
+    ids, function = torch.tensor([[VISION, VIDEO, VIDEO, TEXT]]), FUNCTIONS[model]
+    compiled = torch.compile(function.__call__, backend="eager", fullgraph=True)
+    assert_same(compiled(ids, **asked), function(ids, **asked))
 
 
-def test_an_accelerator_gives_and_gets_all_of_qwen2_5_omni_in_one_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get_rope_index, "_OMNI_OPERATOR", get_rope_index._compute_omni)  # in sight of the mode
+@pytest.mark.parametrize(("model", "name"), [(MODEL, "omni"), (FLOATS, "float_omni")])
+def test_an_accelerator_gives_and_gets_all_of_qwen_omni_in_one_copy_each(
+    model: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = getattr(omni_rope_index, f"_compute_{name}")
+    monkeypatch.setattr(omni_rope_index, f"_{name.upper()}_OPERATOR", compute)  # in sight of the mode
+    row = [0, *clip_of(1, 1, 1)]
     asked: dict[str, Any] = {
-        "input_ids": torch.tensor([[0, *CLIP]]),
-        "attention_mask": torch.tensor([[0, *[1] * len(CLIP)]]),
+        "input_ids": torch.tensor([row]),
+        "attention_mask": torch.tensor([[0, *[1] * (len(row) - 1)]]),
         "video_grid_thw": torch.tensor([[1, 2, 2]]),
         "audio_seqlens": torch.tensor([3]),
         "second_per_grids": torch.tensor([0.5]),
     }
     with Counting() as counting:  # type: ignore[no-untyped-call]
-        got = FUNCTION(**{name: Away(value) for name, value in asked.items()}, use_audio_in_video=True)
+        got = FUNCTIONS[model](**{key: Away(value) for key, value in asked.items()}, use_audio_in_video=True)
     assert (counting.to_host, counting.to_device) == (1, 1)
-    assert_same(tree_map_only(Away, lambda value: value.held, got), FUNCTION(**asked, use_audio_in_video=True))
+    want = FUNCTIONS[model](**asked, use_audio_in_video=True)
+    assert_same(tree_map_only(Away, lambda value: value.held, got), want)
 
 
 def stand_in_of(config: Any) -> Any:

@@ -14,6 +14,7 @@ from model_configs import LAYER_TYPES, config_of
 from tolerance import assert_within, normalised
 
 import mmpos
+from mmpos.integrations.hf.vision import ImagesOfProcessor
 from mmpos.integrations.models import from_hf_config
 from mmpos.rotary import Rotary
 
@@ -100,6 +101,59 @@ def test_patches_are_those_of_the_class(tmp_path: Path, model: str, name: str) -
     assert_within(ours.patches, theirs["pixel_values"], normalised(images.mean, images.std))
 
 
+PATCHES = {"glm4v": "Glm4vImageProcessor", "glm46v": "Glm46VImageProcessor", "glm4v_moe": "Glm4vImageProcessor"}
+PATCHES |= {"glm_ocr": "Glm46VImageProcessor", "paddleocr_vl": "PaddleOCRVLImageProcessor"}
+SMALL = [(3, 500), (27, 28), (1, 1), (200, 9), (5, 17), (700, 13), (28, 28), (20, 11)]
+
+
+@pytest.mark.parametrize("model", PATCHES)
+def test_sizes_are_those_of_the_class_where_small_images_are_enlarged(tmp_path: Path, model: str) -> None:
+    folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": PATCHES[model]})
+    ours = from_hf_config(folder).image_processor()
+    theirs = getattr(transformers, PATCHES[model]).from_pretrained(folder)
+    random = np.random.default_rng(0)
+    sizes = [*SMALL, *itertools.product((1, 40, 333, 1024, 4001), (37, 200, 1000)), *random.integers(1, 900, (300, 2))]
+    for height, width in sizes:
+        try:
+            want = theirs.get_number_of_image_patches(int(height), int(width), {})
+        except ValueError:  # a side over 200 times the other
+            with pytest.raises(mmpos.InvalidInputError, match="want a long side <= 200 short sides"):
+                ours.grid(int(height), int(width))
+            continue
+        grid = ours.grid(int(height), int(width))
+        assert grid.height * grid.width * 4 == want, (height, width)
+
+
+@pytest.mark.parametrize("size", [(333, 400), (11, 40), (300, 20)])
+@pytest.mark.parametrize("model", PATCHES)
+def test_the_processor_cuts_patches_as_the_class_does(tmp_path: Path, model: str, size: tuple[int, int]) -> None:
+    folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": PATCHES[model]})
+    photo = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    theirs = getattr(transformers, PATCHES[model]).from_pretrained(folder)
+    settings = from_hf_config(folder)
+    assert settings.image_file is not None
+    images = settings.image_processor()
+    ours = ImagesOfProcessor(images, settings.image_file.temporal_patch_size, read_files=False)
+    small: dict[str, Any] = {"size": {"shortest_edge": 2 * 28**2, "longest_edge": 40 * 28**2}}
+    for limits in ({}, small):
+        want, got = theirs(photo, return_tensors="np", **limits), ours(photo, **limits)
+        assert got["image_grid_thw"].tolist() == want["image_grid_thw"].tolist()
+        assert got["pixel_values"].shape == want["pixel_values"].shape
+        assert_within(
+            got["pixel_values"].reshape(-1), want["pixel_values"].reshape(-1), normalised(images.mean, images.std)
+        )
+    assert ours.size == {edge: getattr(theirs.size, edge) for edge in ("shortest_edge", "longest_edge")}
+
+
+def test_limits_of_a_call_are_those_of_whole_patches_of_glm(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "glm4v", preprocessor_config={"image_processor_type": "Glm4vImageProcessor"})
+    ours = ImagesOfProcessor(from_hf_config(folder).image_processor(), 2, read_files=False)
+    with pytest.raises(
+        mmpos.InvalidInputError, match=r"^size: longest_edge: got 9999, want a multiple of 2, frames in"
+    ):
+        ours(np.zeros((9, 9, 3), np.uint8), size={"shortest_edge": 4096, "longest_edge": 9999})
+
+
 def test_an_image_processor_inside_a_processor_comes_first(tmp_path: Path) -> None:
     inside = {"image_processor": QWEN3_VL, "processor_class": "Qwen3VLProcessor"}
     other = QWEN3_VL | {"min_pixels": 4096}
@@ -131,9 +185,13 @@ def test_what_no_file_says_is_asked_for_by_its_name(tmp_path: Path) -> None:
     ("values", "message"),
     [
         (
-            {"image_processor_type": "Glm4vImageProcessor"},
-            "image_processor_type: got 'Glm4vImageProcessor', which enlarges images with a side below one token in "
-            "another way and halves its limits, want one of CohereCompassImageProcessor, ",
+            {"image_processor_type": "GlmgaImageProcessor"},
+            "image_processor_type: got 'GlmgaImageProcessor', which multiplies the side of a token by "
+            "patch_expand_factor, want one of CohereCompassImageProcessor, ",
+        ),
+        (
+            {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 4097, "longest_edge": 10**6}},
+            "min_pixels: got 4097, want a multiple of temporal_patch_size=2",
         ),
         (
             {"image_processor_type": "SiglipImageProcessorFast"},

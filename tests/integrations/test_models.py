@@ -13,7 +13,18 @@ from typing import Any
 import model_tables
 import numpy as np
 import pytest
-from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, XDROPE, config_of, settings_of
+from model_configs import (
+    ARGUMENTS,
+    CONFIGS,
+    EXPECTED,
+    HUNYUAN,
+    LAYER_TYPES,
+    TEXT,
+    XDROPE,
+    config_of,
+    encoder,
+    settings_of,
+)
 from record import filled_in
 from tolerance import EXACT, assert_within
 
@@ -277,6 +288,26 @@ def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
     assert mmpos.from_hf_config(told) == settings_of("qwen2_vl")
 
 
+def test_the_config_json_of_paddleocr_vl_has_the_language_model_at_its_top() -> None:
+    told = without("paddleocr_vl", "text_config")
+    del told["vision_config"]["model_type"]
+    rope = {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}
+    told |= {"head_dim": 128, "hidden_size": 1024, "num_attention_heads": 16, "rope_theta": 1e6, "rope_scaling": rope}
+    settings = settings_of("paddleocr_vl")
+    assert mmpos.from_hf_config(told) == replace(settings, rotary=replace(settings.rotary, theta=1e6))
+
+
+def test_the_config_json_of_llama_4_scout_blends_no_frequencies() -> None:
+    rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    told = without("llama4")
+    told["text_config"] |= {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}, "rope_theta": 5e5}
+    del told["text_config"]["rope_parameters"]
+    inv_freq = mmpos.from_hf_config(told).rotary.inv_freq_float32
+    # By hand: 2π · 500000^(j/64) passes 8192 between j = 34 and j = 35.
+    slower = [16.0 if j >= 35 else 1.0 for j in range(64)]
+    np.testing.assert_allclose(inv_freq, [5e5 ** (-j / 64) / slower[j] for j in range(64)], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "path", "same"),
     [
@@ -293,7 +324,7 @@ def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: An
 
 
 @pytest.mark.parametrize(
-    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "qwen4_exp"]
+    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "minicpmv4_7", "qwen4_exp"]
 )
 def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
@@ -408,11 +439,43 @@ def test_first_configs_of_a_model_name_the_type_of_its_language_model_otherwise(
     assert mmpos.from_hf_config(told) == settings_of(model)
 
 
+def test_ids_of_paligemma_count_from_one_unless_they_go_on() -> None:
+    settings = settings_of("paligemma")
+    prompt = settings.place(settings.segments([[256000, 256000, TEXT]]))
+    assert prompt.dense().tolist() == [[1, 2, 3]]
+    more = settings.place(settings.segments([[TEXT, TEXT]]), start=prompt.next_positions)
+    assert more.dense().tolist() == [[4, 5]]
+
+
+def test_actions_of_pi0_that_turn_otherwise_than_its_prompt_are_refused() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match=r"^config\.dit_config: got a rotation of its own, want that of"):
+        mmpos.from_hf_config(without("pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}))
+
+
+@pytest.mark.parametrize("model", ["colmodernvbert", "colpali", "colqwen2"])
+def test_the_model_inside_one_that_embeds_is_known(model: str) -> None:
+    told = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
+    with pytest.raises(mmpos.UnsupportedError, match=r"in its vlm_config: pass that"):
+        mmpos.from_hf_config(told)
+    inside = told["vlm_config"]
+    layer_type = LAYER_TYPES.get(inside["model_type"])
+    assert mmpos.from_hf_config(inside, layer_type=layer_type) == settings_of(inside["model_type"])
+
+
+@pytest.mark.parametrize("model", ["chameleon", "emu3"])
+def test_the_placeholder_of_an_image_stands_in_a_map_of_the_vocabulary(model: str) -> None:
+    told = without(model, vocabulary_map={"<image>": 8711})
+    assert mmpos.from_hf_config(told) == replace(settings_of(model), image_token_id=8711)
+    assert mmpos.from_hf_config(CONFIGS[model](vocabulary_map={"<image>": 8711})) == mmpos.from_hf_config(told)
+
+
 def test_a_class_that_has_no_encoder_by_default_needs_none() -> None:
     told = {"model_type": "gemma4", "text_config": {}}
     assert mmpos.from_hf_config(told, layer_type="full_attention") == settings_of("gemma4")
     told |= {"vision_config": {}}
-    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(settings_of("gemma4"), patch_size=16)
+    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(
+        settings_of("gemma4"), patch_size=16, **encoder("gemma4_vision")
+    )
 
 
 def test_a_language_model_with_axes_has_one_where_ids_are_those_of_text() -> None:

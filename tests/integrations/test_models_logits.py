@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from model_configs import EXPECTED, LAYER_TYPES
-from tiny_models import logits, tiny_model
+from model_configs import CONFIGS, EXPECTED, LAYER_TYPES
+from tiny_models import logits, tiny_config, tiny_model
 from torch import Tensor
+from transformers import ColQwen2ForRetrieval
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_DECISION_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_RETRIEVAL_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
 import mmpos
@@ -32,8 +39,25 @@ def test_every_model_type_of_the_auto_maps_is_known_or_refused_by_name() -> None
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         MODEL_FOR_RETRIEVAL_MAPPING_NAMES,
     )
-    assert {model for names in maps for model in names} - {*MODEL_TYPES, *UNSUPPORTED_TYPES} == set()
+    known = {*MODEL_TYPES, *UNSUPPORTED_TYPES}
+    assert {model for names in maps for model in names} - known == set()
+    wider = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_DECISION_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    more = {model for names in wider for model in names if reads_more_than_text(CONFIGS[model])}
+    assert more >= {"jev", "neomme", "ultravbert", "vibevoice"}
+    assert more - known == set()
     assert {*MODEL_TYPES} & {*UNSUPPORTED_TYPES} == set()
+
+
+def reads_more_than_text(config: Any) -> bool:
+    """Tell whether a config class has a language model beside something else, or a placeholder of images or audio."""
+    return "text_config" in config.sub_configs or any(
+        hasattr(config, f"{kind}_token_id") for kind in ("image", "audio")
+    )
 
 
 def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
@@ -61,7 +85,40 @@ def test_logits_with_our_ids_are_those_of_the_model_alone(model: str) -> None:
     assert not torch.equal(logits(network, input_ids, 3 * position_ids), alone)
 
 
+def test_state_and_actions_of_pi0_have_the_ids_after_its_prompt() -> None:
+    network = tiny_model("pi0")
+    caught: list[Tensor] = []
+    network.model.dit.register_forward_pre_hook(
+        lambda module, args, options: caught.append(options["position_ids"]), with_kwargs=True
+    )
+    input_ids, prompt = positions("pi0", network)
+    logits(network, input_ids)
+    settings = mmpos.from_hf_config(network.config)
+    actions = mmpos.SegmentTable.from_documents([[mmpos.Text(1 + 5)]])
+    assert settings.place(actions, start=prompt.max() + 1).dense().tolist() == caught[0].tolist()
+
+
 # Models that are refused, for the reasons that are told.
+
+
+@pytest.mark.slow
+def test_images_of_colqwen2_count_as_text() -> None:
+    config: Any = tiny_config("colqwen2")
+    inside = config.vlm_config
+    inside.image_token_id, inside.vision_config.hidden_size = IMAGE, 64
+    inside.text_config.rope_parameters["mrope_section"] = [2, 3, 3]
+    network = ColQwen2ForRetrieval(config).eval()
+    caught: list[Tensor] = []
+    network.vlm.language_model.rotary_emb.register_forward_pre_hook(lambda _, args: caught.append(args[1]))
+    pixels, ids = torch.ones(1, 24, 3 * 2 * inside.vision_config.patch_size**2), IDS[:, :8]
+    with torch.no_grad():
+        network(
+            input_ids=ids,
+            pixel_values=pixels,
+            image_grid_thw=torch.tensor([[1, 4, 6]]),
+            attention_mask=torch.ones_like(ids),
+        )
+    assert caught[0].tolist() == [[[*range(8)]]] * 3
 
 
 @pytest.mark.slow
@@ -71,11 +128,3 @@ def test_ids_change_nothing_in_models_without_positions(model: str) -> None:
     alone = logits(network, IDS)
     assert torch.equal(logits(network, IDS, ids), alone)
     assert torch.equal(logits(network, IDS, 3 * ids), alone)
-
-
-@pytest.mark.slow
-def test_ids_of_paligemma_count_from_one() -> None:
-    network, ids = tiny_model("paligemma"), torch.arange(IDS.shape[1])[None]
-    alone = logits(network, IDS)
-    assert torch.equal(logits(network, IDS, ids + 1), alone)
-    assert not torch.equal(logits(network, IDS, ids), alone)

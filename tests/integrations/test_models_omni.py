@@ -166,6 +166,23 @@ def test_the_talker_and_the_thinker_alone_have_the_same_settings(model: str) -> 
         mmpos.from_hf_config({"model_type": model})
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_audio_has_as_many_tokens_as_the_processor_of_the_model_writes(model: str) -> None:
+    frames = [*range(420), 3000, 29999, 30000]
+    assert settings_of(model).audio_tokens(frames).tolist() == [audio_tokens(model, n) for n in frames]
+
+
+def test_audio_of_chunks_of_another_length_is_counted_by_them() -> None:
+    """40 frames are a chunk: 13 tokens, and 25 more are 13, then 7, then 4 after each convolution."""
+    config = config_of("qwen3_omni_moe")
+    config.thinker_config.audio_config.n_window = 20
+    assert mmpos.from_hf_config(config).audio_tokens([65]).tolist() == [17]
+    with pytest.raises(mmpos.UnsupportedError, match=r"^audio_tokens: got 'qwen2_vl', want a model of Qwen Omni$"):
+        settings_of("qwen2_vl").audio_tokens([65])
+    with pytest.raises(mmpos.InvalidInputError, match=r"^frames\[1\]: got -1, want >= 0$"):
+        mmpos.from_hf_config(config).audio_tokens([65, -1])
+
+
 def test_serving_engines_have_ids_of_their_own() -> None:
     assert settings_of("qwen2_5_omni", engine="serving").scheme == TMRope(engine="serving")
     assert settings_of("qwen3_omni_moe", engine="serving").scheme == TMRopeQwen3(25, "serving")
@@ -212,7 +229,7 @@ def test_patches_and_audio_take_turns_as_the_processor_writes_them(model: str, s
     scheme = TMRope() if model == "qwen2_5_omni" else TMRopeQwen3()
     for frames, patches, audio in [(1, 1, 1), (4, 3, 90), (6, 1, 20), (5, 40, 700)]:
         time = np.array([[seconds.numerator], [seconds.denominator]])
-        details, clip = np.array([[audio], [0], [0], [0]]), np.ones(1, np.bool_)
+        extra_tokens, clip = np.array([audio]), np.ones(1, np.bool_)
         grids = Grids(
             np.array([[frames], [patches], [1]]),
             np.zeros(1, np.int64),
@@ -221,9 +238,15 @@ def test_patches_and_audio_take_turns_as_the_processor_writes_them(model: str, s
             time,
             clip,
             ~clip,
-            details,
+            ~clip,
+            extra_tokens,
         )
         runs = scheme.runs(grids)
         assert runs is not None
         types = np.array([1, 3, 0, 0])[runs.content].repeat(runs.tokens)
-        assert types.tolist() == processor_order(model, frames, patches, audio, seconds)
+        want = processor_order(model, frames, patches, audio, seconds)
+        assert types.tolist() == want
+        segments = mmpos.SegmentTable.from_documents(
+            [[Clip(patches, 1, frames=frames, audio=audio, seconds_per_frame=seconds)]]
+        )
+        assert mmpos.place(segments, scheme).token_types(segments).tolist() == want

@@ -19,7 +19,7 @@ from mmpos.integrations.models import TEXT_TYPES, ModelSettings
 from mmpos.rotary import Rotary, apply_rotary
 
 MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
-WITH_VIDEOS = [name for name in MROPE if name != "glm_image"]
+WITH_VIDEOS = [name for name in MROPE if name not in ("glm_image", "minicpmv4_7")]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],
     [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
@@ -29,7 +29,7 @@ LAYOUTS: list[list[list[Any]]] = [
 
 
 def modeling(model: str) -> Any:
-    model = {"glmga": "glm46v"}.get(model, model)
+    model = {"glmga": "glm46v", "minicpmv4_7": "qwen3_5"}.get(model, model)
     return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
 
 

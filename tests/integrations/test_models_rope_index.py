@@ -200,3 +200,62 @@ def test_ids_of_glm_image_are_laid_ahead(count: int, monkeypatch: pytest.MonkeyP
                 ours = laid.dense()[:, bounds[d] : bounds[d + 1]]
                 np.testing.assert_array_equal(ours, theirs[:, : ours.shape[1]])
                 assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()
+
+
+# MiniCPM-V 4.7.
+
+
+def minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
+    """A thumbnail, mostly with rows of slices: mostly of one size, and as many in each row."""
+    markers, side = settings.crop_markers, settings.spatial_merge_size
+    assert markers is not None
+
+    def crop(before: int, after: int, height: int, width: int) -> list[int]:
+        grids.append([1, side * height, side * width])
+        return [before, *[patch] * (height * width), after]
+
+    def size() -> tuple[int, int]:
+        return random.randint(1, 9), random.randint(1, 9)
+
+    row = crop(markers.thumbnail_start, markers.thumbnail_end, random.randint(1, 9), random.randint(1, 9))
+    rows, columns, first = random.choice([0, 0, 1, 2, 3, 4]), random.randint(1, 4), size()
+    for r in range(rows):
+        row += [markers.newline] * (random.choice([1, 1, 1, 2]) if r else random.random() < 0.1)
+        for _ in range(columns if random.random() < 0.9 else random.randint(1, 4)):
+            row += crop(markers.tile_start, markers.tile_end, *(first if random.random() < 0.8 else size()))
+    return row
+
+
+def minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[list[int]]]) -> list[int]:
+    """Text, images and frames of videos, which follow each other with and without markers or text between them."""
+    assert settings.crop_markers is not None
+    newline = settings.crop_markers.newline
+    row = text_of(random, 3)
+    for _ in range(random.randint(0, 3)):
+        patch = random.choice(list(grids))
+        for _ in range(1 if patch == settings.image_token_id else random.randint(1, 3)):
+            row += minicpm_picture(random, settings, patch, grids[patch])
+        row += [newline] * random.choice([0, 0, 0, 1, 2]) + text_of(random, 3) + [newline] * (random.random() < 0.2)
+    return row or [TEXT]
+
+
+@pytest.mark.parametrize("mode", ["16x", "4x"])
+def test_pictures_of_minicpm_lie_on_a_canvas(mode: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, config = Random(mode), config_of("minicpmv4_7")
+    config.downsample_mode = mode
+    settings = mmpos.from_hf_config(config)
+    kind, told = unbound("minicpmv4_7", config)
+    image, video = settings.image_token_id or 0, settings.video_token_id or 0
+    for _ in range(max(150, count // 2)):
+        grids: dict[int, list[list[int]]] = {image: [], video: []}
+        rows = Rows.padded(random, [minicpm_row(random, settings, grids) for _ in range(random.randint(1, 3))])
+        types = (rows.input_ids == image) + 2 * (rows.input_ids == video)
+        sizes = [None if not grids[patch] else torch.tensor(grids[patch])[:, 1:] for patch in (image, video)]
+        ids, deltas = kind.get_rope_index(
+            told, torch.from_numpy(rows.input_ids), tensor(types), *sizes, attention_mask=tensor(rows.mask)
+        )
+        for _ in both_ways(monkeypatch):
+            segments = settings.segments(
+                rows.input_ids, grids[image] or None, grids[video] or None, attention_mask=rows.mask
+            )
+            rows.agree(settings.place(segments), ids, deltas[:, 0])

@@ -327,7 +327,7 @@ def test_what_has_no_row_in_the_cache_is_refused() -> None:
     three = Sections(Rotary(head_dim=16, axes=3), 64, permuted=True)
     with pytest.raises(mmpos.InvalidInputError, match=re.escape("documents[1]: got id -3, want >= 0")):
         batch_positions(negative, three)
-    with pytest.raises(mmpos.UnsupportedError, match="want a scheme with one cursor"):
+    with pytest.raises(mmpos.UnsupportedError, match="document 0 of rows, whose end is not one whole id"):
         request_positions(mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rows"), SECTIONS)
 
 

@@ -85,7 +85,7 @@ def placed(document: Sequence[Text | Grid], scheme: str | Scheme, start: int = 0
 
 def fields(segments: SegmentTable) -> dict[str, Any]:
     """All that a segment table holds, comparable with ==."""
-    names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "details")
+    names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
     arrays = {name: getattr(segments, name) for name in names}
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}
 
@@ -177,6 +177,11 @@ def _mrope(grid: Grid, cursor: int) -> Grown:
     return ids, cursor + max(grid.frames, grid.height, grid.width)
 
 
+def _mrope_canvas(grid: Grid, cursor: int) -> Grown:
+    ids, following = _mrope(grid, cursor)
+    return ids, following + 1
+
+
 def _mrope_transformers(grid: Grid, cursor: int, tokens_per_second: int | None = None) -> Grown:
     step = Fraction(1)
     if tokens_per_second is not None:
@@ -251,6 +256,7 @@ _GRIDS: dict[str, Callable[..., Grown]] = {
     "mrope-transformers": _mrope_transformers,
     "mrope-qwen2.5": _mrope_qwen25,
     "mrope-interleave-reset": _mrope_interleave_reset,
+    "mrope-canvas": _mrope_canvas,
     "tmrope": _tmrope,
     "tmrope-qwen3": _tmrope,
     "videorope": _videorope,
@@ -309,7 +315,7 @@ CASES = (
     Case(V2PE(stride=48), "v2pe", {"stride": 48}),
     Case(V2PE(stride=256), "v2pe", {"stride": 256}),
     Case("rows", "rows", {}, frames=False, resumable=False),
-    Case("naive-2d", "naive-2d", {}, frames=False),
+    Case("naive-2d", "naive-2d", {}, frames=False, separators=True),
     Case("grid-2d", "grid-2d", {}, text=False, resumable=False),
     Case(
         Grid2D(order="merged", spatial_merge_size=2),
@@ -335,6 +341,7 @@ CASES = (
     Case("mrope-qwen2.5", "mrope-qwen2.5", {}),
     Case(MRopeQwen25(tokens_per_second=Fraction(7, 3)), "mrope-qwen2.5", {"tokens_per_second": Fraction(7, 3)}),
     Case("mrope-interleave-reset", "mrope-interleave-reset", {}),
+    Case("mrope-canvas", "mrope-canvas", {}, frames=False),
     Case("tmrope", "tmrope", {}),
     Case(TMRope(tokens_per_second=Fraction(7, 3)), "tmrope", {"tokens_per_second": Fraction(7, 3)}),
     Case(TMRopeQwen3(engine="serving"), "tmrope-qwen3", {"tokens_per_second": 13, "engine": "serving"}),

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from oracle import Document, exact, place_document, placed
 
-from mmpos import Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    LimitExceededError,
+    PositionTable,
+    SegmentTable,
+    Text,
+    UnsupportedError,
+    place,
+)
 from mmpos.schemes import RopeTie
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -225,6 +234,25 @@ def test_decoding_groups_by_document(batch: PositionTable) -> None:
     assert batch.decode().dense().tolist() == [[16, 9, 104]] * 2
     assert batch.decode([2, 0, 1]).dense().tolist() == [[16, 17, 104]] * 2
     assert batch.decode(2).dense().tolist() == [[16, 17, 9, 10, 104, 105]] * 2
+
+
+def test_only_documents_that_go_on_need_a_next_position() -> None:
+    """The first video ends half an id after its last whole one, the other document in text."""
+    half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]
+    positions = place(SegmentTable.from_documents([half, [Text(3)], half]), "tmrope-qwen3")
+    assert positions.resumable.tolist() == [False, True, False]
+    windows = positions.window([1, 0, 2, 1], [2, 1, 2, 5], [3, 1, 0, 1])
+    assert windows.dense()[0].tolist() == [2, 3, 4, 0.5, 5]
+    assert windows.resumable.tolist() == [True, False, False, True]
+    assert windows.documents[2, [0, 3]].tolist() == [5, 6]
+    decoded = positions.decode([0, 2, 0])
+    assert decoded.dense()[0].tolist() == [3, 4]
+    assert decoded.resumable.tolist() == [False, True, False]
+    said = r"^next_positions: got document 2 of tmrope-qwen3, whose end is not one whole id"
+    with pytest.raises(UnsupportedError, match=said):
+        positions.window([1, 2], [2, 2], [3, 1])
+    with pytest.raises(UnsupportedError, match=said):
+        positions.decode([0, 1, 1])
 
 
 def test_zigzag_of_one_document() -> None:

@@ -223,7 +223,12 @@ def test_row_separators_stand_at_k() -> None:
     assert positions.lengths.tolist() == [12]
 
 
-SEPARATED: list[str | Scheme] = [*FAMILY, *(cls(axes=3) for cls in FAMILY.values()), RopeTieV2(rounding="floor")]
+SEPARATED: list[str | Scheme] = [
+    *FAMILY,
+    *(cls(axes=3) for cls in FAMILY.values()),
+    RopeTieV2(rounding="floor"),
+    "naive-2d",
+]
 
 
 @pytest.mark.parametrize("scheme", SEPARATED, ids=str)

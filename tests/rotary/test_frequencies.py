@@ -26,6 +26,7 @@ SCALINGS: dict[str, Scaling | None] = {
     "yarn": YaRN(4, 32768),
     "yarn-untruncated": YaRN(3.3, 4096, beta_fast=16, beta_slow=2, truncate=False),
     "llama3": Llama3(8, 1, 4, 8192),
+    "llama4": Llama3(16, 1, 1, 8192),
     "longrope": LongRoPE(SHORT, LONG, 4096, factor=32),
     "p-rope": PRoPE(0.3, 2),
 }
@@ -56,7 +57,7 @@ def llama3(scaling: Llama3, theta: Any, dim: int) -> list[Any]:
     for value in plain(theta, dim):
         turns = scaling.original_max_position * value / (2 * mpmath.pi)
         low, high = mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
-        share = min(max((turns - low) / (high - low), mpf(0)), mpf(1))
+        share = min(max((turns - low) / (high - low), mpf(0)), mpf(1)) if low < high else mpf(int(turns >= low))
         found.append((1 - share) * value / mpf(scaling.factor) + share * value)
     return found
 
@@ -253,6 +254,10 @@ HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
     "llama3": (
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
         Llama3(8, 1, 4, 8192),
+    ),
+    "llama3 ": (  # of Llama 4
+        {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192},
+        Llama3(16, 1, 1, 8192),
     ),
     "longrope": (
         {"factor": 32.0, "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 4096},

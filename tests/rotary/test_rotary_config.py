@@ -293,7 +293,7 @@ def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], messa
         (YaRN, [2, 8, 32, 1, -1], "YaRN.attention_factor: got -1, want a finite number >= 0"),
         (YaRN, [2, 8, 32, 1, None, None, None, 1], "YaRN.truncate: got 1, want True or False"),
         (Llama3, [8, 0, 4, 8], "Llama3.low_freq_factor: got 0, want a finite number > 0"),
-        (Llama3, [8, 4, 4, 8], "Llama3.high_freq_factor: got 4, want a finite number > 4"),
+        (Llama3, [8, 4, 3, 8], "Llama3.high_freq_factor: got 3, want a finite number >= 4"),
         (LongRoPE, [[1, 0], [1, 1], 8], "LongRoPE.short_factor[1]: got 0, want a finite number >= 1e-06"),
         (LongRoPE, [[1], 2, 8], "LongRoPE.long_factor: got 2, want a list of numbers"),
         (LongRoPE, [[1], [1], 1], "LongRoPE.original_max_position: got 1, want >= 2"),
@@ -740,9 +740,14 @@ def test_layers_with_a_head_of_their_own_need_a_layer_type() -> None:
 
 def test_rotations_that_rotary_does_not_describe_are_refused_by_model_type() -> None:
     assert refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it turns the other way round"
-    vision = text_of("gemma4_vision", hidden_size=768, num_attention_heads=12)
-    reason = "it turns each half of a head as a head of its own, one by rows, one by columns"
-    assert refused(vision) == f"model_type: got 'gemma4_vision', want another: {reason}"
+    assert refused(text_of("gemma4_vision", num_attention_heads=24)) == (
+        "num_key_value_heads: got 12, want 24, as many as num_attention_heads"
+    )
+
+
+def test_halves_of_heads_of_gemma_4_are_heads_that_turn_by_columns_and_by_rows() -> None:
+    vision = text_of("gemma4_vision", head_dim=72, num_attention_heads=2, num_key_value_heads=2)
+    assert Rotary.from_hf_config(vision) == Rotary(36, theta=100.0, allocation="heads", head_axes=[1, 0, 1, 0])
 
 
 def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:

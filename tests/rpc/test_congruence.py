@@ -43,7 +43,7 @@ from mmpos.rpc.positions import get_query
 from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
-from mmpos.segments import CLIP, Audio, Clip
+from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Thumbnail, Tile
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
@@ -64,6 +64,10 @@ images = { backend = "pillow" }
 scheme = "flatten"
 markers = { begin = "", end = "", patch = "[PATCH]", row = 300, last_row = 301 }
 images = { backend = "pillow", spatial_merge_size = 1 }
+[profiles.omni]
+scheme = "tmrope"
+markers = { video = 400, audio = 401, audio_begin = 402, audio_end = 403 }
+images = { backend = "pillow" }
 """
 LOCAL = {
     None: SequenceBuilder(images=ImageProcessor("pillow")),
@@ -76,6 +80,11 @@ LOCAL = {
         images=ImageProcessor("pillow", spatial_merge_size=1),
         scheme="flatten",
         markers=Markers(None, None, row=300, last_row=301),
+    ),
+    "omni": SequenceBuilder(
+        images=ImageProcessor("pillow"),
+        scheme="tmrope",
+        markers=Markers(video=400, audio=401, audio_begin=402, audio_end=403),
     ),
 }
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
@@ -131,13 +140,19 @@ SOURCES: list[SegmentTable | Spans | InputIds] = [
     InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
     InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
 ]
+MARKERS = CropMarkers(2, 3, 4, 5, 6)
 CLIPS: list[SegmentTable | Spans | InputIds] = [
     SegmentTable.from_documents(
         [[Text(1), Audio(3), Clip(2, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3))]]
     ),
-    Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], details=[[3], [0], [0], [0]]),
+    Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], extra_tokens=[3]),
     InputIds([1, 1, 7, 9, 9, 7, 1, 1], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, audio_token_id=9),
     InputIds([9, 9, 1, 5], [[1, 1, 1]], image_token_id=5, audio_token_id=9, audio_lengths=[2]),
+]
+TILES: list[SegmentTable | Spans | InputIds] = [
+    SegmentTable.from_documents([[Text(2), Thumbnail(1, 2, tokens_after=1), Tile(2, 3, tokens_after=2), Tile(2, 3)]]),
+    Spans([11], [1, 5], [[1, 1, 2], [1, 1, 3]], kind=[THUMBNAIL, TILE], extra_tokens=[0, 1]),
+    InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], [[1, 1, 2], [1, 1, 1]], image_token_id=9, crop_markers=MARKERS),
 ]
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),
@@ -167,6 +182,7 @@ QUERIES = [
     *(PositionsQuery(source, "mrope-qwen2.5", strict=False) for source in SOURCES),
     *(PositionsQuery(source, "flatten") for source in ROWS),
     *(PositionsQuery(source, scheme) for source in CLIPS for scheme in ("tmrope", "tmrope-qwen3")),
+    *(PositionsQuery(source, "mrope-canvas") for source in TILES),
     *(PositionsQuery(SEGMENTS, start=[5, 9], views=views) for views in VIEWS),
     *(PositionsQuery(SEGMENTS, scheme, dense=dense) for scheme in SCHEME_OBJECTS for dense in (None, Dense())),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 4)]]), "grid-2d"),
@@ -177,6 +193,8 @@ QUERIES = [
     PositionsQuery(InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5), "mrope", start=[7]),
 ]
 WRONG = [
+    *(PositionsQuery(source, "mrope") for source in TILES),
+    PositionsQuery(InputIds([1, 2, 9, 1], [[1, 1, 1]], image_token_id=9, crop_markers=MARKERS), "mrope-canvas"),
     *(PositionsQuery(source, "mrope") for source in CLIPS[:3]),
     PositionsQuery(InputIds([9, 9], image_token_id=5, audio_token_id=9, audio_lengths=[3]), "tmrope"),
     PositionsQuery(SEGMENTS, "nonsense"),
@@ -370,11 +388,33 @@ def test_rows_as_pixtral_writes_them(ask: Both) -> None:
     same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
 
 
+@pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
+def test_sequences_with_audio_and_clips(ask: Both, scheme: str) -> None:
+    clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
+    parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
+    want = replace(LOCAL["omni"], scheme=scheme).build(parts)
+    same(ask("build", parts, profile="omni", scheme=scheme), want)
+    seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
+    videos = want.grid_thw[[0, 2, 3]]
+    ids = InputIds(want.input_ids, [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
+    found = ask("query", PositionsQuery(ids, scheme), profile="omni")
+    same(found.table.dense(), want.positions.dense())
+
+
+def test_audio_that_cannot_be_built_is_refused_alike(ask: Both) -> None:
+    for profile in (None, "omni"):
+        for part in (Audio(2), Clip(1, 2, frames=1, audio=2), [401]):
+            for scheme in ("mrope", "grid-2d"):
+                local = replace(LOCAL[profile], scheme=scheme)
+                outcome = _outcome(partial(ask, "build", ["a", part], profile=profile, scheme=scheme))
+                same(outcome, _outcome(partial(local.build, ["a", part])))
+
+
 def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> None:
     names = ("begin_token_id", "end_token_id", "row_token_id", "last_row_token_id")
     found = [[getattr(profile, name) for name in names] for profile in ask("info").profiles]
     marked = [256, 257, None, None]
-    assert found == [marked, marked, [256, 257, 300, None], [None, None, 300, 301]]
+    assert found == [marked, marked, [256, 257, 300, None], [None, None, 300, 301], marked]
     with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
         ask("build", [Grid(99_999, 1)], profile="breaks")
     with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):

@@ -60,7 +60,7 @@ from mmpos.schemes import (
     VideoRope,
     XDRope,
 )
-from mmpos.segments import Audio, Canvas, Clip
+from mmpos.segments import Audio, Clip, Thumbnail, Tile
 
 M = TypeVar("M", bound=Message)
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
@@ -68,7 +68,7 @@ TIMED = SegmentTable.from_documents(
     [[Text(1), Grid(2, 2, frames=3, seconds_per_frame=Fraction(2, 3)), Grid(1, 2, row_separator=True)]]
 )
 KINDS = SegmentTable.from_documents(
-    [[Audio(3), Clip(2, 2, frames=3, audio=5), Text(1)], [Canvas(1, 2), Canvas(2, 2, 2, 1, 3, 4)]]
+    [[Audio(3), Clip(2, 2, frames=3, audio=5), Text(1)], [Thumbnail(1, 2), Tile(3, 4, tokens_after=2)]]
 )
 PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -104,12 +104,12 @@ def test_the_fields_of_segments_travel() -> None:
     assert fields(found) == fields(TIMED)
 
 
-def test_every_kind_of_segment_travels_with_its_details() -> None:
+def test_every_kind_of_segment_travels_with_its_extra_tokens() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, KINDS)
-    assert list(message.details) == [5, 0, 0, 0, 0, 0, 0, 0, 2, 1, 3, 4]
+    assert list(message.extra_tokens) == [5, 0, 2]
     assert fields(positions.get_segments("segments", travelled(message))) == fields(KINDS)
-    bare = SegmentTable.from_documents([[Canvas(1, 2)]])
+    bare = SegmentTable.from_documents([[Thumbnail(1, 2)]])
     message = table_pb2.SegmentTable()
     positions.put_segments(message, bare)
     assert fields(positions.get_segments("segments", travelled(message))) == fields(bare)
@@ -313,9 +313,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (query(spans=SPANS, scheme={"name": "v2pe", "stride": 0}), "V2PE.stride: got 0, want >= 1"),
     (
-        segments(kind=[7]),
-        "segments.kind[0]: got 7, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
-        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_CANVAS",
+        segments(kind=[8]),
+        "segments.kind[0]: got 8, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
+        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_THUMBNAIL, SEGMENT_KIND_TILE",
     ),
     (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
     (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
@@ -324,12 +324,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "segments.row_separator_segments[0]: got 1, want <= 0",
     ),
     (
-        segments(kind=[1, 5], height=[1, 1], width=[2, 2], segments_per_document=[2], details=[1, 0]),
-        "segments.details: got 2 numbers, want 4, four for each clip and canvas",
+        segments(kind=[1, 5], height=[1, 1], width=[2, 2], segments_per_document=[2], extra_tokens=[1, 0]),
+        "segments.extra_tokens: got 2 numbers, want 1, one for each clip, thumbnail and tile",
     ),
     (
-        segments(kind=[5], height=[1], width=[2], segments_per_document=[1], details=[0] * 4),
-        "details[0, 0]: got 0, want >= 1",
+        segments(kind=[5], height=[1], width=[2], segments_per_document=[1], extra_tokens=[0]),
+        "extra_tokens[0]: got 0, want >= 1, the audio of a clip",
     ),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),
@@ -344,7 +344,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (table(), "table.axes: got 0, want 1 to 16"),
     (table(axes=2, table=b"12345678"), "table.table: got 8 bytes, want a multiple of 104, 13 rows of int64"),
     (table(axes=2, documents=b"1"), "table.documents: got 1 bytes, want a multiple of 32, 4 rows of int64"),
-    (part(), "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels"),
+    (part(), "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels, audio, clip"),
     (part(image_size={"width": 3}), "parts[0].image_size.height: got 0, want 1 to 2147483647"),
     (part(grid={"height": 3}), "parts[0].grid: Grid.width: got 0, want >= 1"),
     (

@@ -115,6 +115,7 @@ CANONICAL: dict[str, tuple[list[tuple[float, ...]], int | None]] = {
     "mrope-qwen2.5": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
     "mrope-qwen3": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
     "mrope-interleave-reset": ([(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0), (3, 1, 1), (3, 1, 2)], 6),
+    "mrope-canvas": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 7),
     **dict.fromkeys(
         ("tmrope", "tmrope-qwen3"), ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6)
     ),
@@ -333,6 +334,7 @@ def test_the_names_of_all_schemes() -> None:
         "mrope-qwen2.5",
         "mrope-qwen3",
         "mrope-interleave-reset",
+        "mrope-canvas",
         "tmrope",
         "tmrope-qwen3",
         "v2pe",

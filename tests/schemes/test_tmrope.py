@@ -87,7 +87,7 @@ def test_a_document_that_ends_between_two_ids_has_no_next_position() -> None:
     assert positions.resumable.tolist() == [False, True, True]
     assert positions.documents[2:, 1:].tolist() == [[22, 4], [12, 0]]
     assert times(positions)[4:] == [5, 6, 7, 20, 21, 1, 2, 3]
-    with pytest.raises(UnsupportedError, match="next_positions: got a table of tmrope-qwen3, want a scheme with one"):
+    with pytest.raises(UnsupportedError, match="next_positions: got document 0 of tmrope-qwen3, whose end is not one"):
         _ = positions.next_positions
     assert positions.slice(4, 9).num_documents == 3
 

@@ -29,9 +29,9 @@ def test_audio_and_clips_and_silent_videos() -> None:
     assert fields(segments) == fields(SegmentTable.from_documents([want]))
     assert (
         fields(read(ids, image_grid_thw=[[1, 1, 2]], video_grid_thw=[[2, 1, 1], [1, 2, 1]], audio_lengths=[3, 3]))[
-            "details"
+            "extra_tokens"
         ]
-        == fields(segments)["details"]
+        == fields(segments)["extra_tokens"]
     )
 
 

@@ -1,8 +1,10 @@
-"""Audio, clips and canvases: segments of their own in the table, and text where a scheme places audio."""
+"""Audio, clips, thumbnails and tiles: segments of their own in the table, and text where a scheme places audio."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -23,45 +25,44 @@ from mmpos import (
     block_keys,
     place,
 )
-from mmpos.segments import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Audio, Canvas, Clip
+from mmpos.segments import AUDIO, CLIP, GRID, PAD, TEXT, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
-from mmpos.segments.table import canvas_spans, token_types
+from mmpos.segments.table import token_types
 
 CLIP_OF_3 = Clip(2, 2, frames=3, audio=5, seconds_per_frame=0.5)
-SLICED = Canvas(2, 3, rows=2, columns=1, slice_height=1, slice_width=4)
+TILED = (Thumbnail(2, 3), Tile(1, 4, tokens_after=1), Tile(1, 4))
 
 
 def test_a_table_of_every_kind() -> None:
-    segments = SegmentTable.from_documents([[Text(3), Audio(4), CLIP_OF_3], [Canvas(1, 2), SLICED, Grid(1, 1)]])
+    segments = SegmentTable.from_documents([[Text(3), Audio(4), CLIP_OF_3], [*TILED, Grid(1, 1)]])
     assert fields(segments) == {
-        "kind": [TEXT, AUDIO, CLIP, CANVAS, CANVAS, GRID],
-        "extents": [[1, 1, 3, 1, 1, 1], [1, 1, 2, 1, 2, 1], [3, 4, 2, 2, 3, 1]],
-        "segment_offsets": [0, 3, 6],
-        "seconds_per_frame": [[0, 0, 1, 0, 0, 0], [1, 1, 2, 1, 1, 1]],
+        "kind": [TEXT, AUDIO, CLIP, THUMBNAIL, TILE, TILE, GRID],
+        "extents": [[1, 1, 3, 1, 1, 1, 1], [1, 1, 2, 2, 1, 1, 1], [3, 4, 2, 3, 4, 4, 1]],
+        "segment_offsets": [0, 3, 7],
+        "seconds_per_frame": [[0, 0, 1, 0, 0, 0, 0], [1, 1, 2, 1, 1, 1, 1]],
         "row_separator": None,
-        "details": [[0, 0, 5, 0, 2, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 4, 0]],
+        "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
-    # A clip: 12 patches, 5 tokens of audio, 4 markers. Canvases: 2 patches and 2 markers; 6 + 2, two slices of
-    # 4 + 2, and the token between their rows.
-    assert segments.lengths.tolist() == [3, 4, 21, 4, 21, 1]
+    # A clip: 12 patches, 5 tokens of audio, 4 markers. Thumbnail and tiles: patches, 2 markers, a token after one.
+    assert segments.lengths.tolist() == [3, 4, 21, 8, 7, 6, 1]
     assert repr(segments) == (
-        "SegmentTable(2 documents, 6 segments (1 grid, 1 audio run, 1 clip, 2 canvases), 54 tokens)"
+        "SegmentTable(2 documents, 7 segments (1 grid, 1 audio run, 1 clip, 1 thumbnail, 2 tiles), 50 tokens)"
     )
 
 
 def test_arrays_and_spans_say_the_same_table() -> None:
-    documents: list[list[Segment]] = [[Text(2), Audio(3), Text(1), CLIP_OF_3], [SLICED, Text(4)]]
+    documents: list[list[Segment]] = [[Text(2), Audio(3), Text(1), CLIP_OF_3], [*TILED, Text(4)]]
     want = SegmentTable.from_documents(documents)
     arrays = {name: values for name, values in fields(want).items() if values is not None}
     assert fields(SegmentTable.from_arrays(**arrays)) == fields(want)
     spans = SegmentTable.from_spans(
         [27, 25],
-        [2, 6, 0],
-        [[1, 1, 3], [3, 2, 2], [1, 2, 3]],
-        [0, 0, 1],
-        seconds_per_frame=[None, 0.5, None],
-        kind=[AUDIO, CLIP, CANVAS],
-        details=[[0, 5, 2], [0, 0, 1], [0, 0, 1], [0, 0, 4]],
+        [2, 6, 0, 8, 15],
+        [[1, 1, 3], [3, 2, 2], [1, 2, 3], [1, 1, 4], [1, 1, 4]],
+        [0, 0, 1, 1, 1],
+        seconds_per_frame=[None, 0.5, None, None, None],
+        kind=[AUDIO, CLIP, THUMBNAIL, TILE, TILE],
+        extra_tokens=[0, 5, 0, 1, 0],
     )
     assert fields(spans) == fields(want)
 
@@ -73,10 +74,11 @@ def test_arrays_and_spans_say_the_same_table() -> None:
         (lambda: Clip(2, 2, frames=3, audio=0), "Clip.audio: got 0, want >= 1"),
         (lambda: Clip(2, 0, frames=3, audio=1), "Clip.width: got 0, want >= 1"),
         (lambda: Clip(2, 2, frames=3, audio=1, seconds_per_frame=0), "Clip.seconds_per_frame: got 0, want > 0 (a"),
-        (lambda: Canvas(0, 2), "Canvas.height: got 0, want >= 1"),
-        (lambda: Canvas(1, 2, rows=-1), "Canvas.rows: got -1, want >= 0"),
-        (lambda: Canvas(1, 2, rows=2, columns=1, slice_height=3), "Canvas.slice_width: got 0, want >= 1"),
-        (lambda: Canvas(1, 2, slice_width=2.5), "Canvas.slice_width: got 2.5, want an integer"),  # type: ignore[arg-type]
+        (lambda: Thumbnail(0, 2), "Thumbnail.height: got 0, want >= 1"),
+        (lambda: Tile(1, 2, tokens_after=-1), "Tile.tokens_after: got -1, want >= 0"),
+        (lambda: Tile(1, 2.5), "Tile.width: got 2.5, want an integer"),  # type: ignore[arg-type]
+        (lambda: CropMarkers(1, 2, -3, 4, 5), "crop_markers.tile_start: got -3, want >= 0"),
+        (lambda: CropMarkers(1, 2, 1, 4, 5), "crop_markers.tile_start: got 1, want another than thumbnail_start"),
     ],
 )
 def test_parts_check_themselves(make: Callable[[], object], words: str) -> None:
@@ -84,52 +86,64 @@ def test_parts_check_themselves(make: Callable[[], object], words: str) -> None:
         make()
 
 
-def table(kind: int, details: list[int] | None, extents: tuple[int, int, int] = (1, 1, 2)) -> SegmentTable:
-    columns = None if details is None else np.array(details)[:, None]
-    return SegmentTable.from_arrays([kind], np.array(extents)[:, None], [0, 1], details=columns)
+def table(kind: int, extra: int | None, extents: tuple[int, int, int] = (1, 1, 2)) -> SegmentTable:
+    column = None if extra is None else [extra]
+    return SegmentTable.from_arrays([kind], np.array(extents)[:, None], [0, 1], extra_tokens=column)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: table(6, None), InvalidInputError, "kind[0]: got 6, want <= 5"),
-        (lambda: table(CLIP, None), InvalidInputError, "details[0, 0]: got 0, want >= 1"),
-        (lambda: table(CLIP, [3, 0, 1, 0]), InvalidInputError, "details[2, 0]: got 1, want 0 outside"),
+        (lambda: table(7, None), InvalidInputError, "kind[0]: got 7, want <= 6"),
+        (lambda: table(CLIP, None), InvalidInputError, "extra_tokens[0]: got 0, want >= 1, the audio of a clip"),
         (
-            lambda: table(TEXT, [1, 0, 0, 0]),
+            lambda: table(TEXT, 1),
             InvalidInputError,
-            "details[0, 0]: got 1, want 0 outside clips and canvases",
+            "extra_tokens[0]: got 1, want 0 outside clips, thumbnails and tiles",
         ),
-        (lambda: table(CANVAS, [1, 1, 0, 1]), InvalidInputError, "details[2, 0]: got 0, want >= 1"),
-        (lambda: table(CANVAS, [-1, 0, 0, 0]), InvalidInputError, "details[0, 0]: got -1, want >= 0"),
-        (lambda: table(CANVAS, None, (2, 1, 2)), InvalidInputError, "extents[0, 0]: got 2, want 1 in a canvas"),
-        (lambda: table(AUDIO, None, (1, 2, 2)), InvalidInputError, "extents[:, 0]: got [1, 2, 2], want [1, 1, length]"),
-        (lambda: table(CANVAS, [2**20] * 4), LimitExceededError, "segment 0: got 1208925819"),
-        (lambda: table(CLIP, [2**31 - 1, 0, 0, 0]), LimitExceededError, "segment 0: got 2147483653 tokens"),
+        (lambda: table(THUMBNAIL, -1), InvalidInputError, "extra_tokens[0]: got -1, want >= 0"),
         (
-            lambda: SegmentTable.from_arrays([TEXT], [[1]] * 3, [0, 1], details=[[0]] * 3),
+            lambda: table(THUMBNAIL, None, (2, 1, 2)),
             InvalidInputError,
-            "details: got shape (3, 1), want (4, n)",
+            "extents[0, 0]: got 2, want 1 in a thumbnail or a tile",
+        ),
+        (
+            lambda: SegmentTable.from_documents([[Thumbnail(1, 1)], [Tile(1, 1)]]),
+            InvalidInputError,
+            "segment 1: got a tile, want a thumbnail or another tile right before it",
+        ),
+        (
+            lambda: SegmentTable.from_documents([[Thumbnail(1, 1), Tile(1, 1), Text(1), Tile(1, 1)]]),
+            InvalidInputError,
+            "segment 3: got a tile, want",
+        ),
+        (lambda: table(AUDIO, None, (1, 2, 2)), InvalidInputError, "extents[:, 0]: got [1, 2, 2], want [1, 1, length]"),
+        (lambda: table(THUMBNAIL, 2**31 - 1), LimitExceededError, "segment 0: got 2147483651 tokens"),
+        (lambda: table(CLIP, 2**31 - 1), LimitExceededError, "segment 0: got 2147483653 tokens"),
+        (
+            lambda: SegmentTable.from_arrays([TEXT], [[1]] * 3, [0, 1], extra_tokens=[0, 0]),
+            InvalidInputError,
+            "extra_tokens: got shape (2,), want (1,)",
         ),
         (
             lambda: SegmentTable.from_spans([4], [0], [[1, 1, 2]], kind=[TEXT]),
             InvalidInputError,
-            "kind[0]: got 0, want a grid, audio, clip or canvas",
+            "kind[0]: got 0, want a grid, audio, clip, thumbnail or tile",
         ),
         (
-            lambda: SegmentTable.from_spans([4], [0], [[1, 1, 2]], details=[[0]] * 4),
+            lambda: SegmentTable.from_spans([4], [0], [[1, 1, 2]], extra_tokens=[0]),
             InvalidInputError,
-            "kind: got None, want the kind of each span, which has details",
+            "kind: got None, want the kind of each span, which has extra_tokens",
         ),
         (
-            lambda: SegmentTable.from_spans([6], [0], [[1, 1, 2]], kind=[CLIP], details=[[1], [0], [0], [0]]),
+            lambda: SegmentTable.from_spans([6], [0], [[1, 1, 2]], kind=[CLIP], extra_tokens=[1]),
             InvalidInputError,
             "offsets[0]: the span of 7 tokens ends at 7, want <= 6, the length of document 0",
         ),
         (
             lambda: SegmentTable.from_documents([[Text(1), "audio"]]),  # type: ignore[list-item]
             InvalidInputError,
-            "documents[0][1]: got str, want one of Text, Audio, Grid, Clip, Canvas",
+            "documents[0][1]: got str, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
         ),
     ],
 )
@@ -160,11 +174,6 @@ def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
     [
         (Audio(2), "grid-2d", "documents[0][1]: got audio, want grids only in scheme 'grid-2d'"),
         (CLIP_OF_3, "mrope", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'mrope'"),
-        (
-            SLICED,
-            "flatten",
-            "documents[0][1]: got a canvas, want its thumbnail and its slices as grids in scheme 'flatten'",
-        ),
     ],
 )
 def test_schemes_refuse_kinds_that_they_do_not_know(part: Segment, scheme: str, words: str) -> None:
@@ -176,14 +185,12 @@ def test_audio_between_grids_keeps_them_apart() -> None:
     assert place(SegmentTable.from_documents([[Grid(1, 1), Audio(1), Grid(1, 1)]]), "rope-tie").num_tokens == 3
 
 
-def test_token_types_of_audio_and_canvases() -> None:
-    #                                      < 1 1 > < 1 > < 1 > / < 1 > < 1 >   a a
-    canvas = Canvas(1, 2, rows=2, columns=2, slice_height=1, slice_width=1)
-    want = [0, 0, 1, 1, 0, *[0, 1, 0] * 2, 0, *[0, 1, 0] * 2, 3, 3, 1, 1]
-    segments = SegmentTable.from_documents([[Text(1), canvas, Audio(2), Grid(1, 2)]])
+def test_token_types_of_audio_and_tiles() -> None:
+    #         < 1 1 >     < 1 > / /        < 1 >
+    want = [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 3, 3, 1, 1]
+    picture: list[Segment] = [Thumbnail(1, 2), Tile(1, 1, tokens_after=2), Tile(1, 1)]
+    segments = SegmentTable.from_documents([[Text(1), *picture, Audio(2), Grid(1, 2)]])
     assert token_types(segments).tolist() == want
-    assert canvas_spans(segments).tolist() == [[2, 6, 9, 13, 16], [4, 7, 10, 14, 17]]
-    assert canvas_spans(SegmentTable.from_documents([[Text(1)]])).tolist() == [[], []]
 
 
 def test_padding_keeps_every_column() -> None:
@@ -192,16 +199,16 @@ def test_padding_keeps_every_column() -> None:
     mask = [[1] * 6, [0, 0, 1, 1, 1, 1]]
     segments = SegmentTable.from_input_ids(ids, [[1, 1, 3]], image_token_id=9, attention_mask=mask)
     assert fields(segments)["kind"] == [TEXT, GRID, TEXT, PAD, TEXT]
-    kinds: list[Any] = [[Audio(1), CLIP_OF_3], [SLICED]]
+    kinds: list[Any] = [[Audio(1), CLIP_OF_3], list(TILED)]
     whole = SegmentTable.from_documents(kinds)
     padded = whole._with_padding(np.array([2, 0]), np.array([0, 3]))
     assert fields(padded) == {
-        "kind": [PAD, AUDIO, CLIP, CANVAS, PAD],
-        "extents": [[1, 1, 3, 1, 1], [1, 1, 2, 2, 1], [2, 1, 2, 3, 3]],
-        "segment_offsets": [0, 3, 5],
-        "seconds_per_frame": [[0, 0, 1, 0, 0], [1, 1, 2, 1, 1]],
+        "kind": [PAD, AUDIO, CLIP, THUMBNAIL, TILE, TILE, PAD],
+        "extents": [[1, 1, 3, 1, 1, 1, 1], [1, 1, 2, 2, 1, 1, 1], [2, 1, 2, 3, 4, 4, 3]],
+        "segment_offsets": [0, 3, 7],
+        "seconds_per_frame": [[0, 0, 1, 0, 0, 0, 0], [1, 1, 2, 1, 1, 1, 1]],
         "row_separator": None,
-        "details": [[0, 0, 5, 2, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 0], [0, 0, 0, 4, 0]],
+        "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
 
 
@@ -223,6 +230,27 @@ def test_block_keys_tell_what_is_audio_and_how_long_it_is(changed: Segment) -> N
     same = CLIP_OF_3 if isinstance(changed, Clip) else Audio(4)
     assert keys(same) == keys(same)
     assert keys(same)[4] != keys(changed)[4]
+
+
+def test_block_keys_tell_where_tokens_after_tiles_stand() -> None:
+    # The first seven tokens have the same ids, and one more behind them belongs to the second picture.
+    one, other = (SegmentTable.from_documents([[Thumbnail(1, 1), Tile(1, 1, tokens_after=after)]]) for after in (1, 2))
+    (first,), (second,) = (
+        block_keys(table, place(table, "mrope-canvas"), 7, image_hashes=["a", "b"]) for table in (one, other)
+    )
+    assert first != second
+
+
+@pytest.mark.parametrize("hashes", [None, ["a", "b", "c"]])
+def test_a_key_holds_the_audio_of_a_clip_and_of_nothing_else(hashes: list[str] | None) -> None:
+    segments = SegmentTable.from_documents([[Audio(2), Clip(1, 1, frames=1, audio=1, seconds_per_frame=1), Grid(2, 3)]])
+    positions = place(segments, "tmrope")
+    shapes: list[tuple[int, ...]] = [(0, 1, 1, 2, AUDIO), (2, 1, 1, 1, CLIP, 1), (8, 1, 2, 3, 0)]
+    digests = [hashlib.sha256(name.encode()).digest() for name in hashes or ()] or [b""] * 3
+    grids = b"".join(struct.pack(f"<{len(s)}q", *s) + digest for s, digest in zip(shapes, digests, strict=True))
+    block = positions.dense().astype("<i4").tobytes() + struct.pack("<2q", 0, 3) + grids
+    root = hashlib.sha256(b"mmpos.block_keys 1" + struct.pack("<4q", 14, 3, False, hashes is not None)).digest()
+    assert block_keys(segments, positions, 14, image_hashes=hashes) == [[hashlib.sha256(root + block).digest()]]
 
 
 def test_block_keys_take_a_hash_for_all_that_has_content() -> None:

@@ -31,7 +31,9 @@ from mmpos.data.collate import collate_packed, collate_padded
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
-from mmpos.segments.table import patch_spans, separator_tokens, token_types
+from mmpos.segments import Audio
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL, TILE
+from mmpos.segments.table import separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
 BUILDER = SequenceBuilder(ByteTokenizer(NAMES), markers=Markers(row="[IMG_BREAK]"))
@@ -123,10 +125,24 @@ def test_separators_of_any_table() -> None:
     assert separator_tokens(SegmentTable.from_documents([[Text(2)]])).tolist() == []
 
 
-def test_spans_of_patches_are_those_of_rows_where_rows_end_in_separators() -> None:
-    spans, grids = np.array([[1, 7], [9, 17], [20, 22]]), np.array([[1, 2, 3], [2, 2, 1], [1, 1, 1]])
-    want = [[1, 7], [9, 10], [11, 12], [13, 14], [15, 16], [20, 21]]
-    assert patch_spans(spans, grids).tolist() == want
+@pytest.mark.parametrize(
+    ("kind", "grid", "extra", "tokens"),
+    [(GRID, [2, 2, 1], 0, 8), (AUDIO, [1, 1, 3], 0, 3), (CLIP, [2, 2, 1], 2, 10), (THUMBNAIL, [1, 2, 3], 1, 9)],
+)
+def test_of_spans_the_rows_of_grids_alone_end_in_separators(
+    kind: int, grid: list[int], extra: int, tokens: int
+) -> None:
+    """A clip has two markers before and two after its 4 patches and 2 audio tokens, a thumbnail one on each side."""
+    table = SegmentTable.from_spans([14], [1], [grid], row_separator=True, kind=[kind], extra_tokens=[extra])
+    assert table.lengths.tolist() == [1, tokens, 13 - tokens]
+    separators = None if table.row_separator is None else table.row_separator.tolist()
+    assert separators == ([False, True, False] if kind == GRID else None)
+
+
+def test_spans_of_a_picture_of_tiles_have_no_rows_that_end() -> None:
+    kinds, grids = [THUMBNAIL, TILE, GRID], [[1, 2, 2], [1, 1, 2], [1, 2, 1]]
+    table = SegmentTable.from_spans([14], [0, 6, 10], grids, row_separator=True, kind=kinds)
+    assert table.lengths.tolist() == [6, 4, 4]
 
 
 def test_separators_are_labels_only_as_markers_are() -> None:
@@ -154,6 +170,23 @@ def test_a_slice_of_an_example_keeps_separators_and_seconds() -> None:
 
 FIRST = example(("ab", True), (Grid(2, 2), True), ("c", True))
 SECOND = example((Grid(1, 3), True), ("d", True))
+
+
+MARKED = Markers(row="[IMG_BREAK]", audio="[A]", audio_begin="<a", audio_end="a>")
+SPOKEN = SequenceBuilder(ByteTokenizer((*NAMES, "<a", "[A]", "a>")), markers=MARKED)
+
+
+def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
+    """[IMG] P P BREAK [/IMG] a b <a A A A a> c d"""
+    whole = example((Grid(1, 2), True), ("ab", True), (Audio(3), True), ("cd", True), builder=SPOKEN)
+    assert whole.slice(0, 14).sequence.segments.lengths.tolist() == [1, 3, 4, 3, 3]
+    rest = whole.slice(6, 14).sequence.segments
+    assert (rest.lengths.tolist(), rest.row_separator) == ([2, 3, 3], None)
+    packer = Packer(8, split_text=True, min_piece=1)
+    packs = [*packer.add(whole), *packer.flush()]
+    examples = [each for pack in packs for each in pack.examples]
+    assert [each.sequence.segments.num_tokens for each in examples] == [each.num_tokens for each in examples]
+    assert sum(each.num_tokens for each in examples) == 14
 
 
 def test_a_batch_knows_patches_from_separators() -> None:

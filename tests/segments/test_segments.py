@@ -28,7 +28,7 @@ def test_a_table_of_documents() -> None:
         "segment_offsets": [0, 3, 4],
         "seconds_per_frame": [[0, 0, 1, 0], [1, 1, 2, 1]],
         "row_separator": [False, False, False, True],
-        "details": None,
+        "extra_tokens": None,
     }
     assert segments.lengths.tolist() == [3, 4, 12, 8]
     assert segments.num_documents == 2
@@ -46,7 +46,7 @@ def test_plain_documents_hold_no_times_and_no_separators() -> None:
 
 def test_zero_documents() -> None:
     nothing = {"kind": [], "extents": [[], [], []], "segment_offsets": [0]}
-    nothing |= {"seconds_per_frame": None, "row_separator": None, "details": None}
+    nothing |= {"seconds_per_frame": None, "row_separator": None, "extra_tokens": None}
     assert fields(SegmentTable.from_documents([])) == nothing
     assert fields(SegmentTable.from_spans([], [], [])) == nothing
     assert fields(SegmentTable.from_arrays([], [], [0])) == nothing

@@ -13,6 +13,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import Markers, SequenceBuilder
+from mmpos.sequence.tokenizers import MarkerIds
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, ServerConfig, load
 
 BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
@@ -80,7 +81,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
     qwen, tie = profiles = list(Profiles.from_config(load(file)))
     assert [profile.name for profile in profiles] == ["qwen", "tie"]
     assert qwen.builder.scheme == MRopeQwen25(tokens_per_second=Fraction(25, 2))
-    assert qwen.builder.marker_ids == (7, 8, 9, None, None)
+    assert qwen.builder.marker_ids == MarkerIds(7, 8, 9)
     images = qwen.builder.images
     assert images is not None
     assert (images.backend, images.patch_size, images.mean, images.background) == (
@@ -90,7 +91,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
         (1, 2, 3),
     )
     assert qwen.rotary == Rotary(head_dim=64, axes=3, scaling=Linear(2.0))
-    assert tie.builder.marker_ids == (256, 257, 258, 300, None)
+    assert tie.builder.marker_ids == MarkerIds(256, 257, 258, 300)
     assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
 
 
@@ -112,7 +113,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
     model.save(str(file.parent / "words.json"))
     file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
     builder = Profiles.from_config(load(file)).get("words").builder
-    assert builder.marker_ids == (0, 1, 2, None, None)
+    assert builder.marker_ids == MarkerIds(0, 1, 2)
     assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
     assert builder.scheme == RopeTie()
 
@@ -139,7 +140,8 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         (
             "[profiles.a.markers]\nstart = 1\n",
-            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row",
+            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row, video, "
+            "audio, audio_begin, audio_end",
         ),
         ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),

@@ -96,6 +96,14 @@ PLACE: dict[str, Claim] = {
     "a grid of 2^31 by 2^31": (lambda: grid(1, INT32, INT32), MUCH, "segment 0: got 46116860141324206"),
     "a grid beyond 64 bits": (lambda: grid(INT64, INT64, INT64), MUCH, "segment 0: got "),
     "frames": (lambda: grid(10**7, 1, 1, scheme={"name": "mrope"}), MUCH, "segments: got 10000000"),
+    "a thumbnail over a tile": (
+        lambda: place(
+            segments={"kind": [6, 7], "height": [600, 1], "width": [600, 1], "segments_per_document": [2]},
+            scheme={"name": "mrope-canvas"},
+        ),
+        MUCH,
+        "segments: got 360008",
+    ),
     "a long text": (lambda: place(spans={"lengths": [INT32]}), MUCH, "tokens: got 2147483647"),
     "lengths beyond 64 bits": (lambda: place(spans={"lengths": [INT64] * 3}), BAD, "lengths[0]: got 922"),
     "a million documents": (lambda: place(spans={"lengths": [1] * 10**6}), MUCH, "documents: got 1000000"),

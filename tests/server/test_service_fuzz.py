@@ -126,7 +126,7 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
         "Position/Place",
         place(segments={"kind": [99], "height": [1], "width": [1], "segments_per_document": [1]}),
         "kind[0]: got 99, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
-        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_CANVAS",
+        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_THUMBNAIL, SEGMENT_KIND_TILE",
     ),
     "no layout": (
         "Position/Place",
@@ -138,7 +138,7 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
     "a part of tomorrow": (
         "Sequence/Build",
         build(TOMORROW),
-        "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels",
+        "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels, audio, clip",
     ),
     "no positions": ("Rotary/CosSin", b"", "positions: got none, want a RotaryPositions"),
     "no q": ("Rotary/Rotate", rotary_pb2.RotateRequest(positions=NO_TOKENS), "q: got none, want a Tensor"),

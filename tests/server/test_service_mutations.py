@@ -1,4 +1,4 @@
-"""A hundred thousand broken requests: each is answered or the client's fault, the server lives and stays small."""
+"""Tens of thousands of broken requests: each is answered or the client's fault, the server lives and stays small."""
 
 from __future__ import annotations
 

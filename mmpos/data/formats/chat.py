@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar, Self
 
-from mmpos.data.examples import Piece
+from mmpos.data.examples import BrokenImage, Piece, Record, RecordError
 from mmpos.data.formats.fields import Field, RecordFormat
-from mmpos.data.formats.images import Images
+from mmpos.data.formats.images import Images, describe
 from mmpos.data.formats.templates import ChatTemplate, Template, check_template, template_of
+from mmpos.errors import InvalidInputError, ServiceError
+from mmpos.segments.kinds import Audio, Clip, Grid, fraction
+from mmpos.sequence.video import Video
 
 __all__ = ["Chat", "LLaVA"]
 
@@ -44,7 +48,13 @@ _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_te
 _IMAGES = ("image", "url", "path", "base64")
 """Fields of a part of type image, one of which holds it."""
 
-_KINDS = (*_TEXTS, "image", "image_url", "input_image")
+_MEDIA = {
+    **dict.fromkeys(("video", "video_url"), "video"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+}
+"""Kinds of parts that are videos or audio, and which."""
+
+_KINDS = (*_TEXTS, "image", "image_url", "input_image", *_MEDIA)
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,12 @@ class Chat(_Conversation):
     r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
 
     The assistant's turns are trained on, with the text that ends them.
-    Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
-    ``{"type": "refusal", "refusal": …}`` of chat completions; ``input_text``, ``output_text`` and
-    ``{"type": "input_image", "image_url": …}`` of responses; and of Transformers ``{"type": "image", "image": …}``, or
-    with ``url``, ``path`` or ``base64`` for the image. Other parts (audio, files) and calls of tools are refused,
-    since a model would be trained as if they were missing.
+    Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and ``{"type":
+    "refusal", "refusal": …}`` of chat completions; ``input_text``, ``output_text`` and ``{"type": "input_image",
+    "image_url": …}`` of responses; and of Transformers ``{"type": "image", "image": …}``, or with ``url``, ``path`` or
+    ``base64`` for the image; ``{"type": "video", "video": [frame, …], "fps": …}``, whose frames are references to
+    images; and any part of type ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that media reads.
+    Other parts (files) and calls of tools are refused, since a model would be trained as if they were missing.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the documentation of
     Transformers, "Multimodal chat templates".
@@ -68,10 +79,19 @@ class Chat(_Conversation):
 
     Args:
         template: text around the turns; None is plain text, and in a Preprocess the tokenizer's own chat template.
-        images: sources of the images; ``data:`` URLs need none.
+        images: sources of the images, those of frames too; ``data:`` URLs need none.
+        media: makes a Video, a Grid of several frames, a Clip or an Audio of a part that is a video or audio, given as
+            the mapping that it is in the record: which frames are sampled, and how many tokens audio has, are rules of
+            a model. None refuses such parts, but for lists of frames.
     """
 
     names: ClassVar[str] = "messages"
+    media: Callable[[Record], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.media is None or callable(self.media)):
+            raise InvalidInputError(f"media: got {describe(self.media)}, want a callable or None")
+        super().__post_init__()
 
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
@@ -94,6 +114,8 @@ class Chat(_Conversation):
             return part[_TEXTS[kind]].text()
         if kind == "image":
             return self._image(part)
+        if kind in _MEDIA:
+            return self._video_or_audio(part, kind)
         url = part["image_url"]["url"] if kind == "image_url" else part["image_url"]
         return url.image(self.images)
 
@@ -105,6 +127,39 @@ class Chat(_Conversation):
         if named == ["base64"]:
             image = replace(image, value=f"data:;base64,{image.text()}")
         return image.image(self.images)
+
+    def _video_or_audio(self, part: Field, kind: str) -> object:
+        if kind == "video" and part["video"].is_list:
+            return self._frames(part["video"], part["fps"])
+        if self.media is None:
+            raise part["type"].error("Chat(media=…), which reads such parts, or a video as a list of frames")
+        try:
+            return _read(self.media, part)
+        except RecordError as error:
+            return BrokenImage(error, _MEDIA[kind])
+
+    def _frames(self, frames: Field, fps: Field) -> object:
+        images = [frame.image(self.images) for frame in frames.items()]
+        if not images:
+            raise frames.error("at least one frame")
+        if (rate := fps.number()) <= 0:
+            raise fps.error("frames per second above 0")
+        broken = next((image for image in images if isinstance(image, BrokenImage)), None)
+        return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
+
+
+def _read(media: Callable[[Record], object], part: Field) -> object:
+    """Ask the user's function for a part; what it raises becomes an error of the record."""
+    want = "a Video, a Grid of several frames, a Clip or an Audio"
+    try:
+        answer = media(part.value)
+    except ServiceError:
+        raise
+    except Exception as error:
+        raise part.error(want, got=f"{type(error).__name__} ({str(error)[:200]}) from media") from error
+    if not isinstance(answer, Video | Clip | Audio) and not (isinstance(answer, Grid) and answer.frames > 1):
+        raise part.error(want, got=f"{describe(answer)} from media")
+    return answer
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from mmpos.data.examples import Piece
+from mmpos.data.examples import BrokenImage, Piece
 from mmpos.data.formats.fields import Field, check_option
 from mmpos.errors import InvalidInputError
+from mmpos.segments.kinds import Audio, Clip, Grid
+from mmpos.sequence.video import Video
 from mmpos.support.checks import counted
 
 __all__ = ["ChatTemplate", "Template", "TokenizerTemplate", "Turn", "check_template", "template_of"]
 
 _BEFORE, _AFTER = "Ahead of it.", "Behind it."
 """Texts around the image of a conversation that shows what a template writes for an image."""
+
+_SORTS = {"image": ("an image", "images"), "video": ("a video", "videos"), "audio": ("audio", "audio")}
+"""Kinds of blocks that are no text: one and several in words."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,9 @@ class TokenizerTemplate:
     """Chat template of a tokenizer of Transformers, in Jinja, as the model is asked with.
 
     The assistant's turns are trained on: what the template writes for a turn, beyond the prompt for it, to the end of
-    the turn. What it writes for an image, placeholder and markers, gives way to the image, whose markers are the
-    builder's. Special tokens that the text of a record spells become special tokens, as in Transformers, but for the
-    placeholder of images, with which a record is refused.
+    the turn. What it writes for an image, a video or audio, placeholder and markers, gives way to it; its markers are
+    the builder's. Special tokens that the text of a record spells become special tokens, as in Transformers, but for
+    the placeholders of what is in it, with which a record is refused.
 
     Args:
         tokenizer: with ``apply_chat_template``.
@@ -122,7 +127,7 @@ class TokenizerTemplate:
 
         Raises:
             RecordError: the template refuses the conversation, writes a turn otherwise when others follow it, or writes
-                other placeholders than there are images.
+                other placeholders than there are images, videos and audio.
         """
         turns = list(turns)
         first = turns[0][0]
@@ -140,27 +145,30 @@ class TokenizerTemplate:
                         raise role.error("a chat template that writes a turn alike, whatever follows it")
                     edges.append(len(start))
         edges.append(len(text))
-        images = [part for _, parts in turns for part in parts if not isinstance(part, str)]
-        placeholder = self._placeholder if images else None
-        texts = [text[a:b].split(placeholder) if placeholder else [text[a:b]] for a, b in pairwise(edges)]
-        written = sum(map(len, texts)) - len(texts)
-        if written != len(images):
-            want = f"{len(images)}, as many as images"
-            raise first.error(want, got=f"{counted(written, 'placeholder')} in the text of the chat template")
-        return list(_interleaved(texts, trained, iter(images)))
+        media = [part for _, parts in turns for part in parts if not isinstance(part, str)]
+        kinds = [_kind(part) for part in media]
+        placeholders = {kind: self._placeholder(kind) for kind in dict.fromkeys(kinds)}
+        # The longest first: one may begin as another does.
+        either = re.compile("|".join(map(re.escape, sorted(placeholders.values(), key=len, reverse=True))))
+        texts = [either.split(text[a:b]) if media else [text[a:b]] for a, b in pairwise(edges)]
+        written = [match for a, b in pairwise(edges) for match in either.findall(text[a:b])] if media else []
+        if written != [placeholders[kind] for kind in kinds]:
+            want = f"{len(media)}, as many as {' and '.join(_SORTS[kind][1] for kind in placeholders)}"
+            raise first.error(want, got=f"{counted(len(written), 'placeholder')} in the text of the chat template")
+        return list(_interleaved(texts, trained, iter(media)))
 
-    @cached_property
-    def _placeholder(self) -> str:
-        """Find what the template writes for an image: all between two texts around one."""
-        blocks = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+    def _placeholder(self, kind: str) -> str:
+        """Find what the template writes for an image, a video or audio: all between two texts around one."""
+        blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
         try:
             text = self._apply([{"role": "user", "content": blocks}], False)
         except Exception:  # of Jinja, or of the template itself, which takes no blocks
             text = ""
         placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
-        if not placeholder.strip() or repr("image") in placeholder:  # the blocks as Python prints them
+        if not placeholder.strip() or repr(kind) in placeholder:  # the blocks as Python prints them
+            one, several = _SORTS[kind]
             raise InvalidInputError(
-                "template: got a chat template that writes nothing for an image, want that of a model with images, "
+                f"template: got a chat template that writes nothing for {one}, want that of a model with {several}, "
                 "or a ChatTemplate"
             )
         return placeholder
@@ -216,14 +224,23 @@ def _content(parts: Sequence[object]) -> str | list[dict[str, object]]:
     """Write the content of a message: text alone as templates of language models take it, else blocks."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
 
 
-def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], images: Iterator[object]) -> Iterator[Piece]:
-    """Yield runs of texts with an image between each two of a run; runs of these numbers are trained on."""
+def _kind(part: object) -> str:
+    """Tell images, videos and audio apart."""
+    if isinstance(part, BrokenImage):
+        return part.kind
+    if isinstance(part, Audio):
+        return "audio"
+    return "video" if isinstance(part, Video | Clip) or (isinstance(part, Grid) and part.frames > 1) else "image"
+
+
+def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Iterator[object]) -> Iterator[Piece]:
+    """Yield runs of texts with an image, a video or audio between each two of a run; runs of these are trained on."""
     for number, (text, *rest) in enumerate(texts, 1):
         train = number in trained
         yield Piece(text, train)
         for more in rest:
-            yield Piece(next(images), train)
+            yield Piece(next(media), train)
             yield Piece(more, train)

@@ -20,7 +20,8 @@ from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
-from mmpos.segments.table import SegmentTable, token_types
+from mmpos.segments.kinds import THUMBNAIL
+from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, integer, text
 from mmpos.support.files import whole_file
@@ -43,6 +44,7 @@ SCHEMA = pa.schema(
         pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; this and all below: little-endian
         pa.field("seconds_per_frame", pa.binary()),  # (2, segments) int64
         pa.field("row_separator", pa.binary()),  # (segments,) bool
+        pa.field("extra_tokens", pa.binary()),  # (segments,) int64
         pa.field("table", pa.binary(), nullable=False),  # (5 + 4 axes, segments) int64
         pa.field("documents", pa.binary(), nullable=False),  # (4, 1) int64
         pa.field("fractional", pa.bool_(), nullable=False),
@@ -50,6 +52,7 @@ SCHEMA = pa.schema(
         pa.field("grid_thw", pa.binary(), nullable=False),  # (images, 3) int64
         pa.field("image_spans", pa.binary(), nullable=False),  # (images, 2) int64
         pa.field("image_margins", _IDS, nullable=False),  # two numbers
+        pa.field("audio_margins", _IDS, nullable=False),  # two numbers
         pa.field("image_hashes", pa.list_(pa.string()), nullable=False),
         pa.field("patches", pa.large_binary()),
         pa.field("patches_dtype", pa.string()),
@@ -58,7 +61,7 @@ SCHEMA = pa.schema(
 )
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of the columns; a file of another version is refused."""
 
 _METADATA = b"mmpos"
@@ -287,8 +290,8 @@ def to_row(example: Example) -> Row:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
         raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
-    if segments.details is not None:
-        raise UnsupportedError(f"{example.key}: segments: got a clip or a canvas, want text, audio and grids")
+    if segments.kind.max(initial=0) >= THUMBNAIL:
+        raise UnsupportedError(f"{example.key}: segments: got a thumbnail or a tile, want text, audio, clips and grids")
     row: Row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,
@@ -300,6 +303,7 @@ def to_row(example: Example) -> Row:
         "extents": _bytes(segments.extents),
         "seconds_per_frame": None if segments.seconds_per_frame is None else _bytes(segments.seconds_per_frame),
         "row_separator": None if segments.row_separator is None else segments.row_separator.tobytes(),
+        "extra_tokens": None if segments.extra_tokens is None else _bytes(segments.extra_tokens),
         "table": _bytes(positions.table),
         "documents": _bytes(positions.documents),
         "fractional": positions.fractional,
@@ -307,6 +311,7 @@ def to_row(example: Example) -> Row:
         "grid_thw": _bytes(sequence.grid_thw),
         "image_spans": _bytes(sequence.image_spans),
         "image_margins": sequence.image_margins,
+        "audio_margins": sequence.audio_margins,
         "image_hashes": list(sequence.image_hashes),
     }
     if patches is not None:
@@ -333,6 +338,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         np.array([0, kind.size]),
         _optional(row["seconds_per_frame"], np.int64, (2, -1)),
         _optional(row["row_separator"], np.bool_, (-1,)),
+        _optional(row["extra_tokens"], np.int64, (-1,)),
     )
     input_ids = _numbers(row["input_ids"])
     positions = PositionTable.from_arrays(
@@ -349,7 +355,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         )
     sequence = InterleavedSequence(
         input_ids=input_ids,
-        token_type_ids=token_types(segments),
+        token_type_ids=positions.token_types(segments),
         segments=segments,
         positions=positions,
         patches=patches,
@@ -358,6 +364,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         image_hashes=tuple(row["image_hashes"].as_py()),
         part_offsets=_numbers(row["part_offsets"]),
         image_margins=tuple(row["image_margins"].as_py()),
+        audio_margins=tuple(row["audio_margins"].as_py()),
     )
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
 

@@ -4,47 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
+from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
+from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
+from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
 from mmpos.integrations.models.from_config import MODEL_TYPES, from_hf_config
 from mmpos.integrations.models.settings import ModelSettings
 from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
 from mmpos.rotary.hf_config import Fields
-from mmpos.rotary.operators import outside_of_graphs
-from mmpos.schemes import MRopeTransformers, TMRope, XDRope
-from mmpos.schemes.base import Grids, Pieces, Placement, check_pieces
-from mmpos.segments.kinds import CLIP, GRID
+from mmpos.rotary.operators import define_operator
+from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
+from mmpos.schemes.base import Grids, Placement
+from mmpos.schemes.mrope import place_frames
+from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import Array, IntArray, int_array
+from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["OmniRopeIndex", "RopeIndex", "TimedRopeIndex", "XDRopeIndex", "install", "rope_index", "uninstall"]
-
-Ids = tuple[Tensor, Tensor]
-"""(axes, batch, seq) position ids and (batch, 1) deltas."""
+__all__ = [
+    "CanvasRopeIndex",
+    "FloatOmniRopeIndex",
+    "GeneratingRopeIndex",
+    "OmniRopeIndex",
+    "RopeIndex",
+    "TimedRopeIndex",
+    "XDRopeIndex",
+    "install",
+    "rope_index",
+    "uninstall",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _MODEL_TYPES = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
     *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
-    *("hunyuan_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"),
+    *("glm_image", "hunyuan_vl", "minicpmv4_7"),
+    *("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
 )
-"""Model types with a function here: by MODEL_TYPES OmniRopeIndex, TimedRopeIndex, XDRopeIndex or RopeIndex."""
+"""Model types with a function here, of which MODEL_TYPES says which it is."""
 
 _MROPE = MRopeTransformers()
-
 _METHOD = "get_rope_index"
-_IMAGE, _VIDEO, _AUDIO = 1, 2, 3  # of mm_token_type_ids; text is 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class RopeIndex:
             "video_grid_thw": video_grid_thw,
             "attention_mask": attention_mask,
         }
-        _check_tensors(**named)
+        check_tensors(**named)
         merges = self.spatial_merge_size, self.temporal_merge_size, self.frames_apart
         ids: Ids = _OPERATOR(*named.values(), intervals, *merges)
         return ids
@@ -210,100 +219,12 @@ class XDRopeIndex:
             "image_grid_thw": image_grid_thw,
             "attention_mask": attention_mask,
         }
-        _check_tensors(**named)
+        check_tensors(**named)
         ids: Ids = _XD_OPERATOR(*named.values(), self.spatial_merge_size, self.axes)
         return ids
 
 
-@dataclass(frozen=True)
-class OmniRopeIndex:
-    """Function with the arguments and the results of ``get_rope_index`` of Qwen2.5-Omni.
-
-    Args:
-        image_token_id: the placeholder of image patches.
-        video_token_id: that of video patches.
-        audio_token_id: that of audio.
-        spatial_merge_size: patches merged along each side into one token.
-        tokens_per_second: ids that a second takes.
-        tokens_per_chunk: ids of a chunk, of which a clip has first the frames and then the audio.
-    """
-
-    image_token_id: int
-    video_token_id: int
-    audio_token_id: int
-    spatial_merge_size: int
-    tokens_per_second: int
-    tokens_per_chunk: int
-
-    def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        use_audio_in_video: bool = False,
-        audio_seqlens: Tensor | None = None,
-        second_per_grids: Tensor | None = None,
-    ) -> Ids:
-        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
-
-        Args:
-            input_ids: (batch, seq); None, as no grids at all, counts the tokens of the mask.
-            image_grid_thw: (images, 3) frames, height, width before merging; those that no token is left for are
-                passed over.
-            video_grid_thw: (videos, 3) likewise.
-            attention_mask: (batch, seq); tokens under another value than 1 are left out, and have the id 1.
-            use_audio_in_video: whether videos may have their audio between their frames.
-            audio_seqlens: (audios,) frames of each audio before the encoder, to be compared with the tokens; or None.
-            second_per_grids: (videos,) seconds between frames; multiplied as float32, then rounded down.
-
-        Returns:
-            (3, batch, seq) position ids of the dtype of input_ids, int64 where there are no grids, and (batch, 1)
-            deltas: the highest id plus one less the number of tokens.
-
-        Raises:
-            InvalidInputError: grids or audio that do not fit the tokens, or arguments of other shapes.
-        """
-        named = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw, "attention_mask": attention_mask}
-        if input_ids is None or (image_grid_thw is None and video_grid_thw is None):
-            if attention_mask is None:
-                raise InvalidInputError("attention_mask: got None, want a tensor, where there are no grids")
-            return _count(attention_mask)
-        more = {"audio_seqlens": audio_seqlens, "second_per_grids": second_per_grids}
-        _check_tensors(input_ids=input_ids, **named, **more)
-        kinds = torch.zeros_like(input_ids, dtype=torch.uint8)
-        for kind, token in enumerate((self.image_token_id, self.video_token_id, self.audio_token_id), 1):
-            kinds += kind * (input_ids == token)
-        sizes = self.spatial_merge_size, self.tokens_per_second, self.tokens_per_chunk
-        given = (*named.values(), *more.values(), use_audio_in_video)
-        ids: Ids = _OMNI_OPERATOR(input_ids, kinds, *given, *sizes)
-        return ids
-
-
-Function = RopeIndex | XDRopeIndex | OmniRopeIndex
-
-
-def _count(attention_mask: Tensor) -> Ids:
-    """Count the tokens of each row that a mask leaves; those under a 0 have the id 1."""
-    ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-    deltas = ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
-    return ids.repeat(3, 1, 1), deltas
-
-
-def _check_tensors(**named: object) -> None:
-    """Refuse arguments that are no tensors, and those with a value per token in other shapes than input_ids."""
-    tensors = {}
-    for name, value in named.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif value is not None or name in ("input_ids", "mm_token_type_ids"):
-            raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
-    shape = tuple(tensors["input_ids"].shape)
-    if len(shape) != 2:
-        raise InvalidInputError(f"input_ids: got shape {shape}, want (batch, seq)")
-    for name in ("mm_token_type_ids", "attention_mask"):
-        if name in tensors and tensors[name].shape != shape:
-            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {shape} as input_ids")
+Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | FloatOmniRopeIndex | GeneratingRopeIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,32 +238,11 @@ class _FrameTimes(MRopeTransformers):
     times: IntArray = field(kw_only=True)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        owner, frame = ragged_arange(grids.frames)
-        check_pieces(self, owner.size)
-        height, width = grids.height[owner], grids.width[owner]
-        pieces = Pieces(owner, height * width, frame * height * width, height, width)
-        start = cursor[owner]
-        return Placement([start + self.times, start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
+        return place_frames(self, grids, cursor, lambda owner, frame: self.times)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
         last = np.maximum.reduceat(self.times, grids.frames.cumsum() - grids.frames)
         return cursor + np.maximum(last + 1, self.advance(grids))
-
-
-@dataclass(frozen=True, eq=False)
-class _OmniTimes(TMRope):
-    """TMRoPE of Transformers with the id of every frame given.
-
-    Args:
-        times: (frames of all grids,) ids after the first of the grid.
-        begins: (grids,) index of the first frame of each grid.
-    """
-
-    times: IntArray = field(kw_only=True)
-    begins: IntArray = field(kw_only=True)
-
-    def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
-        return np.asarray(self.times[self.begins[grid] + frame])
 
 
 def rope_index(config: object) -> Function:
@@ -366,11 +266,18 @@ def rope_index(config: object) -> Function:
     if known is None or fields.model_type not in _MODEL_TYPES:
         got, want = fields.model_type, ", ".join(sorted(_MODEL_TYPES))
         raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
+    if known.generates:
+        begin, end = (fields.integer(f"image_{side}_token_id", needed=True) for side in ("start", "end"))
+        return GeneratingRopeIndex(begin, end)
+    if known.crop_markers:
+        settings = from_hf_config(config)
+        assert settings.crop_markers is not None
+        return CanvasRopeIndex(settings.crop_markers, settings.spatial_merge_size)
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
-    if known.scheme == TMRope.name:
-        return _omni(from_hf_config(config))
+    if known.scheme in (TMRope.name, TMRopeQwen3.name):
+        return _omni(fields, from_hf_config(config))
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
@@ -379,20 +286,27 @@ def rope_index(config: object) -> Function:
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
 
 
-def _omni(settings: ModelSettings) -> OmniRopeIndex:
+def _omni(fields: Fields, settings: ModelSettings) -> OmniRopeIndex | FloatOmniRopeIndex:
     scheme = settings.scheme
-    assert isinstance(scheme, TMRope)
+    assert isinstance(scheme, TMRope | TMRopeQwen3)
     tokens = {f"{name}_token_id": getattr(settings, f"{name}_token_id") for name in ("image", "video", "audio")}
     for name, token in tokens.items():
         if token is None:
             raise InvalidInputError(f"config.{name}: got none, want an integer")
     rate = scheme.tokens_per_second
-    if not isinstance(rate, int):
-        raise UnsupportedError(f"config.position_id_per_seconds: got {rate}, want an integer")
-    chunk = int(rate * scheme.seconds_per_chunk)
-    return OmniRopeIndex(
-        **tokens, spatial_merge_size=settings.spatial_merge_size, tokens_per_second=rate, tokens_per_chunk=chunk
-    )
+    assert isinstance(rate, int), "of a config"
+    sizes: dict[str, Any] = {
+        **tokens,
+        "spatial_merge_size": settings.spatial_merge_size,
+        "tokens_per_second": rate,
+    }
+    if isinstance(scheme, TMRope):
+        return OmniRopeIndex(**sizes, tokens_per_chunk=int(rate * scheme.seconds_per_chunk))
+    assert settings.audio_chunk is not None
+    thinker = fields.part("thinker_config") or fields
+    markers = (f"{name}_start_token_id" for name in ("vision", "audio"))
+    sizes |= {name: thinker.integer(name, needed=True) for name in markers}
+    return FloatOmniRopeIndex(**sizes, audio_chunk=settings.audio_chunk)
 
 
 def install(model: Model) -> Model:
@@ -420,6 +334,8 @@ def install(model: Model) -> Model:
             raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
     functions = [rope_index(module.config) for module in modules]
     for module, function in zip(modules, functions, strict=True):
+        if isinstance(function, GeneratingRopeIndex):
+            function = InstalledRopeIndex(function.image_start_token_id, function.image_end_token_id, module)
         setattr(module, _METHOD, function)
     return model
 
@@ -439,9 +355,6 @@ def uninstall(model: Model) -> Model:
     return model
 
 
-# The operator. The host reads everything in one copy, and gives the result back in one.
-
-
 def _compute(
     input_ids: Tensor,
     mm_token_type_ids: Tensor,
@@ -454,17 +367,15 @@ def _compute(
     frames_apart: bool,
 ) -> Ids:
     mask = None if attention_mask is None else attention_mask.bool()
-    types, mask, images, videos, intervals = _on_host(
-        mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals
-    )
-    tokens = _Tokens.of(types, mask)
+    types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
+    tokens = Tokens.of(types, mask)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = SegmentTable.from_input_ids(
         tokens.types,
-        tokens.used("image_grid_thw", images, _IMAGE, merge),
-        tokens.used("video_grid_thw", videos, _VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
-        image_token_id=_IMAGE,
-        video_token_id=_VIDEO if tokens.videos or videos is not None else None,
+        tokens.used("image_grid_thw", images, IMAGE, merge),
+        tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO if tokens.videos or videos is not None else None,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         frames_apart=frames_apart,
@@ -482,14 +393,14 @@ def _compute_xd(
     axes: int,
 ) -> Ids:
     mask = None if attention_mask is None else attention_mask.bool()
-    is_image = mm_token_type_ids == _IMAGE
-    types, mask, images = _on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
-    tokens = _Tokens.of(types, mask)
-    grids = _merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
+    is_image = mm_token_type_ids == IMAGE
+    types, mask, images = on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
+    tokens = Tokens.of(types, mask)
+    grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = SegmentTable.from_input_ids(
         tokens.types,
         grids,
-        image_token_id=_IMAGE,
+        image_token_id=IMAGE,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         row_separator=True,
@@ -498,202 +409,10 @@ def _compute_xd(
     return ids, deltas.to(input_ids.dtype)
 
 
-def _compute_omni(
-    input_ids: Tensor,
-    kinds: Tensor,
-    image_grid_thw: Tensor | None,
-    video_grid_thw: Tensor | None,
-    attention_mask: Tensor | None,
-    audio_seqlens: Tensor | None,
-    second_per_grids: Tensor | None,
-    use_audio_in_video: bool,
-    spatial_merge_size: int,
-    tokens_per_second: int,
-    tokens_per_chunk: int,
-) -> Ids:
-    mask = None if attention_mask is None else attention_mask == 1
-    types, mask, images, videos, audio, seconds = _on_host(
-        kinds, mask, image_grid_thw, video_grid_thw, audio_seqlens, second_per_grids
-    )
-    tokens = _Tokens.of(types, mask, most=_AUDIO)
-    merge = np.array([1, spatial_merge_size, spatial_merge_size])
-    segments = SegmentTable.from_input_ids(
-        tokens.types,
-        tokens.used("image_grid_thw", images, _IMAGE, merge),
-        tokens.used("video_grid_thw", videos, _VIDEO, merge),
-        image_token_id=_IMAGE,
-        video_token_id=_VIDEO,
-        audio_token_id=_AUDIO,
-        audio_lengths=None if audio is None else _heard(audio),
-        cu_seqlens=tokens.cu_seqlens,
-        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
-    )
-    if not use_audio_in_video and (segments.kind == CLIP).any():
-        raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
-    seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
-    times, begins = _omni_times(segments, tokens, seconds, tokens_per_second)
-    scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=times, begins=begins)
-    return tokens.answer(place(segments, scheme), input_ids, padding=1)
-
-
-def _heard(frames: Tensor) -> IntArray:
-    """Count the tokens that the encoder makes of frames of audio, (audios,), without those that give none."""
-    tokens = ((int_array("audio_seqlens", frames.numpy(), (None,)) - 1) // 2 - 1) // 2 + 1
-    return tokens[tokens > 0]
-
-
-def _omni_times(
-    segments: SegmentTable, tokens: _Tokens, seconds: Tensor | None, rate: int
-) -> tuple[IntArray, IntArray]:
-    """Give the ids of all frames after the first of their grid, as float32 has them, and the first frame of each."""
-    grid = (segments.kind == GRID) | (segments.kind == CLIP)
-    frames, lengths = segments.extents[0, grid], segments.lengths
-    clip = (segments.kind == CLIP)[grid]
-    is_video = clip | (tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == _VIDEO)
-    videos = int(is_video.sum())
-    if videos and (seconds is None or seconds.dim() != 1 or len(seconds) < videos):
-        got = "None" if seconds is None else f"shape {tuple(seconds.shape)}"
-        raise InvalidInputError(f"second_per_grids: got {got}, want at least {videos} values, one per video")
-    owner, frame = ragged_arange(frames)
-    between = torch.ones(frames.size)
-    if seconds is not None and videos:
-        seconds = seconds[:videos].float()
-        if not (good := (seconds >= 0) & seconds.isfinite()).all():
-            v = int(good.logical_not().int().argmax())
-            raise InvalidInputError(f"second_per_grids[{v}]: got {seconds[v].item()}, want a number >= 0")
-        between[torch.from_numpy(is_video)] = seconds
-    # They are rounded once more, to float32, on their way to the ids.
-    times = (torch.from_numpy(frame) * between[torch.from_numpy(owner)] * rate).long().float().long()
-    return times.numpy(), frames.cumsum() - frames
-
-
-def _shapes(input_ids: Tensor, *_: object) -> Ids:
-    """Give results without values, for graphs that are traced."""
-    batch, seq = input_ids.shape
-    return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)
-
-
-def _xd_shapes(
-    input_ids: Tensor, kinds: Tensor, grids: Tensor | None, mask: Tensor | None, merge: int, axes: int
-) -> Ids:
-    batch, seq = input_ids.shape
-    return input_ids.new_empty((axes, batch, seq)), input_ids.new_empty((batch, 1))
-
-
-def _on_host(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Copy tensors to the host, those of one device in one copy."""
-    away = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
-    if len({tensor.device for tensor in away}) != 1:
-        return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
-    away.sort(key=lambda tensor: -tensor.element_size())  # the widest first, so that all stand at multiples of theirs
-    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in away]).cpu()
-    parts = joined.split([tensor.numel() * tensor.element_size() for tensor in away])
-    copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(away, parts, strict=True)}
-    return [copies.get(id(tensor), tensor) for tensor in tensors]
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """Token types of a batch.
-
-    Args:
-        types: (batch, seq), 0 under padding; or (tokens,) those alone that a mask with holes leaves.
-        videos: whether tokens of videos are among them.
-        real: (batch, seq) the mask, (batch · seq,) where it has holes; None where it leaves everything.
-        cu_seqlens: (batch + 1,) first token of each row, then the total, if the mask has holes; else None.
-    """
-
-    types: IntArray
-    videos: bool
-    real: npt.NDArray[np.bool_] | None = None
-    cu_seqlens: IntArray | None = None
-
-    @classmethod
-    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = _VIDEO) -> _Tokens:
-        """Read token types, at most ``most``, and a mask of the same shape, both on the host."""
-        assert mm_token_type_ids is not None, "the call has looked"
-        types = mm_token_type_ids.numpy()
-        if types.dtype.kind not in "biu":
-            raise InvalidInputError(f"mm_token_type_ids: got {mm_token_type_ids.dtype}, want integers")
-        if types.dtype not in (np.int32, np.int64):
-            types = types.astype(np.int64)
-        if mask is None or (real := mask.numpy()).all():
-            return cls(types, _has_videos(types, most))
-        lengths = real.sum(axis=1)
-        if not lengths.all():
-            row = int((lengths == 0).argmax())
-            raise InvalidInputError(f"attention_mask[{row}]: got no tokens, want at least one")
-        runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
-        if (runs == 1).all():
-            types = np.where(real, types, np.zeros((), types.dtype))
-            return cls(types, _has_videos(types, most), real)
-        types = types[real]
-        return cls(types, _has_videos(types, most), real.ravel(), np.append(0, lengths.cumsum()))
-
-    def used(
-        self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
-    ) -> IntArray | None:
-        """Merge the grids of a kind, and leave those at the end away that no token is left for."""
-        grids = _merged(name, grid_thw, merge)
-        if grids is None:
-            return None
-        room = int(np.count_nonzero(self.types == kind))
-        stops = grids.prod(axis=1, dtype=np.float64).cumsum()
-        if not stops.size or stops[-1] <= room:
-            return grids
-        grids = grids[: np.searchsorted(stops, room) + (room > 0)]
-        if frames_apart and room:
-            grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
-            grids[:, 0] = 1
-            stops = grids.prod(axis=1, dtype=np.float64).cumsum()
-            grids = grids[: np.searchsorted(stops, room) + 1]
-        return grids
-
-    def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
-        """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""
-        (batch, seq), axes = input_ids.shape, positions.axes
-        size = axes * batch * seq
-        numbers = np.empty(size + batch, np.int64)
-        dense, deltas = numbers[:size].reshape(axes, -1), numbers[size:]
-        if self.cu_seqlens is None:
-            positions.dense(out=dense)
-        else:
-            dense[:] = 0
-            dense[:, self.real] = positions.dense()
-        if padding and self.real is not None:
-            dense[:, ~self.real.ravel()] = padding
-        deltas[:] = positions.deltas
-        moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
-        ids, after = moved.split([size, batch])
-        # A model keeps the deltas, which are not to hold the memory of the ids.
-        return ids.view(axes, batch, seq).to(input_ids.dtype), after.view(batch, 1).clone()
-
-
-def _merged(name: str, grid_thw: Tensor | None, merge: IntArray) -> IntArray | None:
-    """Merge patches; a 0 in ``merge`` makes that size 1."""
-    if grid_thw is None:
-        return None
-    grids = int_array(name, grid_thw.numpy(), (None, 3))
-    small = (grids < merge).any(axis=1)
-    if small.any():
-        g, least = int(small.argmax()), tuple(merge.tolist())
-        raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
-    return np.where(merge > 0, grids // np.maximum(merge, 1), 1)
-
-
-def _has_videos(types: Array, most: int) -> bool:
-    """Check that types are 0 to ``most``; returns whether there are others than text and images."""
-    least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
-    if least < 0 or highest > most:
-        got = least if least < 0 else highest
-        raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {_IMAGE} or {_VIDEO}")
-    return highest >= _VIDEO
-
-
-def _timed(segments: SegmentTable, tokens: _Tokens, intervals: Tensor) -> MRopeTransformers:
+def _timed(segments: SegmentTable, tokens: Tokens, intervals: Tensor) -> MRopeTransformers:
     """Give frames of videos the ids that products of floats have when they are cut off."""
     lengths, grid = segments.lengths, segments.kind == GRID
-    is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == _VIDEO
+    is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO
     videos = int(is_video.sum())
     if intervals.dim() != 1 or len(intervals) < videos:
         got = f"shape {tuple(intervals.shape)}"
@@ -705,31 +424,23 @@ def _timed(segments: SegmentTable, tokens: _Tokens, intervals: Tensor) -> MRopeT
     return _FrameTimes(times=times)
 
 
-# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
-_LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
-_LIBRARY.define(
+def _xd_shapes(
+    input_ids: Tensor, kinds: Tensor, grids: Tensor | None, mask: Tensor | None, merge: int, axes: int
+) -> Ids:
+    batch, seq = input_ids.shape
+    return input_ids.new_empty((axes, batch, seq)), input_ids.new_empty((batch, 1))
+
+
+_OPERATOR = define_operator(
     "rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? video_grid_thw, "
     "Tensor? attention_mask, Tensor? intervals, int spatial_merge_size, int temporal_merge_size, bool frames_apart)"
     " -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _compute,
+    shapes,
 )
-_LIBRARY.impl("rope_index", outside_of_graphs(_compute), "CompositeExplicitAutograd")
-torch.library.register_fake("mmpos::rope_index", _shapes, lib=_LIBRARY)
-_LIBRARY.define(
+_XD_OPERATOR = define_operator(
     "xd_rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? attention_mask, "
     "int spatial_merge_size, int axes) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _compute_xd,
+    _xd_shapes,
 )
-_LIBRARY.impl("xd_rope_index", outside_of_graphs(_compute_xd), "CompositeExplicitAutograd")
-torch.library.register_fake("mmpos::xd_rope_index", _xd_shapes, lib=_LIBRARY)
-_OPERATOR = torch.ops.mmpos.rope_index.default
-_LIBRARY.define(
-    "omni_rope_index(Tensor input_ids, Tensor kinds, Tensor? image_grid_thw, Tensor? video_grid_thw, "
-    "Tensor? attention_mask, Tensor? audio_seqlens, Tensor? second_per_grids, bool use_audio_in_video, "
-    "int spatial_merge_size, int tokens_per_second, int tokens_per_chunk) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_LIBRARY.impl("omni_rope_index", outside_of_graphs(_compute_omni), "CompositeExplicitAutograd")
-torch.library.register_fake("mmpos::omni_rope_index", _shapes, lib=_LIBRARY)
-_OMNI_OPERATOR = torch.ops.mmpos.omni_rope_index.default
-_XD_OPERATOR = torch.ops.mmpos.xd_rope_index.default

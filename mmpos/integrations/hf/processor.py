@@ -131,7 +131,7 @@ class MMPosProcessor(ProcessorMixin):
             config: of the model, or the folder that it is in; see ``mmpos.from_hf_config``.
             tokenizer: of the model; None reads that of the folder.
             images: None reads the folder's preprocessor_config.json.
-            video_processor: None reads the folder's, if it has one, and else takes no videos.
+            video_processor: None reads the folder's, if it has one that is known, and else takes no videos.
             settings: other arguments of the processor, such as ``return_positions=True``.
 
         Raises:
@@ -139,7 +139,10 @@ class MMPosProcessor(ProcessorMixin):
             UnsupportedError: a model whose placeholders, patches or timestamps are not known.
         """
         model = from_hf_config(config)
-        if model.temporal_patch_size is None:
+        frames = model.temporal_patch_size
+        if frames is None and model.image_file is not None:
+            frames = model.image_file.temporal_patch_size
+        if frames is None:
             raise UnsupportedError(
                 f"config: got {model.model_type!r}, want a model whose config has temporal_patch_size"
             )
@@ -148,18 +151,19 @@ class MMPosProcessor(ProcessorMixin):
             if folder is None:
                 raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        if video_processor is None and folder is not None:
+        timed = not model.frames_apart or model.model_type.startswith("qwen3")  # what stands between frames is known
+        if video_processor is None and folder is not None and timed and model.video_token_id is not None:
             video_processor = video_processor_in(folder)
         told: dict[str, Any] = {
             "images": images or model.image_processor(),
             "scheme": model.scheme,
             "markers": model.markers,
             "add_markers": False,
-            "temporal_patch_size": model.temporal_patch_size,
+            "temporal_patch_size": frames,
             "return_positions": False,
         }
         if video_processor is not None:
-            if model.video_token_id is None or (model.frames_apart and not model.model_type.startswith("qwen3")):
+            if model.video_token_id is None or not timed:
                 raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
             timestamp = QWEN3_VL if model.frames_apart else None
             told |= {"video_processor": video_processor, "video_token": model.video_token_id, "timestamp": timestamp}
@@ -232,7 +236,7 @@ class MMPosProcessor(ProcessorMixin):
             ``video_grid_thw``, ``pixel_values_videos`` and, where the scheme counts seconds, ``second_per_grid_ts``.
             With positions also ``mm_position_ids`` (axes, batch, seq) int64, or float64 for fractional schemes;
             ``positions``, the PositionTable that they are of; and ``mm_next_positions`` and ``deltas`` (batch,), where
-            the scheme has them.
+            all rows have them.
 
         Raises:
             InvalidInputError: other images than placeholders, an image that cannot be read, rows that cannot be
@@ -446,7 +450,7 @@ class MMPosProcessor(ProcessorMixin):
         if self.return_positions if options.return_positions is None else options.return_positions:
             table = place(rows.segments(), self.scheme, self.start)
             batch |= _positions(table, rows, width, options.side(self.tokenizer), options.return_tensors)
-            if self.scheme.resumable:
+            if table.resumable.all():
                 batch["mm_next_positions"], batch["deltas"] = np.array(table.next_positions), np.array(table.deltas)
         return batch
 

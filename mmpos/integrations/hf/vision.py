@@ -15,7 +15,7 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import FRAMES, Frames, flat, patches_of, process, read_image, without_url
 from mmpos.sequence.tokenizers import MarkerIds, Tokenizer
-from mmpos.support.checks import IntArray, naming
+from mmpos.support.checks import IntArray, integer, naming
 
 __all__ = [
     "ImagesOfProcessor",
@@ -28,8 +28,13 @@ __all__ = [
 ]
 
 
-def with_options(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProcessor:
+def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int = 1) -> ImageProcessor:
     """Return the image processor with the options of a call: min_pixels, max_pixels, max_tokens, or size.
+
+    Args:
+        images: of the processor.
+        options: of the call, by name.
+        frames: images whose pixels ``size`` counts together.
 
     Raises:
         InvalidInputError: a value of the wrong type or out of range, or size with other edges than Transformers has.
@@ -48,7 +53,10 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any]) -> ImagePro
                 "and neither min_pixels nor max_pixels beside them"
             )
         named = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-        changes |= {named[edge]: value for edge, value in edges.items()}
+        for edge, value in edges.items():
+            if frames > 1 and integer(f"size: {edge}", value) % frames:
+                raise InvalidInputError(f"size: {edge}: got {value}, want a multiple of {frames}, frames in a patch")
+            changes[named[edge]] = value if frames == 1 else value // frames
     return replace(images, **changes) if changes else images
 
 
@@ -88,8 +96,13 @@ class ImagesOfProcessor:
 
     @property
     def size(self) -> dict[str, int]:
-        """Least and most pixels, as Transformers names them."""
-        return {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        """Least and most pixels, as Transformers names them; in GLM-V those of all frames in a patch."""
+        return {"shortest_edge": self.min_pixels * self._frames, "longest_edge": self.max_pixels * self._frames}
+
+    @property
+    def _frames(self) -> int:
+        """Images whose pixels size counts together."""
+        return (self.temporal_patch_size or 2) if self.images.small_images == "glm-v" else 1
 
     @property
     def image_mean(self) -> list[float]:
@@ -128,7 +141,7 @@ class ImagesOfProcessor:
         Returns:
             (images, 3) frames, height and width after merging; and (texts,) images of each text, or None.
         """
-        used = with_options(self.images, options)
+        used = with_options(self.images, options, self._frames)
         named, counts = flat("images", images, texts)
         processed = process(named, used, self.temporal_patch_size, self.read_files)
         grid_thw = np.array([image.grid.extents for image in processed], np.int64).reshape(-1, 3)
@@ -137,6 +150,8 @@ class ImagesOfProcessor:
             batch[grid] = grid_thw * (1, self.merge_size, self.merge_size)
             patches = patches_of(processed)
             if patches is not None:
+                if self.images.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
+                    patches = patches.reshape(len(patches), -1, self.patch_size, self.patch_size)
                 batch[pixels] = patches
         return grid_thw, counts
 
@@ -144,7 +159,7 @@ class ImagesOfProcessor:
         self, height: int, width: int, images_kwargs: Mapping[str, Any] | None = None
     ) -> int:
         """Count the patches, before merging, of an image of this size; no pixel is needed."""
-        grid = with_options(self.images, images_kwargs or {}).grid(height, width)
+        grid = with_options(self.images, images_kwargs or {}, self._frames).grid(height, width)
         return grid.height * grid.width * self.merge_size**2
 
 

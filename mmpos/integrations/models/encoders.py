@@ -48,6 +48,7 @@ ENCODERS: Mapping[str, Encoder] = MappingProxyType(
         "dots3_note_vision_encoder": Encoder("merged"),
         "ernie4_5_vl_moe_vision": Encoder("merged"),
         "exaone4_5_vision": Encoder("merged", note=_WINDOWS),
+        "gemma4_vision": Encoder(note="view the halves of a head as heads, which turn by columns and by rows"),
         "glm4v_moe_vision": Encoder("merged"),
         "glm4v_vision": Encoder("merged"),
         "glm5_next_vision": Encoder("merged"),
@@ -75,7 +76,7 @@ ENCODERS: Mapping[str, Encoder] = MappingProxyType(
 )
 """Vision encoders whose positions are known."""
 
-_REFUSED = "dinov3_vit edgetam_video efficientloftr eomt_dinov3 gemma4_vision sam2_video sam3_tracker_video sapiens2"
+_REFUSED = "dinov3_vit edgetam_video efficientloftr eomt_dinov3 sam2_video sam3_tracker_video sapiens2"
 
 UNSUPPORTED_ENCODERS: Mapping[str, str] = MappingProxyType(
     {

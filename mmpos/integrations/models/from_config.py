@@ -11,10 +11,10 @@ from typing import Any, Literal
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models.encoders import ENCODERS
 from mmpos.integrations.models.image_file import ImageFile
-from mmpos.integrations.models.settings import ModelSettings
+from mmpos.integrations.models.settings import MERGES, ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
+from mmpos.rotary.hf_models import HALVES_APART, OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
 from mmpos.schemes import (
     MRopeQwen25,
     MRopeTransformers,
@@ -25,7 +25,8 @@ from mmpos.schemes import (
     XDRope,
     get_scheme,
 )
-from mmpos.support.checks import one_of
+from mmpos.segments.kinds import CropMarkers
+from mmpos.support.checks import integer, one_of
 
 __all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
 
@@ -57,8 +58,13 @@ class ModelType:
         merges_frames: vision_config.temporal_merge_size frames of a video become one.
         row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
             Pixtral's; nothing stands around it then.
+        opening: field with the id of the token before an image, where one placeholder more stands between them and rows
+            end in a token of their own.
         row_separator: rows of images end in one more placeholder, and images begin and end in one more.
         generates: images are generated, and their grids stand behind those of the prompt.
+        start: id of the first token of a document.
+        crop_markers: fields with the ids of CropMarkers, where images are thumbnails and tiles; their patches are then
+            merged by 4×4, or by 2×2 if downsample_mode is "4x".
         note: peculiarities, for readers.
     """
 
@@ -71,8 +77,11 @@ class ModelType:
     frames_apart: bool = False
     merges_frames: bool = False
     row_markers: tuple[str, str] | None = None
+    opening: str | None = None
     row_separator: bool = False
     generates: bool = False
+    start: int = 0
+    crop_markers: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -182,6 +191,12 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             generates=True,
             note="ids of the images that it generates are laid ahead of them: see generated",
         ),
+        "neomme": ModelType(
+            "naive-2d",
+            "naive-2d",
+            opening="document_token_id",
+            note="two rotations: pass layer_type; an encoder; rows of images end in a token of their own",
+        ),
         "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
         "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
         **_all(
@@ -198,23 +213,34 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             _flat("rows end in a token of their own: without grids all tokens count alike"),
         ),
         **_all("gemma3 shieldgemma2", _flat(_SLIDING, markers=_GEMMA)),
-        **_all("diffusion_gemma gemma3n gemma4 gemma4_unified", _flat(_SLIDING, markers=_GEMMA)),
+        **_all("diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified", _flat(_SLIDING, markers=_GEMMA)),
         "lfm3_vl": _flat(_SLIDING, markers=_VISION, frames_apart=True),
         "step3p7": _flat(_SLIDING),
+        "modernvbert": _flat(_SLIDING, text=_names("modernbert")),
+        "ultravbert": _flat(_SLIDING, text=_names("ultrabert")),
         **_all("aya_vision cohere2_vision exaone4_5", _flat(_NO_ROPE)),
         **_all("muse_glimmer muse_spark", _flat(_NO_ROPE, frames_apart=True)),
         "llama4": _flat("every fourth layer has no rotation"),
         "minimax_m3_vl": _flat(frames_apart=True),
         "kimi_k25": _flat("a part of each head turns; a chunk of a video is a grid of one frame"),
         **_all("minicpm_ocr minicpmv4_6", _flat(_QWEN35, text=_names("qwen3_5_text"))),
+        "minicpmv4_7": ModelType(
+            "mrope-canvas",
+            "mrope-canvas",
+            _names("qwen3_5_text"),
+            crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
+            note="grids are (1, height, width) of target_sizes, thumbnails and slices in order; see Qwen3.5",
+        ),
         "video_llama_3": _flat("videos are merged by 2×2, images are not: without grids all tokens count alike"),
         **_all("blip-2 instructblip instructblipvideo", _flat("with a language model that turns: not OPT, not T5")),
+        "paligemma": _flat("ids count from one: see start", start=1),
+        "pi0": _flat("state and actions go on after the prompt as text; where masks leave it out, ids count from one"),
         **_all("idefics mllama", _flat("images are beside the text, in layers of cross-attention")),
         "phi4_multimodal": _flat(_AUDIO),
         **_all(
             """
-            fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text moss_transcribe_diarize
-            qwen2_audio qwen3_asr vibevoice_asr voxtral
+            audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
+            moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
             """,
             _flat(_AUDIO),
         ),
@@ -227,9 +253,6 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        "minicpmv4_7": "its thumbnails are stretched over the canvas of their slices",
-        "paligemma": "its ids count from one",
-        "pi0": "its actions go on after a paligemma beside them",
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
         "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
         **dict.fromkeys(
@@ -241,8 +264,16 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("glm5_next", "nemo_speechlm", "nemotron_h_omni"), "its language model has no positions"),
         "t5gemma2": "encoder and decoder have a sequence each: pass the config of one to Rotary.from_hf_config",
         "vision-encoder-decoder": "images are beside the text: pass the config of its decoder",
+        **dict.fromkeys(("colmodernvbert", "colpali"), "it embeds by the model in its vlm_config: pass that"),
+        "colqwen2": "its images count as text unless it is given the ids of the model in its vlm_config: pass that",
+        "jev": "it decides by the model in its text_config: pass that",
         **dict.fromkeys(
-            ("colmodernvbert", "colpali", "colqwen2"), "it embeds by the model in its vlm_config: pass that"
+            ("gemma4_assistant", "gemma4_unified_assistant"),
+            "it reads the keys of the model that it drafts for: pass that",
+        ),
+        **dict.fromkeys(
+            ("pe_audio", "pe_audio_video", "pe_video"),
+            "text and what it describes have an encoder each: pass the config of one to Rotary.from_hf_config",
         ),
         "evolla": "it takes proteins, no images",
     }
@@ -276,13 +307,19 @@ def from_hf_config(
     one_of("engine", engine, ("transformers", "serving"))
     whole = Fields.of(config)
     known = _known(whole)
-    fields = whole.part("thinker_config") or whole
-    if "thinker_config" in fields.parts:
-        raise fields.missing("thinker_config", "the config of the language model and the encoders")
+    fields = whole
+    for name in ("thinker_config", "vlm_config"):
+        fields = fields.part(name) or fields
+        if name in fields.parts:
+            raise fields.missing(name, "the config of the language model and the encoders")
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing("vision_config", "the config of the encoder")
     rotary, second = _rotary(fields, known, engine, layer_type)
+    actions = whole.part("dit_config")
+    if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
+        want = f"that of {fields.name}, whose keys it reads"
+        raise UnsupportedError(f"{actions.name}: got a rotation of its own, want {want}")
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
     many_axes = scheme.axes > 1
     image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
@@ -299,12 +336,16 @@ def from_hf_config(
         audio_token_id=_placeholder(fields, None, "audio") if scheme.clips else None,
         image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
+        opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
         video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
         row_separator=known.row_separator,
         generates=known.generates,
+        start=known.start,
+        crop_markers=_crop_markers(fields, known),
         image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
-        **(settings if vision is None else settings | _encoder(known, scheme, vision)),
+        audio_chunk=_audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
+        **(settings if vision is None else settings | _encoder(fields, known, scheme, vision)),
     )
 
 
@@ -343,7 +384,16 @@ def _scheme(
 def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None:
     names = (f"{kind}_token_id", f"{kind}_token_index")
     token = fields.integer(*names)
+    vocabulary = fields.own("vocabulary_map") if kind == "image" and token is None else None
+    if isinstance(vocabulary, Mapping) and "<image>" in vocabulary:  # of Chameleon and Emu3
+        return integer(f"{fields.name}.vocabulary_map.<image>", vocabulary["<image>"], minimum=0)
     return vision.integer(*names) if token is None and vision is not None else token
+
+
+def _audio_chunk(fields: Fields) -> int:
+    audio = fields.part("audio_config")
+    window = None if audio is None else audio.integer("n_window", minimum=1)
+    return 2 * (window or 50)
 
 
 def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
@@ -395,17 +445,29 @@ def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | No
     return begin, end
 
 
-def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
+def _crop_markers(fields: Fields, known: ModelType) -> CropMarkers | None:
+    if not known.crop_markers:
+        return None
+    return CropMarkers(*(fields.integer(name, needed=True) for name in known.crop_markers))
+
+
+def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
     """Read the sizes of an encoder, and its positions and rotation where it rotates by rows and columns."""
-    settings: dict[str, Any] = {name: vision.integer(name, minimum=1) for name in ("patch_size", "temporal_patch_size")}
-    if known.merges_frames:
+    settings: dict[str, Any] = {"patch_size": vision.integer("patch_size", minimum=1)}
+    if not known.merges_frames:  # whose patches are of one frame, whatever a file says
+        settings["temporal_patch_size"] = vision.integer("temporal_patch_size", minimum=1)
+    else:
         settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)
     side = vision.integer("spatial_merge_size", "merge_size", "merge_kernel_size", minimum=1)
+    if known.crop_markers:
+        side = MERGES[one_of("config.downsample_mode", fields.own("downsample_mode") or "16x", MERGES)]
     if side is not None:
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
-    if vision.model_type in ENCODERS:
+    apart = HALVES_APART.get(vision.model_type)
+    shared = apart is not None and (vision.own("num_key_value_heads") or apart) != vision.get("num_attention_heads")
+    if vision.model_type in ENCODERS and not shared:  # halves of heads that share keys turn as no Rotary says
         encoder = ENCODERS[vision.model_type]
         settings |= {"vision_scheme": encoder.scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
     return settings

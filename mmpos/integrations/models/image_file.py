@@ -15,6 +15,7 @@ from mmpos.support.checks import finite, integer
 __all__ = ["IMAGE_TYPES", "OTHER_IMAGE_TYPES", "ImageFile"]
 
 _QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "temporal_patch_size": 2}
+_GLM = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000, "temporal_patch_size": 2}
 
 IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -22,19 +23,23 @@ IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "Qwen2VLImageProcessor": _QWEN,
         "MiniMaxM3VLImageProcessor": {**_QWEN, "longest_edge": 672 * 672},
         "Ernie4_5_VLMoeImageProcessor": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177},
+        "Glm46VImageProcessor": _GLM,
+        "Glm4vImageProcessor": _GLM,
+        "PaddleOCRVLImageProcessor": {"shortest_edge": 384**2, "longest_edge": 1536**2, "temporal_patch_size": 1},
     }
 )
 """Image processors of Transformers that resize as ImageProcessor does, and the defaults of their classes."""
 
-_SMALL = "enlarges images with a side below one token in another way"
+_SMALL_IMAGES = {
+    "Glm46VImageProcessor": "glm-v",
+    "Glm4vImageProcessor": "glm-v",
+    "PaddleOCRVLImageProcessor": "paddleocr-vl",
+}
+"""What ImageProcessor is told of images with a side below one token, where it is not the default."""
 
 OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("Glm46VImageProcessor", "Glm4vImageProcessor", "GlmgaImageProcessor"),
-            f"{_SMALL} and halves its limits",
-        ),
-        "PaddleOCRVLImageProcessor": _SMALL,
+        "GlmgaImageProcessor": "multiplies the side of a token by patch_expand_factor",
         "PixtralImageProcessor": "rounds sides up, below a longest edge",
         "Kimi_K25ImageProcessor": "pads images to whole tokens",
         "MuseGlimmerImageProcessor": "resamples by Lanczos to the nearest ratio of sides",
@@ -79,7 +84,7 @@ class ImageFile:
         return cls(str(path), read_json(path)) if path.is_file() else None
 
     def arguments(self, **sizes: int | None) -> dict[str, Any]:
-        """Return mean, std, min_pixels and max_pixels for ImageProcessor.
+        """Return mean, std, min_pixels, max_pixels and small_images for ImageProcessor.
 
         Args:
             sizes: patch_size, merge_size and temporal_patch_size of the config, None where it has none.
@@ -88,8 +93,7 @@ class ImageFile:
             UnsupportedError: an image processor, or an option of it, that ImageProcessor does not follow.
             InvalidInputError: sizes differ from those of the config, or a field has no such value.
         """
-        kind = self.values.get("image_processor_type")
-        processor = str(kind).removesuffix("Fast").removesuffix("Pil")
+        kind, processor = self.values.get("image_processor_type"), self._processor
         defaults = IMAGE_TYPES.get(processor)
         if defaults is None:
             got = "none" if kind is None else repr(kind)
@@ -118,10 +122,31 @@ class ImageFile:
             if value is None:
                 raise InvalidInputError(f"{self.path}: size: got {limits!r}, want {edge}, or {name} beside it")
             arguments[name] = integer(f"{self.path}: {name}", value, minimum=1)
+        if processor in _SMALL_IMAGES:
+            arguments["small_images"] = _SMALL_IMAGES[processor]
+        if arguments.get("small_images") == "glm-v":  # its limits count the pixels of all frames of a patch
+            frames = self.temporal_patch_size or 1
+            for name in ("min_pixels", "max_pixels"):
+                pixels, odd = divmod(arguments[name], frames)
+                if odd:
+                    want = f"a multiple of temporal_patch_size={frames}"
+                    raise UnsupportedError(f"{self.path}: {name}: got {arguments[name]}, want {want}")
+                arguments[name] = pixels
         for name in ("mean", "std"):
             if self._get(f"image_{name}", None) is not None:
                 arguments[name] = self.values[f"image_{name}"]
         return arguments
+
+    @property
+    def temporal_patch_size(self) -> int | None:
+        """Frames in a patch; None where neither the file nor the class of the image processor says it."""
+        size = self._get("temporal_patch_size", IMAGE_TYPES.get(self._processor, {}).get("temporal_patch_size"))
+        return None if size is None else integer(f"{self.path}: temporal_patch_size", size, minimum=1)
+
+    @property
+    def _processor(self) -> str:
+        """Name of its class, whatever it decodes with."""
+        return str(self.values.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
 
     def _get(self, name: str, default: Any) -> Any:
         """Read a field; the default of its class where it is left out or null."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.kinds import CropMarkers
 from mmpos.segments.placeholders import Batch, read_batch
 from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.sequence.tokenizers import Markers
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from mmpos.images import ImageProcessor
 
 __all__ = ["ModelSettings"]
+
+MERGES = {"4x": 2, "16x": 4}
+"""Patches merged along each side into one token, by the downsample_mode of MiniCPM-V 4.7."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,22 @@ class ModelSettings:
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
         row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
             follow each other.
+        opening_token_id: id of the token after which one placeholder without a patch begins an image (NeoMME); else
+            None.
         video_markers: ids around a video whose frames have the placeholders of images; else None.
         spatial_merge_size: patches merged along each side into one token.
         temporal_merge_size: frames of video_grid_thw merged into one.
-        patch_size: side of a patch in pixels; None where it is not in the config.
+        patch_size: side of a patch of the encoder in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
         row_separator: rows of images end in one more placeholder, and images begin and end in one more (HunYuan-VL).
         generates: images are generated, with their grids behind those of the prompt: see ``generated``.
+        start: id of the first token of a document: 1 of PaliGemma, 0 of all others.
         second_rotary: rotation of the second channel of every pair, where other axes drive it than the first, which
             rotary then describes alone: what turns are the first channels of the one and the second of the other.
+        crop_markers: tokens around thumbnails and tiles, where images are such (MiniCPM-V 4.7); else None.
         image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
+        audio_chunk: frames of audio that the encoder takes at a time; None where it takes all at once.
     """
 
     model_type: str
@@ -67,6 +76,7 @@ class ModelSettings:
     audio_token_id: int | None = None
     image_markers: tuple[int, int] | None = None
     row_markers: tuple[str, str] | None = None
+    opening_token_id: int | None = None
     video_markers: tuple[int, int] | None = None
     spatial_merge_size: int = 1
     temporal_merge_size: int = 1
@@ -75,8 +85,11 @@ class ModelSettings:
     frames_apart: bool = False
     row_separator: bool = False
     generates: bool = False
+    start: int = 0
     second_rotary: Rotary | None = None
+    crop_markers: CropMarkers | None = None
     image_file: ImageFile | None = None
+    audio_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.rotary.axes != self.scheme.axes:
@@ -105,12 +118,14 @@ class ModelSettings:
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
-            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers.
+            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; of MiniCPM-V 4.7 its
+                target_sizes, one for each thumbnail and slice, with a 1 before.
             video_grid_thw: (videos, 3) likewise.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``.
+            row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``. None of NeoMME is the
+                token after its first row.
             last_row_token_id: the id of the second.
             audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
             images_per_sample: (documents,) how many of image_grid_thw belong to each document, with those of images to
@@ -124,6 +139,10 @@ class ModelSettings:
         if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
             tokens = (self.image_token_id, self.video_token_id)
             input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
+        if self.opening_token_id is not None and self.image_token_id is not None:
+            tokens = (self.opening_token_id, self.image_token_id)
+            input_ids, row_end = _without_openings(input_ids, cu_seqlens, attention_mask, tokens)
+            row_token_id = row_end if row_token_id is None else row_token_id
         if images_per_sample is not None:
             batch = read_batch(input_ids, cu_seqlens, attention_mask)
             image_grid_thw = self._sources(batch, image_grid_thw, images_per_sample)
@@ -143,6 +162,7 @@ class ModelSettings:
             audio_token_id=self.audio_token_id,
             audio_lengths=audio_lengths,
             row_separator=self.row_separator and not as_text,
+            crop_markers=self.crop_markers,
         )
 
     def generated(
@@ -165,25 +185,28 @@ class ModelSettings:
             UnsupportedError: a model that generates no images.
             InvalidInputError: fewer grids for a document than its prompt has.
         """
-        grids, counts = self._per_sample(image_grid_thw, images_per_sample, prompt.num_documents)
-        sources = np.zeros(prompt.num_documents, np.int64)
-        np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
-        if (sources > counts).any():
-            d = int((sources > counts).argmax())
-            raise InvalidInputError(
-                f"images_per_sample[{d}]: got {counts[d]}, want at least {sources[d]}, the images of the prompt"
-            )
-        owner, index = ragged_arange(counts - sources + 1)
-        is_grid = index < (counts - sources)[owner]
-        extents = np.ones((3, owner.size), np.int64)
-        extents[1:, is_grid] = grids[(counts.cumsum()[owner] - 1 - index)[is_grid], 1:].T
-        return SegmentTable(
-            np.where(is_grid, GRID, TEXT).astype(np.uint8), extents, np.append(0, (counts - sources + 1).cumsum())
-        )
+        return generated(prompt, *self._per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
-    def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
-        """Place segments as the language model does; see ``mmpos.place``."""
-        return place(segments, self.scheme, start)
+    def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
+        """Count the tokens that the encoder makes of audio, as ``segments`` takes them for audio_lengths.
+
+        Source: _get_feat_extract_output_lengths of Qwen2.5-Omni and Qwen3-Omni in Transformers.
+
+        Args:
+            frames: (audios,) of the features before the encoder: the sums of the rows of the processor's
+                feature_attention_mask, which get_rope_index calls audio_seqlens.
+
+        Raises:
+            UnsupportedError: a model that counts audio as text.
+            InvalidInputError: no integers >= 0.
+        """
+        if self.audio_token_id is None:
+            raise UnsupportedError(f"audio_tokens: got {self.model_type!r}, want a model of Qwen Omni")
+        return audio_tokens("frames", frames, self.audio_chunk)
+
+    def place(self, segments: SegmentTable, start: npt.ArrayLike | None = None) -> PositionTable:
+        """Place segments as the language model does, from self.start on unless start is told; see ``mmpos.place``."""
+        return place(segments, self.scheme, self.start if start is None else start)
 
     @property
     def markers(self) -> Markers:
@@ -194,7 +217,7 @@ class ModelSettings:
         """
         if self.row_markers is not None and self.image_token_id is not None:
             return Markers(None, None, self.image_token_id, *self.row_markers)
-        if self.row_separator:
+        if self.row_separator or self.crop_markers is not None or self.opening_token_id is not None:
             raise UnsupportedError(
                 f"markers: got {self.model_type!r}, whose images have tokens of their own beside patches, which "
                 "SequenceBuilder does not make"
@@ -245,12 +268,7 @@ class ModelSettings:
         """Check the grids of images of prompts and to generate, and how many belong to each document."""
         if not self.generates:
             raise UnsupportedError(f"images_per_sample: got {self.model_type!r}, want a model that generates images")
-        grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
-        counts = int_array("images_per_sample", images_per_sample, (documents,))
-        first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
-        if counts.sum() != len(grids):
-            raise InvalidInputError(f"images_per_sample: got a sum of {counts.sum()}, want {len(grids)}, one per grid")
-        return grids, counts
+        return per_sample(image_grid_thw, images_per_sample, documents)
 
     def _sources(
         self, batch: Batch, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
@@ -277,6 +295,49 @@ class ModelSettings:
             )
         grids[:, 0] //= self.temporal_merge_size
         return grids
+
+
+def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArray:
+    """Count the tokens of audio, (audios,); see ``ModelSettings.audio_tokens``."""
+    lengths = int_array(name, frames, (None,))
+    first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
+    if chunk is None:
+        return ((lengths - 1) // 2 - 1) // 2 + 1
+    # Three convolutions halve what is left of whole chunks, of which each gives 13, however many frames it has.
+    rest = lengths % chunk
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return rest + lengths // chunk * 13
+
+
+def per_sample(
+    image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
+) -> tuple[IntArray, IntArray]:
+    """Check grids, (images, 3), and how many belong to each document, (documents,)."""
+    grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
+    counts = int_array("images_per_sample", images_per_sample, (documents,))
+    first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
+    if counts.sum() != len(grids):
+        raise InvalidInputError(f"images_per_sample: got a sum of {counts.sum()}, want {len(grids)}, one per grid")
+    return grids, counts
+
+
+def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> SegmentTable:
+    """Make the table of images to come, of what ``per_sample`` gives; see ``ModelSettings.generated``."""
+    sources = np.zeros(prompt.num_documents, np.int64)
+    np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
+    if (sources > counts).any():
+        d = int((sources > counts).argmax())
+        raise InvalidInputError(
+            f"images_per_sample[{d}]: got {counts[d]}, want at least {sources[d]}, the images of the prompt"
+        )
+    owner, index = ragged_arange(counts - sources + 1)
+    is_grid = index < (counts - sources)[owner]
+    extents = np.ones((3, owner.size), np.int64)
+    extents[1:, is_grid] = grids[(counts.cumsum()[owner] - 1 - index)[is_grid], 1:].T
+    return SegmentTable(
+        np.where(is_grid, GRID, TEXT).astype(np.uint8), extents, np.append(0, (counts - sources + 1).cumsum())
+    )
 
 
 def _tell_videos_apart(
@@ -311,3 +372,34 @@ def _tell_videos_apart(
         document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
         ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video_token
     return ids.reshape(np.shape(input_ids))
+
+
+def _without_openings(
+    input_ids: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike | None,
+    attention_mask: npt.ArrayLike | None,
+    tokens: tuple[int, int],
+) -> tuple[IntArray, int | None]:
+    """Replace the placeholders that begin images, and hold no patch, by the tokens before them.
+
+    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token holds none.
+
+    Args:
+        input_ids: as SegmentTable.from_input_ids takes them.
+        cu_seqlens: likewise.
+        attention_mask: likewise.
+        tokens: ids of the opening token and of placeholders.
+
+    Returns:
+        a new array of the shape of input_ids, and the token after the first row of patches, None where there is none.
+    """
+    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    ids = batch.ids.astype(np.int64)
+    opening, image = tokens
+    at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)
+    ids[at[ids[at - 1] == opening]] = opening
+    runs = replace(batch, ids=ids).runs([image])[0]
+    row_end = None
+    if runs.first.size and (stop := runs.first[0] + runs.tokens[0]) < batch.stops[runs.document[0]]:
+        row_end = int(ids[stop])
+    return ids.reshape(np.shape(input_ids)), row_end

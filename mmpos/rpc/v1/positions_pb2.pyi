@@ -92,7 +92,7 @@ class Spans(_message.Message):
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
-    DETAILS_FIELD_NUMBER: _builtins.int
+    EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
     row_separator: _builtins.bool
     """Whether the rows of all these grids end in one more token."""
     @_builtins.property
@@ -117,11 +117,13 @@ class Spans(_message.Message):
 
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[_table_pb2.SegmentKind.ValueType]:
-        """What each span is: a grid, audio, a clip or a canvas, the last two with their markers; empty if all are grids."""
+        """What each span is: a grid, audio, a clip, a thumbnail or a tile, the last three with markers and extra tokens; empty
+        if all are grids.
+        """
 
     @_builtins.property
-    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Four numbers for each span, as for clips and canvases in SegmentTable; empty if all are 0."""
+    def extra_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each span beside patches and markers, as in SegmentTable, 0 where it has none; empty if all are 0."""
 
     def __init__(
         self,
@@ -133,11 +135,11 @@ class Spans(_message.Message):
         seconds_per_frame: _abc.Iterable[_table_pb2.Rational] | None = ...,
         row_separator: _builtins.bool = ...,
         kind: _abc.Iterable[_table_pb2.SegmentKind.ValueType] | None = ...,
-        details: _abc.Iterable[_builtins.int] | None = ...,
+        extra_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "documents", b"documents", "grid_thw", b"grid_thw", "kind", b"kind", "lengths", b"lengths", "offsets", b"offsets", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "extra_tokens", b"extra_tokens", "grid_thw", b"grid_thw", "kind", b"kind", "lengths", b"lengths", "offsets", b"offsets", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,6 +166,7 @@ class InputIds(_message.Message):
     AUDIO_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AUDIO_LENGTHS_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
+    CROP_MARKERS_FIELD_NUMBER: _builtins.int
     image_token_id: _builtins.int
     """The placeholder of image patches; left out, that of the profile."""
     video_token_id: _builtins.int
@@ -208,6 +211,10 @@ class InputIds(_message.Message):
     def audio_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of each audio after the encoder, to be compared with the runs of placeholders; empty: not compared."""
 
+    @_builtins.property
+    def crop_markers(self) -> Global___CropMarkers:
+        """The tokens around thumbnails and tiles; left out, pictures are grids."""
+
     def __init__(
         self,
         *,
@@ -226,15 +233,18 @@ class InputIds(_message.Message):
         audio_token_id: _builtins.int | None = ...,
         audio_lengths: _abc.Iterable[_builtins.int] | None = ...,
         row_separator: _builtins.bool = ...,
+        crop_markers: Global___CropMarkers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_token_id", b"audio_token_id", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_crop_markers", b"_crop_markers", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_token_id", b"audio_token_id", "crop_markers", b"crop_markers", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_separator", b"row_separator", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_crop_markers", b"_crop_markers", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "crop_markers", b"crop_markers", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_separator", b"row_separator", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_mask: _TypeAlias = _typing.Literal["attention_mask"]  # noqa: Y015
     _WhichOneofArgType__attention_mask: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask"]  # noqa: Y015
     _WhichOneofReturnType__audio_token_id: _TypeAlias = _typing.Literal["audio_token_id"]  # noqa: Y015
     _WhichOneofArgType__audio_token_id: _TypeAlias = _typing.Literal["_audio_token_id", b"_audio_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__crop_markers: _TypeAlias = _typing.Literal["crop_markers"]  # noqa: Y015
+    _WhichOneofArgType__crop_markers: _TypeAlias = _typing.Literal["_crop_markers", b"_crop_markers"]  # noqa: Y015
     _WhichOneofReturnType__image_token_id: _TypeAlias = _typing.Literal["image_token_id"]  # noqa: Y015
     _WhichOneofArgType__image_token_id: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id"]  # noqa: Y015
     _WhichOneofReturnType__last_row_token_id: _TypeAlias = _typing.Literal["last_row_token_id"]  # noqa: Y015
@@ -250,6 +260,8 @@ class InputIds(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__audio_token_id) -> _WhichOneofReturnType__audio_token_id | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crop_markers) -> _WhichOneofReturnType__crop_markers | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__image_token_id) -> _WhichOneofReturnType__image_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_row_token_id) -> _WhichOneofReturnType__last_row_token_id | None: ...
@@ -261,6 +273,44 @@ class InputIds(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__video_token_id) -> _WhichOneofReturnType__video_token_id | None: ...
 
 Global___InputIds: _TypeAlias = InputIds  # noqa: Y015
+
+@_typing.final
+class CropMarkers(_message.Message):
+    """Ids of the tokens around thumbnails and tiles."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THUMBNAIL_START_FIELD_NUMBER: _builtins.int
+    THUMBNAIL_END_FIELD_NUMBER: _builtins.int
+    TILE_START_FIELD_NUMBER: _builtins.int
+    TILE_END_FIELD_NUMBER: _builtins.int
+    NEWLINE_FIELD_NUMBER: _builtins.int
+    thumbnail_start: _builtins.int
+    """Before the patches of a thumbnail."""
+    thumbnail_end: _builtins.int
+    """After them."""
+    tile_start: _builtins.int
+    """Before the patches of a tile."""
+    tile_end: _builtins.int
+    """After them."""
+    newline: _builtins.int
+    """Between two rows of tiles."""
+    def __init__(
+        self,
+        *,
+        thumbnail_start: _builtins.int = ...,
+        thumbnail_end: _builtins.int = ...,
+        tile_start: _builtins.int = ...,
+        tile_end: _builtins.int = ...,
+        newline: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newline", b"newline", "thumbnail_end", b"thumbnail_end", "thumbnail_start", b"thumbnail_start", "tile_end", b"tile_end", "tile_start", b"tile_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CropMarkers: _TypeAlias = CropMarkers  # noqa: Y015
 
 @_typing.final
 class Take(_message.Message):

@@ -97,6 +97,48 @@ class Grid(_message.Message):
 Global___Grid: _TypeAlias = Grid  # noqa: Y015
 
 @_typing.final
+class Clip(_message.Message):
+    """A video merged with its audio, in the order of the scheme."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    AUDIO_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
+    """Rows of patches of a frame."""
+    width: _builtins.int
+    """Columns of patches of a frame."""
+    frames: _builtins.int
+    """Frames, after temporal merging."""
+    audio: _builtins.int
+    """Tokens of its audio."""
+    @_builtins.property
+    def seconds_per_frame(self) -> _table_pb2.Rational:
+        """Time between two frames."""
+
+    def __init__(
+        self,
+        *,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+        frames: _builtins.int = ...,
+        audio: _builtins.int = ...,
+        seconds_per_frame: _table_pb2.Rational | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_per_frame", b"_seconds_per_frame", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_per_frame", b"_seconds_per_frame", "audio", b"audio", "frames", b"frames", "height", b"height", "seconds_per_frame", b"seconds_per_frame", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_per_frame: _TypeAlias = _typing.Literal["seconds_per_frame"]  # noqa: Y015
+    _WhichOneofArgType__seconds_per_frame: _TypeAlias = _typing.Literal["_seconds_per_frame", b"_seconds_per_frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_per_frame) -> _WhichOneofReturnType__seconds_per_frame | None: ...
+
+Global___Clip: _TypeAlias = Clip  # noqa: Y015
+
+@_typing.final
 class Part(_message.Message):
     """A piece of a document."""
 
@@ -108,10 +150,14 @@ class Part(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     GRID_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
+    AUDIO_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, to be tokenised by the profile's tokenizer; what spells a marker stays text."""
     image: _builtins.bytes
     """The bytes of a JPEG, PNG, WebP or GIF file."""
+    audio: _builtins.int
+    """Audio of so many tokens; for a profile with a marker of audio."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64 (tokens) ids, taken as they are."""
@@ -128,6 +174,10 @@ class Part(_message.Message):
     def pixels(self) -> _tensor_pb2.Tensor:
         """An upright image that is decoded already: UINT8 or UINT16, (height, width) or (height, width, 1 or 3 or 4)."""
 
+    @_builtins.property
+    def clip(self) -> Global___Clip:
+        """A video with its audio; for a profile with the markers of both."""
+
     def __init__(
         self,
         *,
@@ -137,12 +187,14 @@ class Part(_message.Message):
         image_size: Global___ImageSize | None = ...,
         grid: Global___Grid | None = ...,
         pixels: _tensor_pb2.Tensor | None = ...,
+        audio: _builtins.int = ...,
+        clip: Global___Clip | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "clip", b"clip", "content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "clip", b"clip", "content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "image", "image_size", "grid", "pixels"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "image", "image_size", "grid", "pixels", "audio", "clip"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -150,7 +202,7 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class Document(_message.Message):
-    """Text and images in order."""
+    """Text, images and audio in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,9 +298,10 @@ class Sequence(_message.Message):
     IMAGE_HASHES_FIELD_NUMBER: _builtins.int
     PART_OFFSETS_FIELD_NUMBER: _builtins.int
     IMAGE_MARGINS_FIELD_NUMBER: _builtins.int
+    AUDIO_MARGINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
-        """INT32 (tokens); patches are the id of the profile's patch marker."""
+        """INT32 (tokens); patches and tokens of audio are the ids of the profile's markers."""
 
     @_builtins.property
     def segments(self) -> _table_pb2.SegmentTable:
@@ -270,7 +323,9 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def image_spans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each image's patches, and one past the last, row separators included: two numbers per image."""
+        """First token of each image's patches, and one past the last, row separators included, or of what is between the
+        markers of the video of a clip: two numbers per image.
+        """
 
     @_builtins.property
     def image_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -284,6 +339,10 @@ class Sequence(_message.Message):
     def image_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Markers before and after the tokens of each image in image_spans: two numbers, or empty for one and one."""
 
+    @_builtins.property
+    def audio_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Markers before and after each segment of audio: two numbers, or empty for none."""
+
     def __init__(
         self,
         *,
@@ -296,10 +355,11 @@ class Sequence(_message.Message):
         image_hashes: _abc.Iterable[_builtins.str] | None = ...,
         part_offsets: _abc.Iterable[_builtins.int] | None = ...,
         image_margins: _abc.Iterable[_builtins.int] | None = ...,
+        audio_margins: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "input_ids", b"input_ids", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_margins", b"image_margins", "image_spans", b"image_spans", "input_ids", b"input_ids", "part_offsets", b"part_offsets", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "audio_margins", b"audio_margins", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_margins", b"image_margins", "image_spans", b"image_spans", "input_ids", b"input_ids", "part_offsets", b"part_offsets", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patches: _TypeAlias = _typing.Literal["patches"]  # noqa: Y015
     _WhichOneofArgType__patches: _TypeAlias = _typing.Literal["_patches", b"_patches"]  # noqa: Y015

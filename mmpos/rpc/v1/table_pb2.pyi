@@ -37,10 +37,10 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     """A run of audio tokens."""
     SEGMENT_KIND_CLIP: _SegmentKind.ValueType  # 5
     """A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
-    SEGMENT_KIND_CANVAS: _SegmentKind.ValueType  # 6
-    """An image as a thumbnail between two markers, and its slices, each between two markers, with a token between two rows
-    of slices.
-    """
+    SEGMENT_KIND_THUMBNAIL: _SegmentKind.ValueType  # 6
+    """A whole picture, small, between two markers, and the tokens after the second one."""
+    SEGMENT_KIND_TILE: _SegmentKind.ValueType  # 7
+    """A part of the picture of the thumbnail before it, likewise between two markers."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
     """What a segment is."""
@@ -57,10 +57,10 @@ SEGMENT_KIND_AUDIO: SegmentKind.ValueType  # 4
 """A run of audio tokens."""
 SEGMENT_KIND_CLIP: SegmentKind.ValueType  # 5
 """A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
-SEGMENT_KIND_CANVAS: SegmentKind.ValueType  # 6
-"""An image as a thumbnail between two markers, and its slices, each between two markers, with a token between two rows
-of slices.
-"""
+SEGMENT_KIND_THUMBNAIL: SegmentKind.ValueType  # 6
+"""A whole picture, small, between two markers, and the tokens after the second one."""
+SEGMENT_KIND_TILE: SegmentKind.ValueType  # 7
+"""A part of the picture of the thumbnail before it, likewise between two markers."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
@@ -104,7 +104,7 @@ class SegmentTable(_message.Message):
     SEGMENTS_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_SEGMENTS_FIELD_NUMBER: _builtins.int
-    DETAILS_FIELD_NUMBER: _builtins.int
+    EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[Global___SegmentKind.ValueType]:
         """What each segment is."""
@@ -115,7 +115,7 @@ class SegmentTable(_message.Message):
 
     @_builtins.property
     def height(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows of patches of each grid, clip or thumbnail after spatial merging; 1 for text, audio and padding."""
+        """Rows of patches of each grid, clip, thumbnail or tile after spatial merging; 1 for text, audio and padding."""
 
     @_builtins.property
     def width(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -134,9 +134,9 @@ class SegmentTable(_message.Message):
         """Segments, ascending from 0, that are grids whose every row ends in one more token."""
 
     @_builtins.property
-    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Four numbers for each clip and each canvas, in order. Of a clip: audio tokens, 0, 0, 0. Of a canvas: rows and columns
-        of slices, height and width of a slice after spatial merging; 0, 0, 0, 0 for a thumbnail alone.
+    def extra_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each clip, thumbnail and tile beside patches and markers, in order: the audio of a clip, the tokens after a
+        thumbnail or a tile. Empty if all are 0.
         """
 
     def __init__(
@@ -149,11 +149,11 @@ class SegmentTable(_message.Message):
         segments_per_document: _abc.Iterable[_builtins.int] | None = ...,
         seconds_per_frame: _abc.Iterable[Global___Rational] | None = ...,
         row_separator_segments: _abc.Iterable[_builtins.int] | None = ...,
-        details: _abc.Iterable[_builtins.int] | None = ...,
+        extra_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_tokens", b"extra_tokens", "frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

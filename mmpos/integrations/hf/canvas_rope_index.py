@@ -1,0 +1,131 @@
+"""Function in the place of ``get_rope_index`` of MiniCPM-V 4.7, whose pictures lie on canvases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError
+from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, on_host, shapes
+from mmpos.integrations.models.settings import MERGES
+from mmpos.positions.place import place
+from mmpos.rotary.operators import define_operator
+from mmpos.schemes import MRopeCanvas
+from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import IntArray, one_of
+
+__all__ = ["CanvasRopeIndex"]
+
+_CANVAS = MRopeCanvas()
+
+
+@dataclass(frozen=True)
+class CanvasRopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of MiniCPM-V 4.7.
+
+    Args:
+        crop_markers: tokens around thumbnails and slices.
+        spatial_merge_size: patches merged along each side into one token, where a call does not say it.
+    """
+
+    crop_markers: CropMarkers
+    spatial_merge_size: int
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor | None = None,
+        target_sizes: Tensor | None = None,
+        target_sizes_videos: Tensor | None = None,
+        downsample_mode: str | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+
+        Args:
+            input_ids: (batch, seq), of which the markers count.
+            mm_token_type_ids: (batch, seq) 0 for text and markers, 1 for images, 2 for videos.
+            target_sizes: (crops, 2) height and width before merging of the thumbnails and slices of images, in order;
+                those that no token is left for are passed over.
+            target_sizes_videos: (crops, 2) likewise of the frames of videos.
+            downsample_mode: "16x" merges 4×4 patches and "4x" 2×2; None is the mode of the config.
+            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
+            kwargs: ignored, as there.
+
+        Returns:
+            (3, batch, seq) position ids and (batch, 1): the highest id plus one less the number of tokens, both int64;
+            new tensors on the device of input_ids.
+
+        Raises:
+            InvalidInputError: sizes that do not fit the tokens, a thumbnail or a slice that is not between its markers,
+                a slice apart from its thumbnail, or arguments of other shapes.
+        """
+        named = {
+            "input_ids": input_ids,
+            "mm_token_type_ids": mm_token_type_ids,
+            "target_sizes": target_sizes,
+            "target_sizes_videos": target_sizes_videos,
+            "attention_mask": attention_mask,
+        }
+        check_tensors(**named)
+        merge = self.spatial_merge_size
+        if downsample_mode:
+            merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
+        own = self.crop_markers
+        markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
+        ids: Ids = _CANVAS_OPERATOR(*named.values(), markers, merge)
+        return ids
+
+
+def _compute_canvas(
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    target_sizes: Tensor | None,
+    target_sizes_videos: Tensor | None,
+    attention_mask: Tensor | None,
+    markers: Sequence[int],
+    spatial_merge_size: int,
+) -> Ids:
+    mask = None if attention_mask is None else attention_mask.bool()
+    types, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
+    assert ids is not None, "the call has looked"
+    tokens = Tokens.of(types, mask)
+    text = np.maximum(ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real], 0)
+    try:
+        segments = SegmentTable.from_input_ids(
+            np.where(tokens.types > 0, -tokens.types, text),
+            _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
+            _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
+            image_token_id=-IMAGE,
+            video_token_id=-VIDEO,
+            crop_markers=CropMarkers(*markers),
+            cu_seqlens=tokens.cu_seqlens,
+            attention_mask=tokens.real if tokens.cu_seqlens is None else None,
+        )
+    except InvalidInputError as error:
+        words = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")
+        raise InvalidInputError(words) from None
+    return tokens.answer(place(segments, _CANVAS), input_ids.long())
+
+
+def _grids(tokens: Tokens, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:
+    """Merge sizes, (crops, 2), to grids of one frame, (crops, 3)."""
+    used = tokens.used(name, sizes, kind, np.array([merge, merge]))
+    return None if used is None else np.insert(used, 0, 1, axis=1)
+
+
+def _canvas_shapes(input_ids: Tensor, *_: object) -> Ids:
+    return shapes(input_ids.long())
+
+
+_CANVAS_OPERATOR = define_operator(
+    "canvas_rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? target_sizes, Tensor? target_sizes_videos, "
+    "Tensor? attention_mask, int[] markers, int spatial_merge_size) -> (Tensor, Tensor)",
+    _compute_canvas,
+    _canvas_shapes,
+)

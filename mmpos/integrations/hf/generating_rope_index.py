@@ -1,0 +1,206 @@
+"""Function in the place of ``get_rope_index`` of GLM-Image, with the ids of images that it generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError
+from mmpos.integrations.hf.rope_tokens import IMAGE, Ids, Tokens, check_tensors, merged, on_host
+from mmpos.integrations.models.settings import generated, per_sample
+from mmpos.positions.place import place
+from mmpos.rotary.operators import define_operator
+from mmpos.schemes import MRopeTransformers
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import IntArray
+from mmpos.support.ragged import ragged_arange
+
+__all__ = ["GeneratingRopeIndex", "InstalledRopeIndex"]
+
+_MROPE = MRopeTransformers()
+
+
+@dataclass(frozen=True)
+class GeneratingRopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of GLM-Image.
+
+    The method also lays ids ahead of the images to generate, and leaves them on the model; ``with_generated`` returns
+    them instead. Where ``install`` puts the function, calls leave them on the model as the method does.
+
+    Args:
+        image_start_token_id: the marker before an image.
+        image_end_token_id: the marker after it.
+    """
+
+    image_start_token_id: int
+    image_end_token_id: int
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        images_per_sample: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the position ids of a batch, and deltas, which are 0.
+
+        Args:
+            input_ids: (batch, seq), whose images stand between their markers, whatever their tokens are.
+            image_grid_thw: (images, 3) frames, height, width in tokens, of one frame: of each row those of its prompt,
+                then those to generate. None counts all tokens as text.
+            images_per_sample: (batch,) how many belong to each row; None where all belong to every row.
+            attention_mask: (batch, seq); tokens under another value than 1 are left out, and have the id 1. One of
+                another length is not looked at.
+            kwargs: ignored, as there.
+
+        Returns:
+            (3, batch, seq) position ids and (batch, 1) zeros, both of the dtype of input_ids.
+
+        Raises:
+            InvalidInputError: grids that do not fit the images, or arguments of other shapes.
+        """
+        return self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)[0]
+
+    def with_generated(
+        self,
+        input_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        images_per_sample: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Ids, Tensor | None]:
+        """Compute the ids of a call, and those of the tokens that it generates.
+
+        Args:
+            input_ids: as for a call, and the others likewise.
+            image_grid_thw: likewise.
+            images_per_sample: likewise.
+            attention_mask: likewise.
+
+        Returns:
+            what a call gives, and (rows with grids, 3, steps) int64: the patches of the images to generate, the last
+            grid first, and the marker at their end, whose ids are repeated in shorter rows; None without grids.
+        """
+        if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
+            attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None
+        named = {
+            "input_ids": input_ids,
+            "image_grid_thw": image_grid_thw,
+            "images_per_sample": images_per_sample,
+            "attention_mask": attention_mask,
+        }
+        check_tensors(**named)
+        assert input_ids is not None, "checked"
+        ids, ahead = _GENERATING_OPERATOR(*named.values(), self.image_start_token_id, self.image_end_token_id)
+        deltas = input_ids.new_zeros((len(input_ids), 1))
+        return (ids, deltas), None if image_grid_thw is None or not len(image_grid_thw) else ahead
+
+
+@dataclass(frozen=True)
+class InstalledRopeIndex(GeneratingRopeIndex):
+    """GeneratingRopeIndex that leaves ids of images to come on a model, where its decoding reads them."""
+
+    model: Any = field(repr=False, compare=False)
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        images_per_sample: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> Ids:
+        """Compute the ids of a call, and leave those of images to come on the model."""
+        ids, ahead = self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)
+        self.model._prefill_len, self.model._cached_decode_position_ids = ids[0].shape[2], ahead
+        return ids
+
+
+def _compute_generating(
+    input_ids: Tensor,
+    image_grid_thw: Tensor | None,
+    images_per_sample: Tensor | None,
+    attention_mask: Tensor | None,
+    image_start_token_id: int,
+    image_end_token_id: int,
+) -> tuple[Tensor, Tensor]:
+    mask = None if attention_mask is None else attention_mask == 1
+    markers = torch.zeros_like(input_ids, dtype=torch.uint8)
+    for kind, token in enumerate((image_start_token_id, image_end_token_id), 1):
+        markers += kind * (input_ids == token)
+    kinds, mask, grids, counts = on_host(markers, mask, image_grid_thw, images_per_sample)
+    tokens = Tokens.of(kinds, mask).packed()
+    assert tokens.cu_seqlens is not None, "packed"
+    grid_thw = merged("image_grid_thw", grids, np.ones(3, np.int64))
+    grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw
+    if (grid_thw[:, 0] != 1).any():
+        g = int((grid_thw[:, 0] != 1).argmax())
+        raise InvalidInputError(f"image_grid_thw[{g}, 0]: got {grid_thw[g, 0]} frames, want 1")
+    batch = len(input_ids)
+    if counts is None:
+        counts, grid_thw = torch.full((batch,), len(grid_thw)), np.tile(grid_thw, (batch, 1))
+    grid_thw, per_row = per_sample(grid_thw, counts.numpy(), batch)
+    inside, images = _between_markers(tokens.types, tokens.cu_seqlens, per_row)
+    owner, index = ragged_arange(per_row)
+    sources = grid_thw[index < images[owner]]
+    segments = SegmentTable.from_input_ids(inside, sources, image_token_id=IMAGE, cu_seqlens=tokens.cu_seqlens)
+    positions = place(segments, _MROPE)
+    ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
+    lengths = ahead.lengths[per_row > 0]
+    step = (
+        np.minimum(np.arange(lengths.max(initial=0)), lengths[:, None] - 1) + ahead.cu_seqlens[:-1][per_row > 0, None]
+    )
+    size = 3 * input_ids.numel()
+    numbers = np.ones(size + 3 * step.size, np.int64)
+    numbers[:size].reshape(3, -1)[:, tokens.real] = positions.dense()
+    numbers[size:] = ahead.dense()[:, step].transpose(1, 0, 2).ravel()
+    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, laid = moved.split([size, 3 * step.size])
+    return ids.view(3, *input_ids.shape).to(input_ids.dtype), laid.view(len(step), 3, step.shape[1]).clone()
+
+
+def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> tuple[IntArray, IntArray]:
+    """Find the complete images of prompts, between a marker of type 1 and one of type 2 each.
+
+    Args:
+        types: (tokens,) of a packed batch.
+        cu_seqlens: (documents + 1,) first token of each document, then the total.
+        most: (documents,) grids of each.
+
+    Returns:
+        (tokens,) 1 inside of images, else 0; and (documents,) how many images there are.
+    """
+    starts, ends = (np.flatnonzero(types == kind) for kind in (1, 2))
+    begun, ended = (np.searchsorted(at, cu_seqlens) for at in (starts, ends))
+    images = np.minimum(np.diff(ended), most)
+    owner, nth = ragged_arange(images)
+    fits = np.diff(begun)[owner] > nth
+    first = starts[np.where(fits, begun[:-1][owner] + nth, 0)] + 1 if starts.size else np.ones_like(owner)
+    stop = ends[ended[:-1][owner] + nth]
+    fits &= first <= stop
+    fits[1:] &= first[1:] > stop[:-1]
+    if not fits.all():
+        d = int(owner[fits.argmin()])
+        raise InvalidInputError(f"input_ids[{d}]: got an image_end_token_id without its image_start_token_id")
+    change = np.zeros(types.size + 1, np.int64)
+    change[first] += 1
+    change[stop] -= 1
+    return change.cumsum()[:-1], images
+
+
+def _generating_shapes(input_ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    rows, steps = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    ahead = input_ids.new_empty((rows, 3, steps), dtype=torch.int64)
+    return input_ids.new_empty((3, *input_ids.shape)), ahead
+
+
+_GENERATING_OPERATOR = define_operator(
+    "generating_rope_index(Tensor input_ids, Tensor? image_grid_thw, Tensor? images_per_sample, "
+    "Tensor? attention_mask, int image_start_token_id, int image_end_token_id) -> (Tensor, Tensor)",
+    _compute_generating,
+    _generating_shapes,
+)

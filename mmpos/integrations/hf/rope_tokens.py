@@ -1,0 +1,170 @@
+"""Tokens of a batch as ``get_rope_index`` is given them: read on the host, and its ids brought back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError
+from mmpos.positions.table import PositionTable
+from mmpos.support.checks import Array, IntArray, int_array
+
+__all__ = ["IMAGE", "VIDEO", "Ids", "Tokens", "check_tensors", "merged", "moved", "on_host", "shapes"]
+
+Ids = tuple[Tensor, Tensor]
+"""(axes, batch, seq) position ids and (batch, 1) deltas."""
+
+IMAGE, VIDEO = 1, 2
+"""Of mm_token_type_ids; text is 0."""
+
+
+def check_tensors(**named: object) -> None:
+    """Refuse arguments that are no tensors, and those with a value per token in other shapes than input_ids."""
+    tensors = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None or name in ("input_ids", "mm_token_type_ids"):
+            raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
+    shape = tuple(tensors["input_ids"].shape)
+    if len(shape) != 2:
+        raise InvalidInputError(f"input_ids: got shape {shape}, want (batch, seq)")
+    for name in ("mm_token_type_ids", "attention_mask"):
+        if name in tensors and tensors[name].shape != shape:
+            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {shape} as input_ids")
+
+
+def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Copy tensors to the host, those of one device in one copy."""
+    away = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
+    if len({tensor.device for tensor in away}) != 1:
+        return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
+    away.sort(key=lambda tensor: -tensor.element_size())  # the widest first, so that all stand at multiples of theirs
+    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in away]).cpu()
+    parts = joined.split([tensor.numel() * tensor.element_size() for tensor in away])
+    copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(away, parts, strict=True)}
+    return [copies.get(id(tensor), tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token types of a batch.
+
+    Args:
+        types: (batch, seq), 0 under padding; or (tokens,) those alone that a mask with holes leaves.
+        videos: whether tokens of videos are among them.
+        real: (batch, seq) the mask, (batch · seq,) where it has holes; None where it leaves everything.
+        cu_seqlens: (batch + 1,) first token of each row, then the total, if the mask has holes; else None.
+    """
+
+    types: IntArray
+    videos: bool
+    real: npt.NDArray[np.bool_] | None = None
+    cu_seqlens: IntArray | None = None
+
+    @classmethod
+    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = VIDEO) -> Tokens:
+        """Read token types, at most ``most``, and a mask of the same shape, both on the host."""
+        assert mm_token_type_ids is not None, "the call has looked"
+        types = mm_token_type_ids.numpy()
+        if types.dtype.kind not in "biu":
+            raise InvalidInputError(f"mm_token_type_ids: got {mm_token_type_ids.dtype}, want integers")
+        if types.dtype not in (np.int32, np.int64):
+            types = types.astype(np.int64)
+        if mask is None or (real := mask.numpy()).all():
+            return cls(types, _has_videos(types, most))
+        lengths = real.sum(axis=1)
+        if not lengths.all():
+            row = int((lengths == 0).argmax())
+            raise InvalidInputError(f"attention_mask[{row}]: got no tokens, want at least one")
+        runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
+        if (runs == 1).all():
+            types = np.where(real, types, np.zeros((), types.dtype))
+            return cls(types, _has_videos(types, most), real)
+        types = types[real]
+        return cls(types, _has_videos(types, most), real.ravel(), np.append(0, lengths.cumsum()))
+
+    def used(
+        self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
+    ) -> IntArray | None:
+        """Merge the grids of a kind, and leave those at the end away that no token is left for."""
+        grids = merged(name, grid_thw, merge)
+        if grids is None:
+            return None
+        room = int(np.count_nonzero(self.types == kind))
+        stops = grids.prod(axis=1, dtype=np.float64).cumsum()
+        if not stops.size or stops[-1] <= room:
+            return grids
+        grids = grids[: np.searchsorted(stops, room) + (room > 0)]
+        if frames_apart and room:
+            grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
+            grids[:, 0] = 1
+            stops = grids.prod(axis=1, dtype=np.float64).cumsum()
+            grids = grids[: np.searchsorted(stops, room) + 1]
+        return grids
+
+    def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
+        """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""
+        (batch, seq), axes = input_ids.shape, positions.axes
+        size = axes * batch * seq
+        numbers = np.empty(size + batch, np.int64)
+        dense, deltas = numbers[:size].reshape(axes, -1), numbers[size:]
+        if self.cu_seqlens is None:
+            positions.dense(out=dense)
+        else:
+            dense[:] = 0
+            dense[:, self.real] = positions.dense()
+        if padding and self.real is not None:
+            dense[:, ~self.real.ravel()] = padding
+        deltas[:] = positions.deltas
+        ids, after = moved(numbers, input_ids, axes)
+        return ids.to(input_ids.dtype), after
+
+    def packed(self) -> Tokens:
+        """Leave padding out."""
+        if self.cu_seqlens is not None:
+            return self
+        real = np.ones(self.types.shape, np.bool_) if self.real is None else self.real
+        cu_seqlens = np.append(0, real.sum(axis=1).cumsum())
+        return replace(self, types=self.types[real], real=real.ravel(), cu_seqlens=cu_seqlens)
+
+
+def moved(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
+    """Copy ids of the rows of input_ids, and the deltas behind them, to its device at once."""
+    batch, seq = input_ids.shape
+    whole = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, after = whole.split([axes * batch * seq, batch])
+    # A model keeps the deltas, which are not to hold the memory of the ids.
+    return ids.view(axes, batch, seq), after.view(batch, 1).clone()
+
+
+def merged(name: str, grid_thw: Tensor | None, merge: IntArray) -> IntArray | None:
+    """Merge patches, (grids, sizes) by (sizes,); a 0 in ``merge`` makes that size 1."""
+    if grid_thw is None:
+        return None
+    grids = int_array(name, grid_thw.numpy(), (None, merge.size))
+    small = (grids < merge).any(axis=1)
+    if small.any():
+        g, least = int(small.argmax()), tuple(merge.tolist())
+        raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
+    return np.where(merge > 0, grids // np.maximum(merge, 1), 1)
+
+
+def _has_videos(types: Array, most: int) -> bool:
+    """Check that types are 0 to ``most``; returns whether there are others than text and images."""
+    least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
+    if least < 0 or highest > most:
+        got = least if least < 0 else highest
+        raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {IMAGE} or {VIDEO}")
+    return highest >= VIDEO
+
+
+def shapes(input_ids: Tensor, *_: object) -> Ids:
+    """Give results without values, for graphs that are traced."""
+    batch, seq = input_ids.shape
+    return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)

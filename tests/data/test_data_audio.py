@@ -1,0 +1,161 @@
+"""Audio and clips in examples, slices, packs, stored sequences and batches."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
+
+from mmpos import Grid, InterleavedSequence, InvalidInputError, MmposError, SegmentTable
+from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
+from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.packing import Packer
+from mmpos.segments import Audio
+
+HERE = Location("shard.jsonl", 0)
+IGNORED = -100
+
+
+def example(*pieces: tuple[object, bool], **options: Any) -> Example:
+    document = Document("r", tuple(Piece(part, train) for part, train in pieces))
+    return Preprocess(lambda record, location: document, BUILDER, **options)({}, HERE)
+
+
+def arrays(sequence: InterleavedSequence) -> dict[str, object]:
+    """Everything in a sequence, as lists."""
+
+    def plain(value: Any) -> object:
+        if isinstance(value, SegmentTable):
+            return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        if hasattr(value, "documents"):
+            return value.table.tolist(), value.documents.tolist(), value.scheme
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    return {field.name: plain(getattr(sequence, field.name)) for field in fields(sequence)}
+
+
+SPOKEN = example(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (Grid(1, 1), False), ("e", True))
+"""a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
+
+
+def test_patches_and_audio_are_never_labels_and_markers_only_if_asked_for() -> None:
+    assert SPOKEN.labels.tolist() == [*[IGNORED] * 6, 99, 100, *[IGNORED] * 14, 101]
+    pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
+    marked = example(*pieces, train_markers=True).labels.tolist()
+    of_clip = [BEGIN, AUDIO_BEGIN, *[IGNORED] * 7, AUDIO_END, END]
+    assert marked == [AUDIO_BEGIN, IGNORED, IGNORED, AUDIO_END, *of_clip, *[IGNORED] * 3]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "parts"),
+    [
+        (0, 23, ["ab", Audio(2), "cd", CLIP, Grid(1, 1), "e"]),
+        (0, 8, ["ab", Audio(2), "cd"]),
+        (1, 19, ["b", Audio(2), "cd", CLIP]),
+        (2, 6, [Audio(2)]),
+        (7, 22, ["d", CLIP, Grid(1, 1)]),
+        (19, 23, [Grid(1, 1), "e"]),
+        (22, 23, ["e"]),
+    ],
+)
+def test_a_slice_is_as_if_its_parts_stood_alone_but_for_positions(start: int, stop: int, parts: list[object]) -> None:
+    part = SPOKEN.slice(start, stop).sequence
+    want, got = arrays(BUILDER.build(parts)), arrays(part)
+    assert {**got, "positions": None} == {**want, "positions": None}
+    np.testing.assert_array_equal(part.positions.dense(), SPOKEN.sequence.positions.dense()[:, start:stop])
+    np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
+
+
+@pytest.mark.parametrize(
+    ("edge", "name"), [(3, "audio 0"), (5, "audio 0"), (9, "image 0"), (18, "image 0"), (20, "image 1")]
+)
+def test_a_cut_through_audio_or_a_clip_is_refused(edge: int, name: str) -> None:
+    for start, stop, which in ((edge, 23, "start"), (0, edge, "stop")):
+        with pytest.raises(InvalidInputError, match=f"^{which}: got {edge} inside {name}, want it between parts$"):
+            SPOKEN.slice(start, stop)
+
+
+def test_packs_keep_audio_and_clips_whole() -> None:
+    packer = Packer(12, split_text=True, min_piece=1)
+    packs = [*packer.add(SPOKEN), *packer.flush()]
+    assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[8], [11], [4]]
+    packer = Packer(10, split_text=True, min_piece=1)
+    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10; or"):
+        packer.add(SPOKEN)
+    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3; or"):
+        Packer(3, split_text=True).add(example((Audio(2), True)))
+
+
+def test_stored_examples_come_back(tmp_path: Path) -> None:
+    others = [example(("a", True)), example((Audio(1), True)), SPOKEN]
+    path = tmp_path / "s.parquet"
+    with SequenceWriter(path) as writer:
+        for one in others:
+            writer.write(one)
+    again = list(SequenceShard(path).examples())
+    assert [arrays(one.sequence) for one in again] == [arrays(one.sequence) for one in others]
+
+
+def spans(batch: Batch) -> dict[str, Any]:
+    names = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
+    return {name: None if (tensor := getattr(batch, name)) is None else tensor.tolist() for name in names}
+
+
+def test_a_packed_batch_says_where_features_go() -> None:
+    batch = collate_packed([SPOKEN, example(("a", True)), example((Audio(1), True), (Grid(1, 2), True))])
+    assert spans(batch) == {
+        "image_spans": [[10, 12], [14, 16], [20, 21], [28, 30]],
+        "feature_spans": [[0, 2], [2, 4], [4, 5], [5, 7]],
+        "audio_spans": [[3, 5], [12, 14], [16, 17], [25, 26]],
+        "audio_feature_spans": [[0, 2], [2, 4], [4, 5], [5, 6]],
+    }
+    tokens, rows = batch.audio_tokens()
+    assert (tokens.tolist(), rows.tolist()) == ([3, 4, 12, 13, 16, 25], [0, 1, 2, 3, 4, 5])
+    tokens, rows = batch.image_tokens()
+    assert (tokens.tolist(), rows.tolist()) == ([10, 11, 14, 15, 20, 28, 29], [0, 1, 2, 3, 4, 5, 6])
+    assert batch.as_dict()["audio_spans"] is batch.audio_spans
+    moved = batch.to("meta")
+    assert moved.audio_spans is not None
+    assert moved.audio_spans.is_meta
+
+
+def test_a_padded_batch_counts_columns_with_padding() -> None:
+    batch = collate_padded(
+        [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))], side="left"
+    )
+    assert spans(batch)["audio_spans"] == [[3, 5], [8, 9]]
+    assert batch.input_ids.view(-1)[batch.audio_tokens()[0]].tolist() == [260] * 3
+
+
+def test_a_batch_without_audio_has_no_spans_of_it() -> None:
+    batch = collate_packed([example(("a", True), (Grid(1, 2), True))])
+    assert (batch.audio_spans, batch.audio_feature_spans) == (None, None)
+    assert "audio_spans" not in batch.as_dict()
+    assert [tensor.tolist() for tensor in batch.audio_tokens()] == [[], []]
+    assert spans(collate_packed([example(("a", True), (Audio(1), True))]))["image_spans"] == []
+
+
+def test_ranks_get_the_features_of_their_tokens() -> None:
+    batch = collate_packed([SPOKEN, example((Audio(3), True))], multiple_of=4)
+    audio = torch.arange(8)  # one feature a row: 2 + 2 + 1 of the first document, 3 of the second
+    whole = torch.full((batch.input_ids.numel(),), -1)
+    tokens, rows = batch.audio_tokens()
+    whole[tokens] = audio[rows]
+    for layout in ("zigzag", "contiguous-sequence"):
+        for rank in range(2):
+            part = batch.shard(rank, 2, layout)
+            ours = torch.full((part.input_ids.numel(),), -1)
+            tokens, rows = part.audio_tokens()
+            ours[tokens] = audio[rows]
+            assert ours.tolist() == whole[batch.positions.shard_indices(rank, 2, layout)].tolist()
+
+
+def test_spans_and_features_of_a_batch_belong_together() -> None:
+    batch = collate_packed([example((Audio(1), True))])
+    with pytest.raises(MmposError, match=r"^audio_feature_spans: got 0 spans, want 1 as in audio_spans$"):
+        replace(batch, audio_feature_spans=None)

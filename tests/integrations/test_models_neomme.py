@@ -1,0 +1,130 @@
+"""NeoMME: positions of its processor, its logits, and its rotations of two axes and two types of layer."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_configs import CONFIGS, settings_of
+from tiny_models import logits, tiny_model
+from transformers.models.neomme.modeling_neomme import NeoMMERotaryEmbedding
+from transformers.models.neomme.processing_neomme import NeoMMEProcessor
+
+import mmpos
+from mmpos.rotary import cos_sin
+
+ROW, WORD = 7, 9
+"""Tokens at the end of a row, whose id stands in the tokenizer alone, and of text."""
+
+
+def document_image(config: Any, height: int, width: int) -> list[int]:
+    """Write the tokens of a page, as the processor does."""
+    rows = [*[config.image_token_id] * width, ROW] * height
+    return [config.document_token_id, config.image_token_id, *rows]
+
+
+def processor_positions(config: Any, rows: list[list[int]], grids: list[tuple[int, int]], left: bool = False) -> Any:
+    """Pad rows on one side, and ask the processor for ids, (2, batch, seq)."""
+    ids, mask = padded(rows, left)
+    tokenizer = SimpleNamespace(document_token_id=config.document_token_id, row_token_id=ROW)
+    told: Any = SimpleNamespace(
+        image_token_id=config.image_token_id, tokenizer=tokenizer, _image_positions=NeoMMEProcessor._image_positions
+    )
+    return NeoMMEProcessor._build_position_ids(told, torch.from_numpy(ids), torch.from_numpy(mask), grids)
+
+
+def padded(rows: list[list[int]], left: bool) -> tuple[Any, Any]:
+    width = max(map(len, rows))
+    ids, mask = np.zeros((2, len(rows), width), np.int64)
+    for r, row in enumerate(rows):
+        own = slice(width - len(row), None) if left else slice(len(row))
+        ids[r, own], mask[r, own] = row, 1
+    return ids, mask
+
+
+def test_a_page_of_two_rows_by_hand() -> None:
+    settings = settings_of("neomme")
+    page = [5, 6, 6, 6, 6, ROW, 6, 6, 6, ROW]
+    segments = settings.segments(page, [[1, 2, 3]])
+    assert settings.place(segments).dense().tolist() == [
+        [0, 1, 2, 2, 2, 2, 3, 3, 3, 3],
+        [0, 1, 2, 3, 4, 5, 2, 3, 4, 5],
+    ]
+    assert segments.lengths.tolist() == [2, 8]
+
+
+def test_ids_are_those_of_the_processor() -> None:
+    settings, config, random = settings_of("neomme"), CONFIGS["neomme"](), Random(0)
+    for _ in range(200):
+        sizes = [
+            random.choice([None, (random.randint(1, 5), random.randint(1, 5))]) for _ in range(random.randint(1, 4))
+        ]
+        rows = [[WORD] * random.randint(1, 30) if size is None else document_image(config, *size) for size in sizes]
+        grids, left = [size for size in sizes if size is not None], random.random() < 0.5
+        theirs = processor_positions(config, rows, grids, left)
+        (ids, mask), thw = padded(rows, left), [(1, *size) for size in grids]
+        ours = settings.place(settings.segments(ids, thw, attention_mask=mask)).dense().reshape(theirs.shape)
+        np.testing.assert_array_equal(ours * mask, theirs.numpy() * mask)
+        packed, bounds = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
+        told: Any = {"cu_seqlens": bounds, "row_token_id": random.choice([None, ROW])}
+        ours = settings.place(settings.segments(packed, thw, **told)).dense()
+        np.testing.assert_array_equal(ours, theirs.numpy()[:, mask == 1])
+
+
+@pytest.mark.parametrize(
+    ("page", "grid", "message"),
+    [
+        ([5, 6, 6, 6, ROW, 6, 6, WORD], (2, 2), "got token 9 after the placeholders at document 0, token 5, want 7"),
+        ([5, 6, 6, 6, ROW], (2, 2), "got no placeholders left, want 2 for row 1 of 1x2x2"),
+        ([5, 6, 6, 6], (1, 2), "got the end of the document after the placeholders at document 0, token 2"),
+    ],
+)
+def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tuple[int, int], message: str) -> None:
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        settings_of("neomme").segments(page, [(1, *grid)], row_token_id=ROW)
+    assert message in str(caught.value)
+
+
+def test_markers_are_not_all() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match="markers: got 'neomme', whose images have tokens of their own"):
+        _ = settings_of("neomme").markers
+
+
+def test_logits_with_our_ids_are_those_with_the_ids_of_its_processor() -> None:
+    network = tiny_model("neomme")
+    for weights in network.parameters():
+        torch.nn.init.normal_(weights, std=0.2)  # its class begins with layers that add nothing
+    config = network.config
+    settings = mmpos.from_hf_config(config, layer_type="full_attention")
+    page = document_image(config, 2, 3)
+    input_ids = torch.tensor([page])
+    theirs = logits(network, input_ids, processor_positions(config, [page], [(2, 3)]))
+    ids = settings.place(settings.segments(input_ids, [[1, 2, 3]])).dense(dtype="int64")
+    assert torch.equal(logits(network, input_ids, torch.from_numpy(ids)[:, None]), theirs)
+    assert not torch.equal(logits(network, input_ids), theirs)  # as text
+    text = torch.full((1, 10), WORD)
+    ids = settings.place(settings.segments(text)).dense(dtype="int64")
+    assert torch.equal(logits(network, text, torch.from_numpy(ids)[:, None]), logits(network, text))
+
+
+@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
+def test_layers_turn_by_the_module_of_the_model(layer_type: str) -> None:
+    config = CONFIGS["neomme"]()
+    bare = {"model_type": "neomme"}
+    settings = mmpos.from_hf_config(config, layer_type=layer_type)
+    assert mmpos.from_hf_config(bare, layer_type=layer_type) == settings
+    segments = settings.segments(document_image(config, 4, 5), [[1, 4, 5]])
+    positions = settings.place(segments)
+    ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
+    theirs = [each[0].double().numpy() for each in NeoMMERotaryEmbedding(config)(torch.zeros(1), ids, layer_type)]
+    pairs = theirs[0].shape[1] // 2
+    assert settings.rotary.rotary_dim == 2 * pairs == {"full_attention": 16, "sliding_attention": 64}[layer_type]
+    for ours, other in zip(cos_sin(settings.rotary, positions), theirs, strict=True):
+        # float32 angles up to 6 radians are off by some 6 · 2⁻²³.
+        np.testing.assert_allclose(
+            np.concatenate([np.asarray(ours)] * 2, axis=-1).reshape(other.shape), other, atol=2e-6
+        )

@@ -1,0 +1,104 @@
+"""Canvas M-RoPE: ids of thumbnails, tiles and markers worked by hand, and the rounding of torch.linspace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos.segments import Thumbnail, Tile
+from mmpos.segments.kinds import Segment
+
+
+def placed(*document: Segment, start: int = 0) -> PositionTable:
+    return place(SegmentTable.from_documents([document]), "mrope-canvas", start)
+
+
+def ids(positions: PositionTable) -> list[tuple[int, ...]]:
+    return [tuple(column) for column in positions.dense().T.tolist()]
+
+
+@pytest.mark.usefixtures("way")
+def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
+    # A canvas of 2×4 at 2: columns 0 and 1 of the thumbnail are columns 0 and 3 of it.
+    positions = placed(Text(2), Thumbnail(2, 2), Tile(2, 2), Tile(2, 2, tokens_after=1), Text(1))
+    assert ids(positions) == [
+        *[(0, 0, 0), (1, 1, 1)],
+        *[(2, 1, 1), (2, 2, 2), (2, 2, 5), (2, 3, 2), (2, 3, 5), (2, 4, 6)],
+        *[(2, 2, 2), (2, 2, 2), (2, 2, 3), (2, 3, 2), (2, 3, 3), (2, 3, 3)],
+        *[(2, 2, 4), (2, 2, 4), (2, 2, 5), (2, 3, 4), (2, 3, 5), (2, 3, 5), (2, 2, 2)],
+        (7, 7, 7),
+    ]
+    assert (positions.next_positions.tolist(), positions.deltas.tolist()) == ([8], [-14])
+
+
+@pytest.mark.usefixtures("way")
+def test_tokens_between_tiles_end_rows() -> None:
+    # A canvas of 2×2 at 0, where the marker before it cannot be at -1.
+    positions = placed(Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=2), Tile(1, 2))
+    assert ids(positions) == [
+        *[(0, 0, 0), (0, 0, 0), (0, 2, 2), (0, 0, 0), (0, 0, 0)],
+        *[(0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 0, 2)],
+        *[(0, 1, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1)],
+    ]
+    assert positions.next_positions.tolist() == [3]
+
+
+@pytest.mark.usefixtures("way")
+def test_pictures_without_tiles_are_their_own_canvas() -> None:
+    # Pictures of 1×2 at 5 and, after max(1, 2) + 1 ids, at 8; a grid has no markers; then one of 2×1 at 11.
+    positions = placed(Thumbnail(1, 2, tokens_after=1), Grid(1, 2), Thumbnail(2, 1), Text(1), start=5)
+    assert ids(positions) == [
+        *[(5, 4, 4), (5, 5, 5), (5, 5, 6), (5, 6, 7), (5, 5, 5)],
+        *[(8, 8, 8), (8, 8, 9)],
+        *[(11, 10, 10), (11, 11, 11), (11, 12, 11), (11, 13, 12)],
+        (14, 14, 14),
+    ]
+
+
+def test_rows_of_different_lengths_become_one() -> None:
+    # Two tiles, then one: a row of three, H = 1 and W = 3, whose tokens in between are past its end.
+    positions = placed(Thumbnail(1, 1), Tile(1, 1), Tile(1, 1, tokens_after=1), Tile(1, 1))
+    assert ids(positions)[3:] == [*[(0, 0, 0)] * 3, *[(0, 0, 1)] * 3, (0, 0, 3), *[(0, 0, 2)] * 3]
+    assert positions.next_positions.tolist() == [4]
+
+
+def test_a_tile_that_reaches_over_the_canvas_moves_the_next_position_alone() -> None:
+    positions = placed(Thumbnail(1, 1), Tile(1, 1), Tile(5, 1), Text(1))
+    assert ids(positions)[-2:] == [(0, 4, 1), (3, 3, 3)]
+    assert positions.next_positions.tolist() == [5]
+    assert placed(Thumbnail(1, 1), Tile(1, 1), Tile(2, 1), Text(1)).next_positions.tolist() == [4]
+
+
+@pytest.mark.usefixtures("way")
+def test_thumbnails_round_as_linspace_does() -> None:
+    # Every canvas up to 120 rows under every thumbnail up to 24; halves that become odd among them.
+    sizes = [(canvas, rows) for rows in range(1, 25) for canvas in range(1, 121)]
+    documents: list[list[Segment]] = [[Thumbnail(rows, 1), Tile(canvas, 1)] for canvas, rows in sizes]
+    positions = place(SegmentTable.from_documents(documents), "mrope-canvas")
+    dense, first = positions.dense()[1], positions.cu_seqlens[:-1] + 1
+    got = [dense[at : at + rows] for at, (_, rows) in zip(first.tolist(), sizes, strict=True)]
+    want = [torch.linspace(0, canvas - 1, rows).round().long().numpy() for canvas, rows in sizes]
+    np.testing.assert_array_equal(np.concatenate(got), np.concatenate(want))
+    assert got[sizes.index((14, 23))][11] == 7
+    assert got[sizes.index((8, 7))].tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_runs_of_a_stretched_row_are_columns_of_the_table() -> None:
+    # Columns of a thumbnail of 2×4 on a canvas 7 wide: 0, 2, 4, 6, one run a row; 8 wide: 0, 2, 5, 7, three.
+    even = placed(Thumbnail(2, 4), Tile(2, 7))
+    odd = placed(Thumbnail(2, 4), Tile(2, 8))
+    assert ids(odd)[5:9] == [(0, 1, 0), (0, 1, 2), (0, 1, 5), (0, 1, 7)]
+    assert (even.num_segments, odd.num_segments) == (7, 11)
+    assert even.explain(7) == (
+        "token 7 (documents[0], token 7) is row 1, column 2 of a grid of width 4 (segment 2): "
+        "position (0, 1, 4) = (0, 1, 0) + 2·(0, 0, 2)"
+    )
+
+
+def test_schemes_of_other_models_refuse_thumbnails() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Thumbnail(1, 1), Tile(1, 1)]])
+    want = r"documents\[0\]\[1\]: got a thumbnail, want a grid between texts in scheme 'mrope'"
+    with pytest.raises(UnsupportedError, match=want):
+        place(segments, "mrope")

@@ -1,0 +1,172 @@
+"""Audio and clips as parts of a sequence: markers, placeholders, token types, positions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from omni import AUDIO, AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, CLIP_IDS, CLIP_TYPES, END, IMAGE, MARKERS, VIDEO
+
+from mmpos import (
+    ByteTokenizer,
+    Grid,
+    InvalidInputError,
+    Markers,
+    MmposError,
+    SegmentTable,
+    SequenceBuilder,
+    Text,
+    UnsupportedError,
+    Video,
+    block_keys,
+    place,
+)
+from mmpos.schemes import TMRopeQwen3
+from mmpos.segments import Audio, Clip
+
+
+def test_a_clip_is_one_part_in_the_order_of_the_scheme() -> None:
+    sequence = BUILDER.build(["a", CLIP, "b"])
+    assert sequence.input_ids.tolist() == [97, *CLIP_IDS, 98]
+    assert sequence.token_type_ids.tolist() == [0, *CLIP_TYPES, 0]
+    # Both markers before the clip share an id, as those after it do; frame 1 stands at 2 + 2 in time.
+    assert sequence.positions.dense().tolist() == [
+        [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 5, 6],
+        [0, 1, 1, 2, 2, 2, 3, 2, 2, 4, 5, 5, 6],
+        [0, 1, 1, 2, 3, 2, 3, 2, 3, 4, 5, 5, 6],
+    ]
+    assert sequence.part_offsets.tolist() == [0, 1, 12, 13]
+    assert sequence.grid_thw.tolist() == [[2, 1, 2]]
+    assert sequence.image_spans.tolist() == [[2, 11]]
+    assert sequence.marked_spans.tolist() == [[1, 12]]
+    assert (sequence.audio_spans.tolist(), sequence.image_hashes, sequence.patches) == ([], (None,), None)
+
+
+def test_another_scheme_has_another_order() -> None:
+    # Token by token: a frame stands before the first audio token that is not earlier.
+    builder = replace(BUILDER, scheme=TMRopeQwen3(tokens_per_second=1))
+    sequence = builder.build([Clip(1, 1, frames=3, audio=4, seconds_per_frame=1)])
+    assert sequence.token_type_ids.tolist() == [0, 0, 1, 3, 1, 3, 1, 3, 3, 0, 0]
+    assert sequence.input_ids.tolist() == [
+        *(BEGIN, AUDIO_BEGIN, VIDEO, AUDIO, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, AUDIO_END, END)
+    ]
+
+
+def test_audio_stands_between_its_markers() -> None:
+    sequence = BUILDER.build([Audio(2), "a", Grid(1, 1), Audio(1)])
+    want = [AUDIO_BEGIN, AUDIO, AUDIO, AUDIO_END, 97, BEGIN, IMAGE, END, AUDIO_BEGIN, AUDIO, AUDIO_END]
+    assert sequence.input_ids.tolist() == want
+    assert sequence.token_type_ids.tolist() == [0, 3, 3, 0, 0, 0, 1, 0, 0, 3, 0]
+    assert sequence.audio_spans.tolist() == [[1, 3], [9, 10]]
+    assert sequence.marked_spans.tolist() == [[0, 4], [5, 8], [8, 11]]
+    assert [sequence.span_name(i) for i in range(3)] == ["audio 0", "image 0", "audio 1"]
+    assert sequence.audio_margins == (1, 1)
+    assert sequence.positions.dense().tolist() == [list(range(11))] * 3
+    assert repr(sequence) == "InterleavedSequence(11 tokens, 1 image, 2 audio runs, patches=None)"
+
+
+@pytest.mark.parametrize(("begin", "end"), [(None, None), ("<a", None), (None, "a>")])
+def test_audio_may_stand_without_markers(begin: str | None, end: str | None) -> None:
+    builder = replace(BUILDER, scheme="rope-tie", markers=replace(MARKERS, audio_begin=begin, audio_end=end))
+    sequence = builder.build(["a", Audio(2), "b"])
+    before, after = [AUDIO_BEGIN] * (begin is not None), [AUDIO_END] * (end is not None)
+    assert sequence.input_ids.tolist() == [97, *before, AUDIO, AUDIO, *after, 98]
+    assert sequence.audio_margins == (len(before), len(after))
+    assert sequence.marked_spans.tolist() == [[1, sequence.input_ids.size - 1]]
+
+
+def test_videos_of_one_grid_have_the_placeholder_of_videos() -> None:
+    parts = [Grid(1, 1, frames=2), Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
+    assert BUILDER.build(parts).input_ids.tolist() == [
+        *(BEGIN, VIDEO, VIDEO, END),
+        *(BEGIN, IMAGE, END) * 2,
+    ]
+    plain = replace(BUILDER, markers=replace(MARKERS, video=None))
+    assert plain.build([Grid(1, 1, frames=2)]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
+
+
+def test_images_beside_a_clip_keep_their_row_separators() -> None:
+    names = ("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[ROW]")
+    builder = SequenceBuilder(ByteTokenizer(names), scheme="flatten", markers=replace(MARKERS, row="[ROW]"))
+    sequence = builder.build([Grid(2, 1), Audio(1)])
+    assert sequence.input_ids.tolist() == [BEGIN, IMAGE, 263, IMAGE, 263, END, AUDIO_BEGIN, AUDIO, AUDIO_END]
+    assert sequence.token_type_ids.tolist() == [0, 1, 0, 1, 0, 0, 0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("markers", "part", "error"),
+    [
+        (Markers(), Audio(1), "parts[0]: got Audio, want a builder with Markers(audio=…)"),
+        (Markers(None, audio=300), CLIP, "got Clip, want a builder with Markers(begin=…, audio_begin=…, audio_end=…)"),
+        (MARKERS, [AUDIO], f"got the audio marker's id {AUDIO}, want Audio or a Clip as parts"),
+        (MARKERS, [VIDEO], f"got the video marker's id {VIDEO}, want images as parts"),
+    ],
+)
+def test_parts_that_do_not_fit_the_markers_are_refused(markers: Markers, part: object, error: str) -> None:
+    builder = SequenceBuilder(
+        ByteTokenizer(("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[IMG]", "[/IMG]", "[PATCH]"))
+    )
+    builder = replace(builder, markers=markers)
+    with pytest.raises(InvalidInputError, match=re.escape(error)):
+        builder.build([part])
+
+
+@pytest.mark.parametrize("name", ["audio_begin", "audio_end"])
+def test_markers_around_audio_need_one_for_audio(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^markers\.{name}: got 9, want markers\.audio, too$"):
+        SequenceBuilder(markers=Markers(**{name: 9}))
+
+
+def test_schemes_without_clips_refuse_them() -> None:
+    with pytest.raises(UnsupportedError, match="its video and its audio apart"):
+        replace(BUILDER, scheme="mrope").build([CLIP])
+
+
+def test_text_that_spells_a_marker_of_audio_stays_text() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    names = {"[UNK]": 0, "[IMG]": 1, "[/IMG]": 2, "[PATCH]": 3, "[A]": 4, "[": 5, "A]": 6}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]"))
+    model.add_special_tokens(["[IMG]", "[/IMG]", "[PATCH]", "[A]"])
+    sequence = SequenceBuilder(model, markers=Markers(audio="[A]")).build(["[A]", Audio(1)])
+    assert sequence.input_ids.tolist() == [5, 6, 4]
+
+
+def test_a_clip_as_a_frame_of_a_video_is_refused() -> None:
+    for part in (CLIP, Audio(1)):
+        with pytest.raises(InvalidInputError, match=rf"Video\.frames\[0\]: got {type(part).__name__}, want an image"):
+            Video([part], times=[0])
+
+
+def test_keys_of_blocks_count_what_is_heard() -> None:
+    sequence = replace(BUILDER.build(["ab", Audio(2), CLIP]), image_hashes=("clip",))
+    keys = sequence.block_keys(4, audio_hashes=["bark"])
+    (want,) = block_keys(
+        sequence.segments, sequence.positions, 4, input_ids=sequence.input_ids, image_hashes=["bark", "clip"]
+    )
+    assert keys == want
+    assert keys[0] != sequence.block_keys(4, audio_hashes=["meow"])[0]
+    for hashes in ([], ["a", "b"]):
+        with pytest.raises(
+            InvalidInputError, match=rf"^audio_hashes: got {len(hashes)}, want 1, one per run of audio$"
+        ):
+            sequence.block_keys(4, audio_hashes=hashes)
+
+
+def refused(error: type[MmposError], message: str, segments: SegmentTable, scheme: str = "tmrope") -> None:
+    positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), scheme)
+    with pytest.raises(error, match=message):
+        positions.token_types(segments)
+
+
+def test_types_of_other_documents_are_refused() -> None:
+    refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
+    other = SegmentTable.from_documents([[Text(1), Clip(1, 1, frames=2, audio=5)]])
+    refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
+
+
+def test_types_of_several_documents() -> None:
+    segments = SegmentTable.from_documents([[CLIP, Text(1)], [Grid(1, 2), CLIP]])
+    types = place(segments, BUILDER.scheme, start=np.array([0, 7])).token_types(segments)
+    assert types.tolist() == [*CLIP_TYPES, 0, 1, 1, *CLIP_TYPES]

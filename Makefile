@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 
 OLDEST := .venv-torch-2.11
 
-.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline bench tables dist clean
+.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -71,6 +71,9 @@ proto: $(VENV)/dev  ## generate mmpos/rpc and mmpos_server/inference from proto/
 
 baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
+
+vectors: $(VENV)/dev  ## the cases of mmpos conformance, from the oracle and from Transformers
+	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
 bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py

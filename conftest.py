@@ -24,4 +24,4 @@ collect_ignore = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """More than CI has time for."""
-    parser.addoption("--mutations", type=int, default=100_000, help="Broken requests that the service is sent.")
+    parser.addoption("--mutations", type=int, default=40_000, help="Broken requests that the service is sent.")

@@ -28,7 +28,7 @@ static int sound(const Vector *kind, const Matrix *extents, const Vector *offset
 }
 
 /* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table without
- * clips and canvases. */
+ * clips, thumbnails and tiles. */
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector kind, offsets, separator;

@@ -114,7 +114,8 @@ static int fit(const Job *jobs, int count, const Source *source, int64_t first, 
  * or of int16 that hold bfloat16; an out may be what it comes from. first, stop: tokens of batch · seq.
  * source: (cos, sin), both (tokens, pairs) float32, or (ids, fixed, words, pair_axis, coefficients, factor): ids (axes,
  * tokens) int32 or int64, or int64 in units of 2**-32 if fixed; words (3, pairs) int64 and pair_axis (1, pairs) int32
- * as the operator has them, −1 for a pair that does not turn; coefficients, four float32 of sin and four of cos, as bytes; the attention factor.
+ * as the operator has them, -1 for a pair that does not turn; coefficients, four float32 of sin and four of cos, as
+ * bytes; the attention factor.
  * norm: None, or (eps, weight, ...), of each of q and k (head_dim,) contiguous float32 or None: first its heads x become
  * x / sqrt(mean(x^2) + eps) * weight.
  * wide: with the widest vectors of the CPU instead of those that all have; the bits are the same. */

@@ -19,7 +19,8 @@ from mmpos.support.info import info, version
 
 if TYPE_CHECKING:
     from mmpos import analysis, client, data, encodings, integrations, rotary
-    from mmpos.analysis.diagnosis import Diagnosis, diagnose
+    from mmpos.analysis.diagnosis import Diagnosis, diagnose, same_positions
+    from mmpos.analysis.fingerprint import fingerprint
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.integrations.models import ModelSettings, from_hf_config
     from mmpos.sequence import ByteTokenizer, InterleavedSequence, Markers, SequenceBuilder, Video
@@ -52,11 +53,13 @@ __all__ = [
     "data",
     "diagnose",
     "encodings",
+    "fingerprint",
     "from_hf_config",
     "info",
     "integrations",
     "place",
     "rotary",
+    "same_positions",
 ]
 
 if not TYPE_CHECKING:
@@ -77,9 +80,11 @@ if not TYPE_CHECKING:
             "data": "data",
             "diagnose": "analysis.diagnosis",
             "encodings": "encodings",
+            "fingerprint": "analysis.fingerprint",
             "from_hf_config": "integrations.models",
             "integrations": "integrations",
             "rotary": "rotary",
+            "same_positions": "analysis.diagnosis",
         },
     )
 

@@ -1,5 +1,5 @@
-"""Studies of schemes and of other pipelines: diagnosis of ids, properties compared, pictures."""
+"""Studies of schemes and of other pipelines: diagnosis, fingerprints, probes, conformance, properties, pictures."""
 
-from mmpos.analysis import compare, diagnosis, plot
+from mmpos.analysis import compare, conformance, diagnosis, fingerprint, plot
 
-__all__ = ["compare", "diagnosis", "plot"]
+__all__ = ["compare", "conformance", "diagnosis", "fingerprint", "plot"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Start, app, place_specs, scheme_words
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, place_specs, scheme_words
 from mmpos.cli.options import (
     DEFAULT,
     Axes,
@@ -29,7 +29,6 @@ from mmpos.cli.options import (
     scheme_option,
 )
 from mmpos.errors import InvalidInputError
-from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.compare import Matrix
     from mmpos.analysis.diagnosis import Diagnosis
     from mmpos.analysis.plot.picture import Picture
+    from mmpos.integrations.models.settings import ModelSettings
 
 
 class Padding(StrEnum):
@@ -64,7 +64,9 @@ def check(
     config: Annotated[
         Path | None, typer.Option(metavar="config.json|-", help="A model's config, for its scheme.", show_default=False)
     ] = None,
-    start: Start = 0,
+    start: Annotated[
+        int | None, typer.Option(help="Id of each document's first token: 0, or the model's.", show_default=False)
+    ] = None,
     axes: Axes = None,
     padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
@@ -75,22 +77,31 @@ def check(
 
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
-    how = _scheme(specs, scheme, axes, config)
-    diagnosis = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
+    how, first = _scheme_and_start(specs, scheme, axes, config)
+    start = first if start is None else start
+    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding.value, tolerance=tolerance)
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> Scheme:
-    """Make the scheme that is named, or that of a model."""
-    from mmpos.integrations.models import from_hf_config
-
+def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:
+    """Make the scheme that is named, or that of a model, and the id of each document's first token."""
     if config is None:
         name, axes = scheme_words(specs, name, axes)
-        return make_scheme(DEFAULT if name is None else name, axes)
+        return make_scheme(DEFAULT if name is None else name, axes), 0
     if name is not None or axes is not None:
         raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
+    model = model_of(config)
+    return model.scheme, model.start
+
+
+def model_of(config: Path, layer_type: str | None = None) -> ModelSettings:
+    """Read a config.json, a folder with one, or standard input."""
+    from mmpos.integrations.models import from_hf_config
+
+    if config.is_dir():
+        return from_hf_config(config, layer_type=layer_type)
     try:
         values = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
     except OSError as error:
@@ -98,11 +109,12 @@ def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | Non
     except (ValueError, RecursionError) as error:
         got = f"no valid JSON ({error})"
     else:
-        return from_hf_config(values).scheme
+        return from_hf_config(values, layer_type=layer_type)
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
-def _read(path: Path) -> npt.NDArray[np.generic]:
+def read_array(path: Path) -> npt.NDArray[np.generic]:
+    """Read the array of a file, or of standard input."""
     if path == Path(STDIN):
         with NamedTemporaryFile() as file:
             file.write(read_input())
@@ -240,9 +252,11 @@ def ids(
     """Draw the plane of ids."""
     from mmpos.analysis.plot import plot_positions
 
-    tables = _tables(documents, scheme, start, axes)
+    placed = _placed(documents, scheme, start, axes)
+    tables = [each.positions for each in placed]
     drawn = tables[0] if len(tables) == 1 else tables
-    _write(output, lambda path: plot_positions(drawn, path, title, same_scale=not own_scale))
+    segments = placed[0].segments
+    _write(output, lambda path: plot_positions(drawn, path, title, segments=segments, same_scale=not own_scale))
 
 
 @plot.command(
@@ -288,7 +302,7 @@ def attention(
             token,
             label=table.scheme if len(names) == 1 else None,
         )
-        for table in _tables([document], scheme, 0, axes)
+        for table in (each.positions for each in _placed([document], scheme, 0, axes))
         for name in names
     ]
     _write(output, lambda path: plot_attention(kernels, path, title))
@@ -328,11 +342,11 @@ def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
         typer.echo(output)
 
 
-def _tables(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[PositionTable]:
+def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:
     """Place the documents under every scheme."""
     specs = read_specs(documents)
     asked: list[str | None] = [*schemes] if schemes else [None]
-    return [place_specs(specs, words, start, axes).positions for words in asked]
+    return [place_specs(specs, words, start, axes) for words in asked]
 
 
 def _section(words: str) -> list[int]:

@@ -17,7 +17,7 @@ import typer
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments.kinds import Audio, Canvas, Clip, Grid, Segment, Text
+from mmpos.segments.kinds import Audio, Clip, Grid, Segment, Text, Thumbnail, Tile
 from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
 
@@ -287,7 +287,7 @@ def _part(name: str, part: object) -> Segment:
 
 
 def _without_grid(name: str, part: dict[str, Any]) -> Segment | None:
-    """Read text, audio, a clip or a canvas; None for anything else."""
+    """Read text, audio, a clip, a thumbnail or a tile; None for anything else."""
     match part:
         case {"text": length} if len(part) == 1:
             return _named(name, Text, length)
@@ -296,10 +296,10 @@ def _without_grid(name: str, part: dict[str, Any]) -> Segment | None:
         case {"clip": [frames, height, width], "audio": audio, **time} if time.keys() <= {"seconds_per_frame"}:
             seconds = time.get("seconds_per_frame")
             return _named(name, Clip, height, width, frames=frames, audio=audio, seconds_per_frame=seconds)
-        case {"canvas": [height, width]} if len(part) == 1:
-            return _named(name, Canvas, height, width)
-        case {"canvas": [height, width], "slices": [_, _, _, _] as slices} if len(part) == 2:
-            return _named(name, Canvas, height, width, *slices)
+        case {"thumbnail": [height, width], **after} if after.keys() <= {"tokens_after"}:
+            return _named(name, Thumbnail, height, width, **after)
+        case {"tile": [height, width], **after} if after.keys() <= {"tokens_after"}:
+            return _named(name, Tile, height, width, **after)
     return None
 
 
@@ -314,9 +314,9 @@ def _image(name: str, source: Path | bytes) -> Document:
 def _part_to_json(part: Segment) -> dict[str, object]:
     if isinstance(part, Text | Audio):
         return {"text" if isinstance(part, Text) else "audio": part.length}
-    if isinstance(part, Canvas):
-        canvas: dict[str, object] = {"canvas": [part.height, part.width]}
-        return canvas | {"slices": list(part.details)} if part.rows else canvas
+    if isinstance(part, Thumbnail | Tile):
+        crop: dict[str, object] = {type(part).__name__.lower(): [part.height, part.width]}
+        return crop | {"tokens_after": part.tokens_after} if part.tokens_after else crop
     sides = [part.frames, part.height, part.width]
     written: dict[str, object] = {"grid": sides if part.frames > 1 else sides[1:]}
     if isinstance(part, Clip):

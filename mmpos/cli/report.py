@@ -19,7 +19,7 @@ from mmpos.positions.place import ids_consumed
 from mmpos.positions.rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES
-from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, TEXT, Grid
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import whole_file
@@ -180,7 +180,7 @@ def position(values: Sequence[Fraction]) -> str:
 def _ending(positions: PositionTable, document: int) -> str:
     """Name next position and delta of a document, or why there are none."""
     if not positions.resumable[document]:
-        return f"no next position: {positions.scheme} has no single cursor to go on from"
+        return f"no next position: under {positions.scheme} the end is not one whole id"
     following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
     return f"next position {following}, delta {delta}"
 
@@ -191,11 +191,12 @@ def _what(segments: SegmentTable, s: int) -> str:
         return f"{'audio' if kind == AUDIO else 'text'} {segments.lengths[s]}"
     frames, height, width = segments.extents[:, s].tolist()
     sides = f"{frames}×{height}×{width}" if frames > 1 else f"{height}×{width}"
-    details = [0] * 4 if segments.details is None else segments.details[:, s].tolist()
+    extra = 0 if segments.extra_tokens is None else segments.extra_tokens[s]
     if kind == CLIP:
-        return f"clip {sides} with audio {details[0]}"
-    if kind == CANVAS:
-        return f"canvas {sides}" + (" with slices {}×{} of {}×{}".format(*details) if any(details) else "")
+        return f"clip {sides} with audio {extra}"
+    if kind > CLIP:
+        after = f" and {counted(int(extra), 'token')} after it" if extra else ""
+        return f"{'thumbnail' if kind == THUMBNAIL else 'tile'} {sides}{after}"
     return f"grid {sides}" + ("" if segments.row_separator is None or not segments.row_separator[s] else " + [SEP]")
 
 

@@ -90,7 +90,7 @@ class Core(Protocol):
         """Find every run of either token: document, first token, tokens, and whether of the other, as int64 bytes."""
 
     def sound(self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, /) -> bool:
-        """Check whether these are the arrays of a segment table without clips and canvases."""
+        """Check whether these are the arrays of a segment table without clips, thumbnails and tiles."""
 
     def spans(
         self, lengths: Array, offsets: Array, grid_thw: Array, documents: Array | None, separators: bool, /
@@ -102,6 +102,9 @@ class Core(Protocol):
         block: Array, /,
     ) -> tuple[int, int, bool, bool] | None:  # fmt: skip
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
+
+    def sums(self, source: Array, placed: bool, runs: Array, powers: Array, factors: Array, out: Array, /) -> bool:
+        """Add the sum of every run of ids, or of every segment of a placed table, to its document's fingerprint."""
 
     def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
         """Walk through an image file: how the walk ended, and kind, start and length of the chunks that matter."""

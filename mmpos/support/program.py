@@ -31,7 +31,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         0: "done",
         MISSING: "this machine lacks something: a package, memory, room on a disk, a reader of the output",
         WRONG: "a wrong argument, option or input",
-        DIFFERENT: "ids differ, as mmpos check says",
+        DIFFERENT: "ids differ, as mmpos check or mmpos conformance says",
         NO_ANSWER: "a server gave no answer: it is down, too busy or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
     }

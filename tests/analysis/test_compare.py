@@ -62,6 +62,7 @@ SCHEMES = f"""
     mrope-qwen2.5                3 ✓✗✗✓✓✓✗✓✓ 24 576 1
     mrope-qwen3                  3 ✓✗✓✓✓✓✗✓✓ 24 576 1
     mrope-interleave-reset       3 ✓✗✓✓✗✗✗✓✓ 24 576 1
+    mrope-canvas                 3 ✓✗✓✓✓✓✗✓✓ 25 577 {log2(129 / 65)}
     tmrope                       3 ✓✗✓✓✓✓✗✓✓ 24 576 1
     tmrope-qwen3                 3 ✓✗✓✓✓✓✗✗✓ 24 576 1
     v2pe                         1 ✓✗✓✓✓✓✗✗✓ 144 144 2

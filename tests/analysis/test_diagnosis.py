@@ -18,6 +18,7 @@ from mmpos.analysis.diagnosis.mistakes import SUSPECTS, Case
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
+from mmpos.segments import Clip, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
 Ids = npt.NDArray[Any]
@@ -68,6 +69,21 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
     mask = [[1] * 11, [0] * 7 + [1] * 4]
     assert str(found(left, *specs, attention_mask=mask)) == said
     assert str(mmpos.diagnose(ids, mmpos.place(table(*specs)))) == said
+
+
+def test_padding_beside_a_clip_is_left_out() -> None:
+    #       text, two markers, video and audio, two markers; seven of padding and one of text
+    rows = [[0, *[0] * 2, *[7, 8, 8], *[0] * 2], [*[0] * 7, 0]]
+    clip = SegmentTable.from_input_ids(
+        rows,
+        video_grid_thw=[[1, 1, 1]],
+        image_token_id=9,
+        video_token_id=7,
+        audio_token_id=8,
+        attention_mask=[[1] * 8, [0] * 7 + [1]],
+    )
+    said = "All 9 tokens of 2 documents have the ids of tmrope."
+    assert str(mmpos.diagnose(mmpos.place(clip, "tmrope").dense(), clip, "tmrope")) == said
 
 
 def test_padding_of_the_table_is_left_out() -> None:
@@ -309,6 +325,58 @@ def test_seconds_per_frame_mistaken(frames: list[int], cause: str) -> None:
     diagnosis = mmpos.diagnose(ids, segments, "mrope-qwen2.5")
     assert (diagnosis.cause, diagnosis.explained) == (cause, diagnosis.different_tokens)
     assert diagnosis.token == 4
+
+
+AHEAD = "text after a grid goes on at the token's index, one id per patch: the delta is forgotten"
+UNMERGED = "spatial merging is forgotten: ids after a grid are those of 2x2 times the patches"
+EXCHANGED = "height and width of grids are exchanged"
+PICTURE = [mmpos.Text(1), Thumbnail(1, 1), mmpos.Text(1), Thumbnail(1, 1), mmpos.Text(1)]
+SLICED = [mmpos.Text(1), Thumbnail(1, 2), Tile(1, 2), Tile(1, 2), mmpos.Text(1)]
+SOUND = [mmpos.Text(1), Clip(1, 2, frames=1, audio=1), mmpos.Text(1), mmpos.Grid(1, 2), mmpos.Text(1)]
+VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1, 26)), mmpos.Text(2)]
+
+
+@pytest.mark.parametrize(
+    ("document", "scheme", "ids", "cause"),
+    [
+        # Text after the first picture is the fifth token, and after the second one the ninth.
+        (PICTURE, "mrope-canvas", [[0, 1, 1, 1, 4, 5, 5, 5, 8], *[[0, 0, 1, 2, 4, 4, 5, 6, 8]] * 2], AHEAD),
+        # A canvas of two rows and two columns, not of one row and four columns.
+        (
+            SLICED,
+            "mrope-canvas",
+            [
+                [0, *[1] * 12, 4],
+                [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4],
+                [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4],
+            ],
+            EXCHANGED,
+        ),
+        # Two markers, patches and audio at the same id, two markers; then text at the ninth token.
+        (
+            SOUND,
+            "tmrope",
+            [*[[0, 1, 1, 2, 2, 2, 3, 3, 8, 9, 9, 11]] * 2, [0, 1, 1, 2, 3, 2, 3, 3, 8, 9, 10, 11]],
+            AHEAD,
+        ),
+        # Frames half an id apart, and text after 6 ids in place of 3.
+        (
+            VIDEO,
+            "tmrope-qwen3",
+            [
+                [0, 1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 7, 8],
+                [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 7, 8],
+                [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 7, 8],
+            ],
+            UNMERGED,
+        ),
+    ],
+)
+def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
+    document: list[Any], scheme: str, ids: list[list[float]], cause: str
+) -> None:
+    diagnosis = mmpos.diagnose(ids, SegmentTable.from_documents([document]), scheme)
+    assert (diagnosis.cause, diagnosis.explained) == (cause, diagnosis.different_tokens), str(diagnosis)
 
 
 def test_the_smallest_seconds_per_frame_have_no_half() -> None:
@@ -653,3 +721,24 @@ def test_documents_must_be_a_table_and_a_placed_one_has_its_scheme() -> None:
     for options in ({"scheme": "mrope"}, {"start": 1}, {"start": [0]}):
         with pytest.raises(InvalidInputError, match="scheme, start: got one with a PositionTable"):
             mmpos.diagnose([0], placed, **options)
+
+
+def test_one_axis_in_place_of_others() -> None:
+    right = ids_of("2,2x3,4", scheme="mrope-qwen3")
+    assert why(right[[0, 0, 0]], "2,2x3,4", scheme="mrope-qwen3") == (
+        "axis 0 (frame) stands in place of every other axis, which is dropped"
+    )
+    assert why(right[[0, 1, 1]], "2,2x3,4", scheme="mrope-qwen3") == (
+        "axis 1 (row) stands in place of axis 2 (col), which is dropped"
+    )
+    tie = ids_of("2,2x3,4")
+    assert why(tie[[1, 1]], "2,2x3,4") == "axis 1 (col) stands in place of axis 0, which is dropped"
+
+
+def test_chunks_that_begin_with_the_first_ids() -> None:
+    right = ids_of("3,3x3,6", scheme="mrope-qwen3")  # 18 tokens, chunks of 7
+    said = "from token 7 on ids are those of the document's beginning again"
+    every = right[:, np.arange(18) % 7]
+    assert why(every, "3,3x3,6", scheme="mrope-qwen3") == said
+    once = right[:, [*range(7), *range(11)]]
+    assert why(once, "3,3x3,6", scheme="mrope-qwen3") == said

@@ -24,9 +24,10 @@ from mmpos.analysis.plot import (
 )
 from mmpos.analysis.plot.positions import read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions.place import place
 from mmpos.rotary import Rotary
-from mmpos.schemes import SCHEMES
-from mmpos.segments.kinds import Grid, Text
+from mmpos.schemes import SCHEMES, TMRope
+from mmpos.segments.kinds import Audio, Clip, Grid, Text
 from mmpos.segments.table import SegmentTable
 
 pytest.importorskip("matplotlib")
@@ -284,3 +285,52 @@ def test_an_empty_document_of_a_view_is_an_empty_square(tmp_path: Path) -> None:
     empty = table("3", "2").take([3], [5])
     plot_positions(empty, tmp_path / "ids.svg")
     assert "document 1, rope-tie: 0 tokens" in texts(tmp_path / "ids.svg")
+
+
+SPOKEN = SegmentTable.from_documents(
+    [[Text(2), Audio(2), Clip(1, 2, frames=2, audio=3, seconds_per_frame=1), Text(1), Grid(1, 2), Text(1)]]
+)
+
+
+def test_segments_tell_audio_and_clips_apart() -> None:
+    plane = read_plane(place(SPOKEN, TMRope(tokens_per_second=2, seconds_per_chunk=1)), 0, SPOKEN)
+    # Both markers before the clip are at 4, those after it at 8, where its last audio token is at 7.
+    assert plane.text.tolist() == [[0, 1, 4, 4, 8, 8, 9, 12]] * 2
+    assert plane.audio.tolist() == [[2, 3, 5, 6, 7]] * 2
+    clip, image = plane.images
+    assert (clip.noun, clip.sides, clip.label, clip.square) == ("clip", (1, 2, 2), "2×1×2", None)
+    assert clip.points.tolist() == [[5, 6, 5, 6], [5, 5, 5, 5]]
+    assert (image.noun, image.square) == ("image", (9, 12))
+
+
+def test_audio_of_one_axis_is_told_apart_in_each_document() -> None:
+    segments = SegmentTable.from_documents([[Text(2)], [Audio(1), Text(1), Audio(2)]])
+    planes = [read_plane(place(segments, "flatten"), d, segments) for d in range(2)]
+    assert [plane.text.tolist() for plane in planes] == [[[0, 1], [0, 1]], [[1], [1]]]
+    assert [plane.audio.tolist() for plane in planes] == [[[], []], [[0, 2, 3], [0, 2, 3]]]
+
+
+def test_legends_name_audio_and_clips(tmp_path: Path) -> None:
+    path = tmp_path / "ids.svg"
+    placed = place(SPOKEN, "tmrope")
+    plot_positions(placed, path, segments=SPOKEN)
+    words = texts(path)
+    assert words[words.index("text: 8 tokens") :][:3] == ["text: 8 tokens", "audio: 5 tokens", "clip 1: 2×1×2"]
+    plot_positions([placed, place(SPOKEN, "tmrope-qwen3")], path, segments=SPOKEN)
+    names = ["text", "audio", "clip 1", "image 2"]
+    assert [word for word in texts(path) if word in names] == names
+
+
+def test_the_legend_of_panels_stays_on_the_page() -> None:
+    figure = plot_positions([place(SPOKEN, "tmrope"), place(SPOKEN, "tmrope-qwen3")], segments=SPOKEN)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 7
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    assert legend.get_window_extent().y1 <= min(box.y0 for box in boxes if box is not None)
+
+
+def test_segments_of_other_documents_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"^segments: got 9 tokens, want 4$"):
+        plot_positions(PLACED, segments=SEGMENTS)

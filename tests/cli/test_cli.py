@@ -20,7 +20,7 @@ from mmpos.__main__ import main
 from mmpos.cli.options import _part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
-from mmpos.segments.kinds import Canvas, Grid, Text
+from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
 testing = pytest.importorskip("typer.testing")
@@ -116,7 +116,7 @@ def test_several_documents_and_a_scheme_without_next_positions() -> None:
     assert lines[0] == "document 1: 1 token, scheme rows, positions (row, col)"
     assert lines[12] == "document 2: 3 tokens, scheme rows, positions (row, col)"
     assert [line for line in lines if line.startswith("no next")] == [
-        "no next position: rows has no single cursor to go on from"
+        "no next position: under rows the end is not one whole id"
     ] * 2
 
 
@@ -168,10 +168,16 @@ def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
     assert "clip 2×1×1 with audio 3" in run("positions", "clip.json", "--scheme", "tmrope")
 
 
-def test_canvases_are_parts_of_json_files() -> None:
-    for part in (Canvas(1, 2), Canvas(1, 2, 1, 1, 2, 3)):
+def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
+    for part in (Thumbnail(1, 2), Tile(1, 2, tokens_after=3)):
         (written,) = to_json([[part]])
         assert _part("part", written[0]) == part
+    parts = [{"thumbnail": [1, 1]}, {"tile": [1, 2], "tokens_after": 1}, {"text": 1}]
+    (tmp_path / "tiles.json").write_text(json.dumps({"documents": [parts]}))
+    found = json.loads(run("positions", "tiles.json", "--scheme", "mrope-canvas", "--json"))
+    assert found["documents"] == [parts]
+    assert found["position_ids"][2] == [0, 0, 2, 0, 0, 1, 1, 0, 3]
+    assert "tile 1×2 and 1 token after it" in run("positions", "tiles.json", "--scheme", "mrope-canvas")
 
 
 def test_three_axes_of_a_tie_scheme() -> None:
@@ -303,8 +309,8 @@ def test_help_alone_and_version() -> None:
 def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
-        "demo", "positions", "check", "plot", "compare", "explain", "schemes", "info", "serve", "remote", "preprocess",
-        "bench",
+        "demo", "positions", "check", "conformance", "plot", "compare", "probe", "explain", "schemes", "info", "serve",
+        "remote", "preprocess", "bench",
     ]  # fmt: skip
 
 

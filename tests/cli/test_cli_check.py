@@ -183,6 +183,14 @@ def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
     assert words.splitlines()[2] == "Cause: seconds_per_frame is forgotten: frames are one second apart."
 
 
+def test_ids_begin_where_those_of_the_model_do() -> None:
+    Path("config.json").write_text(json.dumps({"model_type": "paligemma", "text_config": {}, "vision_config": {}}))
+    arguments = ("--spec", "3", "--config", "config.json")
+    assert check([[1, 2, 3]], *arguments) == (0, "All 3 tokens of 1 document have the ids of flatten.\n")
+    assert check([[4, 5, 6]], *arguments, "--start", "4")[0] == 0
+    assert check([[0, 1, 2]], *arguments)[0] == 3
+
+
 def test_a_config_comes_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +210,7 @@ def test_a_config_comes_from_standard_input(
         ("{", [], None),
         ("[" * 100_000, [], None),
         (None, [], "config.json: got No such file or directory, want the config.json of a model"),
-        ('{"model_type": "paligemma"}', [], None),
+        ('{"model_type": "blip"}', [], None),
         ("{}", [], None),
     ],
 )

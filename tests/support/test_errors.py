@@ -111,21 +111,27 @@ DOCUMENTS: list[Refusal] = [
     (lambda: from_documents([[Text(1)], []]), "documents[1]: got an empty document, want at least one segment"),
     (
         lambda: from_documents([[Text(1), [Grid(1, 1)]]]),
-        "documents[0][1]: got list, want one of Text, Audio, Grid, Clip, Canvas",
+        "documents[0][1]: got list, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
     ),
-    (lambda: from_documents([[[Text(1)]]]), "documents[0][0]: got list, want one of Text, Audio, Grid, Clip, Canvas"),
+    (
+        lambda: from_documents([[[Text(1)]]]),
+        "documents[0][0]: got list, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
+    ),
     (
         lambda: from_documents([[Text(1)], [None]]),
-        "documents[1][0]: got NoneType, want one of Text, Audio, Grid, Clip, Canvas",
+        "documents[1][0]: got NoneType, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
     ),
-    (lambda: from_documents([Text(1)]), "documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Canvas"),
-    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text, Audio, Grid, Clip, Canvas"),
+    (
+        lambda: from_documents([Text(1)]),
+        "documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile",
+    ),
+    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile"),
     (lambda: from_documents(Text(1)), "documents: got Text, want a list of documents"),
     (lambda: from_documents(None), "documents: got NoneType, want a list of documents"),
     (lambda: from_documents([Text(1)] for _ in range(2)), "documents: got generator, want a list of documents"),
     (
         lambda: from_documents([(Text(1) for _ in range(2))]),
-        "documents[0]: got generator, want a list of Text, Audio, Grid, Clip, Canvas",
+        "documents[0]: got generator, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile",
     ),
 ]
 
@@ -133,7 +139,7 @@ ONE = np.ones((3, 1), np.int64)
 KIND, OFFSETS = np.array([1], np.uint8), np.array([0, 1], np.int64)
 
 ARRAYS: list[Refusal] = [
-    (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 5"),
+    (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 6"),
     (lambda: from_arrays([-1], ONE, [0, 1]), "kind[0]: got -1, want >= 0"),
     (lambda: from_arrays([0.0], ONE, [0, 1]), "kind: got dtype float64, want integers"),
     (lambda: from_arrays([True], ONE, [0, 1]), "kind: got dtype bool, want integers"),
@@ -196,7 +202,7 @@ PLACING: list[Refusal] = [
         lambda: place(SEGMENTS, "rope"),
         "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
         "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
-        "mrope-interleave-reset, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope",
+        "mrope-interleave-reset, mrope-canvas, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=0.0), "start: got 0.0, want an integer"),
@@ -440,6 +446,10 @@ def test_limits(call: Callable[[], object], message: str) -> None:
     assert refused(LimitExceededError, call) == message
 
 
+NO_END = (
+    "{}: got document {} of {}, whose end is not one whole id, "
+    "want one that is: place it together with the tokens to come"
+)
 UNSUPPORTED: list[Refusal] = [
     (
         lambda: placed([Grid(1, 1), Text(1)], "grid-2d"),
@@ -458,17 +468,11 @@ UNSUPPORTED: list[Refusal] = [
         lambda: place(from_documents([[Grid(1, 1)]]), "grid-2d", [3]),
         "start: got one per document, want one integer: grid-2d cannot be resumed",
     ),
-    (lambda: ROWS.next_positions, "next_positions: got a table of rows, want a scheme with one cursor to go on from"),
-    (lambda: ROWS.deltas, "deltas: got a table of rows, want a scheme with one cursor to go on from"),
-    (lambda: ROWS.decode(), "next_positions: got a table of rows, want a scheme with one cursor to go on from"),
-    (
-        lambda: ROWS.window([0], [10], [2]),
-        "next_positions: got a table of rows, want a scheme with one cursor to go on from",
-    ),
-    (
-        lambda: placed([Grid(1, 1)], "grid-2d").decode(2),
-        "next_positions: got a table of grid-2d, want a scheme with one cursor to go on from",
-    ),
+    (lambda: ROWS.next_positions, NO_END.format("next_positions", 0, "rows")),
+    (lambda: ROWS.deltas, NO_END.format("deltas", 0, "rows")),
+    (lambda: ROWS.decode(), NO_END.format("next_positions", 0, "rows")),
+    (lambda: ROWS.window([0], [10], [2]), NO_END.format("next_positions", 0, "rows")),
+    (lambda: placed([Grid(1, 1)], "grid-2d").decode(2), NO_END.format("next_positions", 0, "grid-2d")),
 ]
 
 
@@ -496,10 +500,19 @@ def test_which_schemes_take_frames_and_separators() -> None:
         "rows",
         "naive-2d",
         "mrope-qwen3",
+        "mrope-canvas",
         "xd-rope",
     }
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
-    separated = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten", "xd-rope"}
+    separated = {
+        "rope-tie",
+        "rope-tie-fractional",
+        "rope-tie-v2",
+        "rope-tie-lcm",
+        "flatten",
+        "naive-2d",
+        "xd-rope",
+    }
     assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated
 
 

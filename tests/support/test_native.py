@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     if isinstance(value, SegmentTable):
-        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "details")
+        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
         return [_plain(getattr(value, name)) for name in fields]
     if isinstance(value, PositionTable):
         ids = [_plain(value.dense()), *map(_plain, value.rationals())]

@@ -45,11 +45,13 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "data",
         "diagnose",
         "encodings",
+        "fingerprint",
         "from_hf_config",
         "info",
         "integrations",
         "place",
         "rotary",
+        "same_positions",
     ]
     assert all(hasattr(mmpos, name) for name in mmpos.__all__)
     assert set(mmpos.__all__) <= set(dir(mmpos))

@@ -37,8 +37,8 @@ class Diagnosis:
         token: its first such token, counted from the document's first; of padding, the place in the padded row.
         what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
         axis: the first axis on which it differs.
-        got: its ids as they came, one per row of the ids.
-        want: its ids in the scheme, one per axis, exactly.
+        got: its ids as they came, one per row of the ids; none where there is no such token.
+        want: its ids in the scheme, one per axis, exactly; likewise.
         cause: the mistake that explains the difference, if one is known that does.
         remedy: what to do about that mistake.
         explained: how many of the different tokens have exactly the ids that the mistake gives.
@@ -66,7 +66,7 @@ class Diagnosis:
         documents = counted(self.num_documents, "document")
         if self.equal:
             return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
-        got, want = _position(self.got or ()), _position(self.want or ())
+        got, want = (_position(ids) if ids else "no token" for ids in (self.got, self.want))
         first = (
             f"documents[{self.document}], token {self.token}, is {self.what}: got {got}, want {want} in {self.scheme}."
         )
@@ -141,12 +141,12 @@ def diagnose(
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == whole.axes + 1
     dump = read_ids(array[1:] if text_row else array, whole, attention_mask, side)
-    positions = _without_padding(whole)
-    first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else _starts(positions)
+    positions = without_padding(whole)
+    first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
     case = Case(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
     if case.wrong.any():
-        return _different(case, rows=len(dump.ids))
+        return different(case, rows=len(dump.ids))
     if text_row:
         (text,) = read_ids(array[:1], whole, attention_mask, side).ids
         if (text != case.index).any():
@@ -172,18 +172,20 @@ def _placed(
     keep = documents.kind != PAD
     segments = documents
     if not keep.all():
-        seconds, separator = documents.seconds_per_frame, documents.row_separator
+        seconds, separator, extra = documents.seconds_per_frame, documents.row_separator, documents.extra_tokens
         segments = SegmentTable(
             documents.kind[keep],
             documents.extents[:, keep],
             np.concatenate([[0], np.cumsum(keep)])[documents.segment_offsets],
             None if seconds is None else seconds[:, keep],
             None if separator is None else separator[keep],
+            None if extra is None else extra[keep],
         )
     return place(documents, how, start), segments, how
 
 
-def _without_padding(positions: PositionTable) -> PositionTable:
+def without_padding(positions: PositionTable) -> PositionTable:
+    """The table without its padding."""
     keep = ~positions.is_padding
     if keep.all():
         return positions
@@ -191,13 +193,13 @@ def _without_padding(positions: PositionTable) -> PositionTable:
     return positions.take(starts, starts + positions.segment_lengths[keep])
 
 
-def _starts(positions: PositionTable) -> IntArray:
+def starts(positions: PositionTable) -> IntArray:
     """(documents,) first ids, 0 where the scheme has no cursor to tell them by."""
     header = positions.documents
     return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
-def _different(case: Case, rows: int) -> Diagnosis:
+def different(case: Case, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
     token, document = case.first, int(case.document[case.first])
     numerators, denominators = case.positions.slice(token, token + 1).rationals()

@@ -29,7 +29,8 @@ from mmpos.schemes import (
     Scheme,
     TextRuns,
 )
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.kinds import CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, THUMBNAIL, TILE
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 
 Ids = npt.NDArray[np.float64]
@@ -175,11 +176,19 @@ class Mistaken(Scheme):
     right: Scheme
 
     def __post_init__(self) -> None:
-        for name in ("axes", "fractional", "frames", "text", "row_separators", "resumable"):
+        for name in ("axes", "fractional", "frames", "text", "row_separators", "clips", "tiles", "resumable"):
             object.__setattr__(self, name, getattr(self.right, name))
+
+    def unit(self, grids: Grids) -> IntArray | None:
+        return self.right.unit(grids)
 
     def advance(self, grids: Grids) -> IntArray:
         return self.right.advance(grids)
+
+    def in_units(self, grids: Grids, ids: IntArray) -> IntArray:
+        """Give so many whole ids, (grids,), in the units of ``advance``."""
+        unit = self.unit(grids)
+        return ids if unit is None else ids * unit
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return self.right.place(grids, cursor)
@@ -195,21 +204,25 @@ class AdvancesByTokens(Mistaken):
     """Grids take as many ids as tokens."""
 
     def advance(self, grids: Grids) -> IntArray:
-        return grids.tokens
+        tokens = grids.tokens
+        if grids.clip is not None and grids.thumbnail is not None and grids.tile is not None:
+            markers = 2 * CLIP_MARKERS * grids.clip + CROP_MARKERS * (grids.thumbnail | grids.tile)
+            tokens = tokens + markers + (0 if grids.extra_tokens is None else grids.extra_tokens)
+        return self.in_units(grids, tokens)
 
 
 class AdvancesBySide(Mistaken):
     """Grids take as many ids as their longest side, as in M-RoPE."""
 
     def advance(self, grids: Grids) -> IntArray:
-        return grids.extents.max(axis=0)
+        return self.in_units(grids, grids.extents.max(axis=0))
 
 
 class AdvancesByOne(Mistaken):
     """Grids take one id."""
 
     def advance(self, grids: Grids) -> IntArray:
-        return np.ones_like(grids.frames)
+        return self.in_units(grids, np.ones_like(grids.frames))
 
 
 class AdvancesToMaximum(Mistaken):
@@ -224,7 +237,7 @@ class AdvancesToMaximum(Mistaken):
         for steps, moves in zip((placement.step_frame, placement.step_row, placement.step_col), last, strict=True):
             for axis, step in enumerate(steps or ()):
                 highest[axis] += np.maximum(step, 0) * moves
-        return highest.max(axis=0) // placement.denominator + 1
+        return self.in_units(grids, highest.max(axis=0) // placement.denominator + 1)
 
 
 @dataclass(frozen=True)
@@ -378,6 +391,21 @@ def permuted(case: Case) -> Iterator[Guess]:
         yield Guess(words, case.want[order])
 
 
+def axis_repeated(case: Case) -> Iterator[Guess]:
+    """One axis in place of others, as by a kernel that drops height and width."""
+    names = axis_names(case.positions.axes)
+    for axis, name in enumerate(names):
+        others = [other for other in range(len(names)) if other != axis]
+        if others:
+            words = f"axis {axis} ({name}) stands in place of {{}}, which is dropped"
+            every = words.format("every other axis") if len(others) > 1 else words.format(f"axis {others[0]}")
+            yield Guess(every, case.want[axis])
+        for other in others if len(others) > 1 else ():
+            ids = case.want.copy()
+            ids[other] = ids[axis]
+            yield Guess(words.format(f"axis {other} ({names[other]})"), ids)
+
+
 def sides_exchanged(case: Case) -> Iterator[Guess]:
     """Grids whose height was taken for their width."""
     exchanged = _exchanged(case)
@@ -402,7 +430,7 @@ def _exchanged(case: Case) -> SegmentTable | None:
     if segments is None or segments.row_separator is not None:
         return None
     extents = segments.extents.copy()
-    grid = segments.kind == GRID
+    grid = np.isin(segments.kind, (GRID, CLIP, THUMBNAIL, TILE))
     extents[1:, grid] = segments.extents[:0:-1, grid]
     return replace(segments, extents=extents)
 
@@ -526,6 +554,16 @@ def reset_inside(case: Case) -> Iterator[Guess]:
     yield Guess(words, case.want + shift, evidence=int(again.sum()))
 
 
+def first_chunk_again(case: Case) -> Iterator[Guess]:
+    """The ids of a document's beginning once more, for every chunk or for all that follows a chunk."""
+    chunk = int(case.index[case.first])
+    if chunk < 2:
+        return  # one token is a shift
+    words = f"from token {chunk} on ids are those of the document's beginning again"
+    for index in (case.index % chunk, np.where(case.late, case.index - chunk, case.index)):
+        yield Guess(words, case.want[:, case.begin + np.maximum(index, 0)])
+
+
 def delta_forgotten(case: Case) -> Iterator[Guess]:
     """Token indexes from the first difference on, as when decoding goes on at the number of tokens."""
     delta = case.want[0, case.first] - case.counted[case.first]
@@ -563,6 +601,7 @@ SUSPECTS = (
     Suspect(narrow_integers, "hold ids in int32 or int64"),
     Suspect(token_index, "give the model ids with all axes, as positions.dense() has them, in place of arange"),
     Suspect(permuted, "order the axes as the scheme does: (row, col) or (frame, row, col)"),
+    Suspect(axis_repeated, "give each pair the axis that the config says, in the kernel as in the reference"),
     Suspect(sides_exchanged, "give grids as (frames, height, width), the rows of patches before the columns"),
     Suspect(column_major, "flatten patches row after row, the column fastest"),
     Suspect(another_start, "begin at the same id as the scheme, or tell it yours as start"),
@@ -575,6 +614,7 @@ SUSPECTS = (
     Suspect(padding_counted, "begin at the first real token: left padding takes no ids"),
     Suspect(not_reset, "begin every packed document at start, from cu_seqlens"),
     Suspect(reset_inside, "give one document as one, or the documents as several"),
+    Suspect(first_chunk_again, "cut the ids of the whole prompt to the chunk, as positions.slice(start, stop) does"),
     Suspect(wrong_advance, "go on after a grid at the scheme's cursor: positions.next_positions has it"),
     Suspect(unmerged, "divide height and width by the merge size before ids are computed"),
     Suspect(delta_forgotten, "add the document's delta to the token index, or take ids from positions.decode"),

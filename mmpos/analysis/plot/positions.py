@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -26,10 +26,13 @@ from mmpos.analysis.plot.canvas import (
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
+from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, PATCH
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, counted, instance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
     from mmpos.analysis.plot.picture import Picture
 
@@ -44,6 +47,7 @@ def plot_positions(
     path: str | PathLike[str] | None = None,
     title: str | None = None,
     *,
+    segments: SegmentTable | None = None,
     pictures: Sequence[npt.NDArray[np.uint8]] = (),
     same_scale: bool = True,
 ) -> Picture:
@@ -57,6 +61,8 @@ def plot_positions(
             under several schemes, whose documents are drawn side by side, 9 in all. Up to 1,048,576 tokens.
         path: where to write; ends in .png or .svg. None writes nothing.
         title: above the first document, or above all panels; None names the scheme and counts the tokens.
+        segments: the documents of every table, to tell audio from text and to draw a clip as one; None draws audio as
+            text, and every run of patches of a clip as an image.
         pictures: (height, width, 3) pixels to lay under the first images of one table, in order.
         same_scale: whether panels of one kind, side by side, show the same ids.
 
@@ -64,7 +70,7 @@ def plot_positions(
         The figure, which a notebook shows.
 
     Raises:
-        InvalidInputError: no document, pictures under several tables, or another suffix.
+        InvalidInputError: no document, segments of others, pictures under several tables, or another suffix.
         LimitExceededError: more documents or tokens than fit a picture.
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
@@ -72,7 +78,7 @@ def plot_positions(
     target, title = picture_path(path), picture_title(title)
     if isinstance(positions, PositionTable) or not isinstance(positions, Sequence):
         _check_table(positions, "positions")
-        return _plot_one(positions, target, title, pictures)
+        return _plot_one(positions, segments, target, title, pictures)
     for i, table in enumerate(positions):
         _check_table(table, f"positions[{i}]")
     panels = sum(table.num_documents for table in positions)
@@ -82,11 +88,15 @@ def plot_positions(
         raise LimitExceededError(f"positions: got {counted(panels, 'document')} in all, want at most {MAX_PANELS}")
     if pictures:
         raise InvalidInputError(f"pictures: got {len(pictures)} beside several tables, want none")
-    return draw_panels(positions, target, title, same_scale)
+    return draw_panels(positions, segments, target, title, same_scale)
 
 
 def _plot_one(
-    positions: PositionTable, target: Path | None, title: str | None, pictures: Sequence[npt.NDArray[np.uint8]]
+    positions: PositionTable,
+    segments: SegmentTable | None,
+    target: Path | None,
+    title: str | None,
+    pictures: Sequence[npt.NDArray[np.uint8]],
 ) -> Picture:
     """Every document with a legend of its own to the right."""
     count, height = positions.num_documents, _TOP + _SIDE + _BOTTOM
@@ -97,7 +107,7 @@ def _plot_one(
             box = (_LEFT / _WIDTH, bottom / (height * count), _SIDE / _WIDTH, _SIDE / (height * count))
             heading = f"{positions.scheme}: {counted(positions.lengths[d], 'token', ',')}"
             heading = f"document {d + 1}, {heading}" if count > 1 else heading
-            axes, plane = figure.add_axes(box), read_plane(positions, d)
+            axes, plane = figure.add_axes(box), read_plane(positions, d, segments)
             draw_plane(axes, plane, _SIDE, plane.bounds, remaining)
             axes.set_title(title if title and d == 0 else heading, loc="left", fontsize=12, pad=10)
             if positions.axes == 3:
@@ -123,28 +133,38 @@ def _check_table(positions: PositionTable, name: str) -> None:
 
 MAX_PANELS = 9
 _PANEL_NAMED = 4
+_LINE = 6  # entries of a legend that fit side by side
 # Inches: of the page, around a panel, and below all.
 _PANEL_LEFT, _RIGHT, _ABOVE, _BELOW, _LEGEND, _TITLE = 0.6, 0.2, 0.68, 0.5, 0.38, 0.4
 
 
-def draw_panels(tables: Sequence[PositionTable], target: Path | None, title: str | None, same_scale: bool) -> Picture:
+def draw_panels(
+    tables: Sequence[PositionTable],
+    segments: SegmentTable | None,
+    target: Path | None,
+    title: str | None,
+    same_scale: bool,
+) -> Picture:
     """Draw every document of every table: those of one document stand together.
 
     Args:
         tables: 1 to 9 documents in all.
+        segments: the documents of every table, or None.
         target: of ``picture_path``.
         title: above all panels.
         same_scale: whether panels with the same names of axes show the same ids.
     """
     most = max(table.num_documents for table in tables)
     chosen = [(table, d) for d in range(most) for table in tables if d < table.num_documents]
-    planes = [read_plane(table, d) for table, d in chosen]
+    planes = [read_plane(table, d, segments) for table, d in chosen]
     columns = min(len(planes), 2 if len(planes) in (2, 4) else 3)
     rows = -(-len(planes) // columns)
     width = _WIDTH / max(columns, 2)
     side = width - _PANEL_LEFT - _RIGHT
     row, top = _ABOVE + side + _BELOW, _TITLE if title else 0.0
-    height = top + rows * row + _LEGEND
+    handles = _shared_handles(planes, frames=any(table.axes == 3 for table in tables))
+    lines = -(-len(handles) // _LINE)
+    height = top + rows * row + lines * _LEGEND
     with canvas(target, width * max(columns, 2), height) as figure:
         for i, ((table, d), plane) in enumerate(zip(chosen, planes, strict=True)):
             left, bottom = i % columns * width + _PANEL_LEFT, height - top - (i // columns + 1) * row + _BELOW
@@ -154,7 +174,9 @@ def draw_panels(tables: Sequence[PositionTable], target: Path | None, title: str
             _head(axes, name, plane)
         if title:
             figure.text(0.12 / _WIDTH, 1 - 0.3 / height, title, fontsize=13, color=INK)
-        _shared_legend(figure, planes, height, frames=any(table.axes == 3 for table in tables))
+        place: Style = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.03 / height), "borderaxespad": 0.4}
+        spaced: Style = {"fontsize": 9, "columnspacing": 1.2, "handletextpad": 0.5, **place}
+        figure.legend(handles=handles, ncols=-(-len(handles) // lines), frameon=False, **spaced)
     return figure
 
 
@@ -188,15 +210,17 @@ def _gaps(plane: Plane) -> str:
     return images[0].gaps_in_words if images else ""
 
 
-def _shared_legend(figure: Picture, planes: Sequence[Plane], height: float, *, frames: bool) -> None:
-    """One line for all panels, at the foot of the page."""
+def _shared_handles(planes: Sequence[Plane], *, frames: bool) -> list[Line2D]:
+    """The entries of the legend of all panels, at the foot of the page."""
     from matplotlib.lines import Line2D
 
-    images = max(len(plane.images) for plane in planes)
+    most = max((plane.images for plane in planes), key=len)
     dot: Style = {"linestyle": "", "marker": "o", "markersize": 5.5, "markeredgewidth": 0}
     handles = [Line2D([], [], color=INK, label="text", **dot)]
-    for i in range(min(images, _PANEL_NAMED)):
-        name = f"image {i + 1}" if images > 1 else "image"
+    if any(plane.audio.size for plane in planes):
+        handles.append(Line2D([], [], color=INK, label="audio", linestyle="", **_HOLLOW))
+    for i, image in enumerate(most[:_PANEL_NAMED]):
+        name = f"{image.noun} {i + 1}" if len(most) > 1 else image.noun
         handles.append(Line2D([], [], color=COLOURS[i], label=name, **dot))
     if any(image.square for plane in planes for image in plane.images):
         label = "from the text before to the text after"
@@ -210,20 +234,18 @@ def _shared_legend(figure: Picture, planes: Sequence[Plane], height: float, *, f
     handles.append(Line2D([], [], linestyle="", marker="D", label="next position", **style))
     if frames:
         handles.append(Line2D([], [], linestyle="", label="(frame ids are not drawn)"))
-    place: Style = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.03 / height), "borderaxespad": 0.4}
-    figure.legend(
-        handles=handles, ncols=len(handles), frameon=False, fontsize=9, columnspacing=1.2, handletextpad=0.5, **place
-    )
+    return handles
 
 
 _MAX_NAMED = 7
+_HOLLOW: Style = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 0.8}
 _MELTED = 1.8  # points of the page between patches, below which points are drawn unevenly
 
 
 def draw_plane(
     axes: Axes, plane: Plane, side: float, bounds: Points, pictures: Iterator[npt.NDArray[np.uint8]] | None = None
 ) -> None:
-    """Draw text, then images, then the next position, each with its entry in the legend.
+    """Draw text, then audio, images and the next position, each with its entry in the legend.
 
     Args:
         axes: of matplotlib; a square.
@@ -237,6 +259,11 @@ def draw_plane(
         size = float(np.clip(0.4 * scale, 2.4, 4))
         axes.plot(*plane.text, "o", color=INK, markersize=size, markeredgewidth=0, zorder=3)
         axes.plot([], [], "o", color=INK, markersize=4, label=f"text: {counted(plane.text.shape[1], 'token', ',')}")
+    if plane.audio.size:
+        style = {**_HOLLOW, "markersize": float(np.clip(0.5 * scale, 2.4, 4)), "linestyle": "", "color": INK}
+        axes.plot(*plane.audio, zorder=3, **style)
+        label = f"audio: {counted(plane.audio.shape[1], 'token', ',')}"
+        axes.plot([], [], **{**style, "markersize": 4}, label=label)
     for i, image in enumerate(plane.images):
         colour = COLOURS[i % len(COLOURS)]
         covered = plane.diagonal and _underlay(axes, image, colour, next(pictures, None) if pictures else None)
@@ -244,13 +271,13 @@ def draw_plane(
         edge = 0.6 if covered else 0.0  # white: points stand out from any picture
         note = _patches(axes, image, colour, 0.7 * gap if covered else gap, thin=plane.diagonal, edge=edge)
         if i < _MAX_NAMED:
-            axes.plot([], [], "o", color=colour, markersize=6, label=f"image {i + 1}: {image.label}{note}")
+            axes.plot([], [], "o", color=colour, markersize=6, label=f"{image.noun} {i + 1}: {image.label}{note}")
     if len(plane.images) > _MAX_NAMED:
         axes.plot([], [], " ", label=f"and {counted(len(plane.images) - _MAX_NAMED, 'more image')}")
     if any(image.square for image in plane.images):
         axes.plot([], [], "--", color=FAINT, linewidth=1, label="from the text before\nto the text after")
     if plane.end.size:
-        style: Style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
         axes.plot(*plane.end, "D", zorder=4, clip_on=False, label=f"next position: {plane.end[1, 0]:,.0f}", **style)
 
 
@@ -321,7 +348,7 @@ _NAMES = {1: ("token", "position id"), 2: _COLUMN_ROW, 3: _COLUMN_ROW}
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """The patches of one grid.
+    """The patches of one grid, or of a clip.
 
     Args:
         points: x and y of each token.
@@ -330,6 +357,7 @@ class Image:
         row: (dx, dy) from one row to the next.
         square: the id of the text right before and of the text right after, if both lie on the diagonal.
         gaps: the distance from the one to the first patch and from the last patch to the other, (row, column).
+        noun: "image", or "clip" for one with its sound.
     """
 
     points: Points
@@ -338,6 +366,7 @@ class Image:
     row: Points
     square: tuple[float, float] | None
     gaps: tuple[tuple[Fraction, ...], ...]
+    noun: str = "image"
 
     @property
     def gaps_in_words(self) -> str:
@@ -383,7 +412,8 @@ class Plane:
 
     Args:
         names: of x and y.
-        text: its points.
+        text: its points, those of markers too.
+        audio: its points, where segments tell it from text.
         images: in order; a grid that a scheme cuts into pieces gives several.
         end: (2, 1) where generation goes on, or (2, 0) if the scheme has no next position.
         diagonal: whether x and y are ids of one kind, so that text lies on the diagonal.
@@ -391,6 +421,7 @@ class Plane:
 
     names: tuple[str, str]
     text: Points
+    audio: Points
     images: tuple[Image, ...]
     end: Points
     diagonal: bool
@@ -398,7 +429,7 @@ class Plane:
     @property
     def bounds(self) -> Points:
         """(2, 2) least and greatest x, least and greatest y; the same for both on a diagonal plane."""
-        points = np.concatenate([self.text, *(image.points for image in self.images), self.end], axis=1)
+        points = np.concatenate([self.text, self.audio, *(image.points for image in self.images), self.end], axis=1)
         if not points.size:
             return np.array([[0.0, 1.0], [0.0, 1.0]])
         low, high = points.min(axis=1), points.max(axis=1)
@@ -407,8 +438,8 @@ class Plane:
         return np.stack([low, high], axis=1)
 
 
-def read_plane(positions: PositionTable, document: int) -> Plane:
-    """Take the plane of one document from a table."""
+def read_plane(positions: PositionTable, document: int, segments: SegmentTable | None = None) -> Plane:
+    """Take the plane of one document from a table, and what is audio or a clip from its segments."""
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     points = _points(positions.slice(first, first + length))
     next_position = int(positions.documents[NEXT_POSITION, document])
@@ -416,22 +447,42 @@ def read_plane(positions: PositionTable, document: int) -> Plane:
     end = [length if positions.axes == 1 else next_position, next_position] if resumable else []
     end_point = np.array(end, np.float64).reshape(-1, 2).T
     ours = (positions.offset >= first) & (positions.offset < first + length)
-    segments = [int(s) for s in np.flatnonzero(ours & ~positions.is_padding)]
+    columns = [int(s) for s in np.flatnonzero(ours & ~positions.is_padding)]
     grid, lengths = positions.is_grid, positions.segment_lengths
-    text, images = [np.zeros((2, 0))], []
-    for k, s in enumerate(segments):
+    clip, types = (values[first : first + length] for values in _kinds(positions, segments))
+    images = []
+    written = ~(grid | positions.is_padding).repeat(lengths)[first : first + length] & (clip < 0)
+    for k, s in enumerate(columns):
         a = int(positions.offset[s]) - first
         b = a + int(lengths[s])
-        if not grid[s]:
-            text.append(points[:, a:b])
-            continue
-        before = points[:, a - 1] if k and not grid[segments[k - 1]] else None
-        after = points[:, b] if k + 1 < len(segments) and not grid[segments[k + 1]] else None
-        if k + 1 == len(segments) and end:
-            after = end_point[:, 0]
-        images.append(_image(positions, s, points[:, a:b], before, after))
+        if clip[a] >= 0:
+            if a == 0 or clip[a - 1] != clip[a]:
+                images.append(_clip(positions, first, points, (clip == clip[a]) & (types == PATCH)))
+        elif grid[s]:
+            before = points[:, a - 1] if k and not grid[columns[k - 1]] else None
+            after = points[:, b] if k + 1 < len(columns) and not grid[columns[k + 1]] else None
+            if k + 1 == len(columns) and end:
+                after = end_point[:, 0]
+            images.append(_image(positions, s, points[:, a:b], before, after))
     names = _NAMES.get(positions.axes, ("id on axis 1", "id on axis 0 (downwards)"))
-    return Plane(names, np.concatenate(text, axis=1), tuple(images), end_point, positions.axes > 1)
+    sound = types == AUDIO_TOKEN
+    text = (written & ~sound) | ((clip >= 0) & (types == 0))
+    return Plane(names, points[:, text], points[:, sound], tuple(images), end_point, positions.axes > 1)
+
+
+def _kinds(positions: PositionTable, segments: SegmentTable | None) -> tuple[IntArray, npt.NDArray[np.uint8]]:
+    """(tokens,) the segment of the clip that a token is in, or -1, and its type; without segments there are none."""
+    if segments is None:
+        return np.full(positions.num_tokens, -1), np.zeros(positions.num_tokens, np.uint8)
+    types = positions.token_types(instance("segments", segments, SegmentTable, "SegmentTable.from_documents"))
+    clip = np.where(segments.kind == CLIP, np.arange(segments.kind.size), -1)
+    return clip.repeat(segments.lengths), types
+
+
+def _clip(positions: PositionTable, first: int, points: Points, patches: npt.NDArray[np.bool_]) -> Image:
+    """The patches of a clip, whose runs are of one grid."""
+    s = int(np.searchsorted(positions.offset, first + int(patches.argmax()), side="right")) - 1
+    return replace(_image(positions, s, points[:, patches], None, None), noun="clip")
 
 
 def _points(view: PositionTable) -> Points:

@@ -1,0 +1,141 @@
+"""TRL's SFTTrainer on rollouts: packs with our positions for an unpatched Qwen3-VL, proved to be those of the rollout.
+
+It needs `pip install trl` (1.16 was run, beside constraints.txt), and a minute of one core. In each round a tiny random
+model says something about photos, by Transformers' own positions; the half that has the most lower-case letters is
+learned from. A fingerprint of the positions that each rollout was made with travels in TRL's dataset, and the trainer
+compares it with its packs before the loss. `--mistake` trains on 1-D ids, which the first batch is refused for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tiny_qwen3_vl import END, IGNORED, IMAGE, PAD, VIDEO, VISION_END, VISION_START, make_batch, make_model
+from tiny_vlm_task import load_photos
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, PrinterCallback
+from trl import SFTConfig, SFTTrainer
+
+import mmpos
+from mmpos.data import Location, ModelCollator, ProcessedInputs
+
+Record = dict[str, Any]
+
+
+def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
+    """Sample what the model says about every photo, several times, with the fingerprint of the positions it had."""
+    used: list[Tensor] = []
+    rotary = model.model.language_model.rotary_emb
+    hook = rotary.register_forward_pre_hook(lambda _, arguments: used.append(arguments[1]))
+    batch = make_batch(photos * copies)
+    never = [PAD, VISION_START, VISION_END, IMAGE, VIDEO]
+    with torch.no_grad():
+        whole = model.eval().generate(**batch, max_new_tokens=24, do_sample=True, suppress_tokens=never)
+    hook.remove()
+    said = whole[:, batch["input_ids"].shape[1] :]
+    whole = whole[:, :-1]  # the last token was never read
+    mask = torch.cat([batch["attention_mask"], said[:, :-1].ne(PAD).long()], dim=1)
+    digests = mmpos.fingerprint(torch.cat(used, dim=2), attention_mask=mask)
+    patches = batch["image_grid_thw"].prod(dim=1).tolist()
+    rows = zip(whole, mask.bool(), said, batch["image_grid_thw"], batch["pixel_values"].split(patches), strict=True)
+    prompt = batch["input_ids"].shape[1]
+    return [
+        {
+            "input_ids": tokens[real].tolist(),
+            "labels": [IGNORED] * int(real[:prompt].sum()) + tokens[prompt:][real[prompt:]].tolist(),
+            "image_grid_thw": grid[None].tolist(),
+            "pixel_values": pixels.tolist(),
+            "fingerprint": digest.hex(),
+            "reward": sum(ord("a") <= byte <= ord("z") for byte in answer.tolist()) / int((answer != PAD).sum()),
+        }
+        for (tokens, real, answer, grid, pixels), digest in zip(rows, digests, strict=True)
+    ]
+
+
+class Packs:
+    """TRL's data_collator: the records of a batch as one pack, with what each fingerprint was."""
+
+    def __init__(self, config: Any) -> None:
+        settings = mmpos.from_hf_config(config)
+        self.example, self.collate = ProcessedInputs(settings), ModelCollator(settings)
+
+    def __call__(self, records: list[Record]) -> dict[str, Any]:
+        """Give the arguments of the model, and fingerprints."""
+        examples = [self.example(record, Location("rollouts", i)) for i, record in enumerate(records)]
+        return {**self.collate(examples), "fingerprints": [record["fingerprint"] for record in records]}
+
+
+class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer that proves before the loss that it has the positions of the rollouts."""
+
+    mistake = False
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        """Compare fingerprints, then compute TRL's loss."""
+        want = [bytes.fromhex(digest) for digest in inputs.pop("fingerprints")]
+        if self.mistake:
+            inputs["position_ids"] = inputs["position_ids"][:1].repeat(4, 1, 1)
+        ids = inputs["position_ids"][1:]  # the first is the text row
+        if mmpos.fingerprint(ids, cu_seqlens=inputs["cu_seq_lens_q"]) != want:
+            raise ValueError("the trainer has other positions than the rollout")
+        return super().compute_loss(model, inputs, *arguments, **named)
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer for TRL to hold; no text is encoded by it."""
+    words = Tokenizer(WordLevel({"<pad>": PAD, "<end>": END}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
+
+
+def train(model: Any, records: list[Record], folder: str, *, mistake: bool = False) -> None:
+    """Learn from rollouts, four in a pack."""
+    options = SFTConfig(
+        folder,
+        per_device_train_batch_size=4,
+        learning_rate=3e-3,
+        num_train_epochs=1,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        activation_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = CheckedTrainer(
+        model,
+        options,
+        data_collator=Packs(model.config),
+        train_dataset=Dataset.from_list(records),
+        processing_class=make_tokenizer(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.mistake = mistake
+    trainer.train()
+
+
+def main() -> None:
+    """Roll out and train, round after round, and print how the reward grows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--mistake", action="store_true")
+    options = parser.parse_args()
+    photos, model = load_photos(), make_model()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            records = sorted(roll_out(model, photos, copies=8), key=lambda record: -float(record["reward"]))
+            print(f"round {number}: reward {sum(record['reward'] for record in records) / len(records):.2f}")
+            train(model, records[: len(records) // 2], folder, mistake=options.mistake)
+
+
+if __name__ == "__main__":
+    main()

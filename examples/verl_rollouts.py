@@ -1,0 +1,69 @@
+"""Fingerprints in verl's DataProto: reordered, cut and padded with the rollouts, then compared by the trainer.
+
+It needs verl and tensordict in an environment of their own (0.9.1 and 0.10 were run; verl asks for a Transformers older
+than that of constraints.txt), and seconds of one core. Positions are as verl's agent loop makes them for Qwen-VL:
+(batch, 4, length), prompts padded left and responses right, the first row counting tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from verl import DataProto
+from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
+
+import mmpos
+from mmpos import Grid, SegmentTable, Text
+
+
+def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
+    """Rollouts of these lengths, with the fingerprint of the positions that an engine had, from its tables."""
+    positions = mmpos.place(SegmentTable.from_documents(prompts), "mrope-transformers")
+    answers = positions.decode(lengths)
+    left, left_mask = positions.padded(side="left")
+    right, right_mask = answers.padded()
+    mask = np.concatenate([left_mask, right_mask], axis=1)
+    text_row = np.where(mask, mask.cumsum(axis=1) - 1, 1)
+    ids = np.concatenate([text_row[None], np.concatenate([left, right], axis=2)])
+    whole = positions.window(range(len(prompts)), [0] * len(prompts), positions.lengths + lengths)
+    return DataProto.from_dict(
+        tensors={"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(ids).transpose(0, 1).contiguous()},
+        non_tensors={"fingerprint": np.array([digest.hex() for digest in mmpos.fingerprint(whole)], object)},
+    )
+
+
+def check(data: DataProto) -> None:
+    """Compare positions with those of the rollout, before a loss is computed of them."""
+    ids = data.batch["position_ids"][:, 1:].transpose(0, 1)  # the first row is no axis
+    digests = [digest.hex() for digest in mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])]
+    wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if digests[row] != want]
+    if wrong:
+        raise ValueError(f"rows {wrong} have other positions than their rollouts")
+
+
+def main() -> None:
+    """Send rollouts through what verl does between a rollout and a loss; then make a mistake."""
+    prompts: list[list[Any]] = [
+        [Text(3), Grid(2, 3), Text(2)],
+        [Text(5)],
+        [Grid(4, 4), Text(6)],
+        [Text(1), Grid(3, 2), Text(1)],
+    ]
+    data = roll_out(prompts, [4, 7, 2, 5])
+    data.reorder(torch.tensor([2, 0, 3, 1]))
+    parts = data.repeat(2, interleave=True).chunk(4)
+    padded, padding = pad_dataproto_to_divisor(DataProto.concat(parts[:3]), 4)
+    for each in (data, *parts, padded, unpad_dataproto(padded, padding)):
+        check(each)
+    print("reordered, repeated, cut and padded: the positions are those of the rollouts")
+    data.batch["position_ids"][:, 1:] = data.batch["position_ids"][:, :1]
+    try:
+        check(data)
+    except ValueError as error:
+        print("with 1-D ids:", error)
+
+
+if __name__ == "__main__":
+    main()

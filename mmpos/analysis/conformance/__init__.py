@@ -1,0 +1,9 @@
+"""Conformance of any program with the schemes and models: cases as data, and a runner that compares its answers.
+
+For other projects, whose CI feeds the cases to their own code; docs/conformance.md has the format and the protocol.
+"""
+
+from mmpos.analysis.conformance.cases import Case, Tolerances, load_cases
+from mmpos.analysis.conformance.runner import Finding, Report, run
+
+__all__ = ["Case", "Finding", "Report", "Tolerances", "load_cases", "run"]

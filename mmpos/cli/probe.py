@@ -1,0 +1,184 @@
+"""The commands that ask an engine which positions it rotates by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from mmpos.cli.analysis import model_of, read_array
+from mmpos.cli.commands import SPECS, app
+from mmpos.cli.options import read_specs
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.positions.place import place
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import naming
+from mmpos.support.program import DIFFERENT
+
+if TYPE_CHECKING:
+    from mmpos.integrations.models.settings import ModelSettings
+
+probe = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Find the positions that an engine really rotates by, from the keys in its cache.",
+)
+app.add_typer(probe, name="probe")
+
+
+@probe.command()
+def checkpoint(
+    config: Annotated[
+        Path,
+        typer.Option(metavar="config.json|FOLDER", help="The model; files beside it are used.", show_default=False),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write.", show_default=False)
+    ],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a small checkpoint of an architecture, in which keys differ by their rotation alone.
+
+    Any engine that loads checkpoints can be asked with it, by ordinary requests: every token, and every patch of an
+    image, has one hidden state in every layer.
+    """
+    from mmpos.analysis.probe import write_checkpoint
+
+    typer.echo(write_checkpoint(config, output, seed=seed))
+
+
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+BESIDE = ("position_ids", "lengths", "reference")
+"""Names of the arrays of a dump that are not keys."""
+
+
+@probe.command(
+    help="Read the positions that keys were turned by, and compare them with those that were meant.\n\n"
+    "A dump has (tokens, kv_heads, head_dim) floats, or with a batch axis before, of tokens with one hidden state: one "
+    "array of numpy.save, or any number by numpy.savez, one for each layer. Beside them it may have position_ids, "
+    "(axes, tokens) that were meant; lengths, (batch,) tokens of each row that count; and reference, "
+    f"(kv_heads, head_dim) a key that was not turned.\n\n{SPECS}\n\n"
+    f"Exit codes: 0 as meant, {DIFFERENT} other positions, another rotation, or nothing compared."
+)
+def run(
+    keys: Annotated[Path, typer.Argument(metavar="KEYS.npz|.npy", help="The dump.", show_default=False)],
+    config: Annotated[
+        Path, typer.Option(metavar="config.json|FOLDER", help="The model, for its rotation.", show_default=False)
+    ],
+    ids: Annotated[
+        Path | None, typer.Option(metavar="IDS.npy", help="The ids that the engine was given.", show_default=False)
+    ] = None,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option("--spec", metavar="SPEC|FILE", help="The documents, for the model's scheme.", show_default=False),
+    ] = None,
+    start: Annotated[
+        int | None, typer.Option(help="Id of each document's first token.", show_default="the model's")
+    ] = None,
+    layer_type: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The layers, where a model has rotations by them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Read the positions that keys were turned by."""
+    from mmpos.analysis.probe import check, identify, read
+
+    model = model_of(config, layer_type)
+    if model.second_rotary is not None:
+        raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
+    dump = _dump(keys)
+    meant = _meant(dump, ids, documents, start, model)
+    different, found = False, dict[str, Any]()
+    for name, layer in _layers(keys, dump):
+        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
+            options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
+            reading = read(layer, model.rotary, **options)
+            words, equal, why = [*reading.notes], bool(reading.known.any()), None
+            if meant is None:
+                equal = False
+                words.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
+            elif equal:
+                diagnosis = check(reading, meant)
+                equal, why = diagnosis.equal, diagnosis.cause
+                words = [*diagnosis.sentences, *words]
+                if equal and reading.reference is not None:
+                    words.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
+            if not equal or reading.notes:
+                identified = identify(layer, model.rotary, meant, **options)
+                equal = equal and identified.as_meant
+                if identified.named or why is None:
+                    words.append(str(identified))
+        different |= not equal
+        found[name] = {"equal": equal, "known": float(reading.known.mean()), "message": words}
+        if not as_json:
+            share = f"{int(reading.known.sum()):,} of {reading.known.size:,} ids read"
+            typer.echo(f"{name}: {share}, at most {_largest(reading.residual):.2g} rad left")
+            typer.echo("".join(f"  {sentence}\n" for sentence in words), nl=False)
+    if as_json:
+        typer.echo(json.dumps({"equal": not different, "layers": found}, ensure_ascii=False, indent=1))
+    if different:
+        raise typer.Exit(DIFFERENT)
+
+
+def _largest(residual: npt.NDArray[np.float64]) -> float:
+    known = residual[np.isfinite(residual)]
+    return float(known.max(initial=0))
+
+
+def _dump(path: Path) -> Arrays:
+    """Read the arrays of a dump by their names."""
+    if path.suffix == ".npy":
+        return {"keys": read_array(path)}
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except OSError as error:
+        got = error.strerror or str(error)
+    except (ValueError, AttributeError, EOFError) as error:
+        got = str(error)
+    raise InvalidInputError(f"{path}: got {got}, want arrays of numpy.savez, or one of numpy.save in a .npy")
+
+
+def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    names = [name for name in dump if name not in BESIDE]
+    if not names:
+        raise InvalidInputError(f"{path}: got {sorted(dump)}, want an array of keys, such as keys")
+    for name in names:
+        if dump[name].ndim < 3:
+            got = f"{name} of shape {dump[name].shape}"
+            raise InvalidInputError(
+                f"{path}: got {got}, want keys (tokens, kv_heads, head_dim), or {', '.join(BESIDE)}"
+            )
+        yield name, dump[name]
+
+
+def _meant(dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings) -> Any:
+    """Return the positions that were meant: a table, (axes, tokens) ids, or None."""
+    given = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
+    several = [name for name, there in given.items() if there]
+    if len(several) > 1:
+        raise InvalidInputError(f"{several[0]}: got one beside {several[1]}, want one of them")
+    if documents:
+        segments = SegmentTable.from_documents(read_specs(documents).documents)
+        return place(segments, model.scheme, model.start if start is None else start)
+    if start is not None:
+        raise InvalidInputError("--start: got one without --spec, want both")
+    if not any(given.values()):
+        return None
+    array = dump["position_ids"] if ids is None else read_array(ids)
+    axes = model.rotary.axes
+    if array.ndim == 1:
+        array = np.tile(array, (axes, 1))
+    if len(array) != axes or array.ndim > 3:
+        hint = "; leave out the text row" if len(array) == axes + 1 else ""
+        name = "position_ids" if ids is None else "--ids"
+        raise InvalidInputError(
+            f"{name}: got shape {array.shape}, want ({axes}, tokens) or ({axes}, batch, length){hint}"
+        )
+    return array.reshape(axes, -1)

@@ -1,0 +1,520 @@
+"""Conformance: the vectors against mmpos, their schema and strangers' readers; what the runner says of bad programs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mmpos.__main__ import main
+from mmpos.analysis.conformance import Case, Report, Tolerances, load_cases, run
+from mmpos.cli.conformance import Asked
+from mmpos.errors import InvalidInputError
+from mmpos.integrations.models import MODEL_TYPES
+from mmpos.schemes import SCHEMES
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = ROOT / "tests" / "foreign" / "conformance"
+VECTORS = ROOT / "mmpos" / "analysis" / "conformance" / "vectors"
+SCHEMA = json.loads((VECTORS / "schema.json").read_bytes())
+ASKED = {"prefill", "chunk", "decode", "draft", "pruned", "padded", "packed", "rotation"}
+
+FEW = ["rope-tie-v2/[01]/*", "mrope-qwen2.5/[13]/*", "qwen3_omni_moe/1/*", "hunyuan_vl/*", "gpt_oss/*"]
+"""Fractions, times, a clip, images counted over a batch, two rotations, YaRN."""
+ALL = [pytest.param(FEW, id="few"), pytest.param([], id="all", marks=pytest.mark.slow)]
+
+
+# The vectors.
+
+
+@pytest.mark.parametrize("patterns", ALL)
+def test_mmpos_answers_every_case_as_the_vectors_do(patterns: list[str]) -> None:
+    tolerances = Tolerances(turned=3e-7)
+    cases = load_cases(patterns)
+    assert len(cases) > 50
+    answers = ((case, Asked(dict(case.request)).answer()) for case in cases)
+    assert [(case.name, case.difference(answer, tolerances)) for case, answer in answers] == [
+        (case.name, None) for case in cases
+    ]
+
+
+def test_ids_worked_by_hand_are_in_the_vectors() -> None:
+    (tie,) = load_cases(["rope-tie/0/0-prefill"])
+    # Text at 7, 8, 9; L = 9; rows 9 + 4i, columns 9 + 3j; text again at 9 + 4·3.
+    assert tie.request["documents"][0]["segments"][:3] == [{"text": 3}, {"grid": [1, 2, 3]}, {"text": 2}]
+    assert [axis[:11] for axis in tie.want["position_ids"]] == [
+        [7, 8, 9, 13, 13, 13, 17, 17, 17, 21, 22],
+        [7, 8, 9, 12, 15, 18, 12, 15, 18, 21, 22],
+    ]
+    (halves,) = load_cases(["rope-tie-v2/0/0-prefill"])
+    # An image is worth six ids, so text goes on at 16, and columns are centred at (9 + 16) / 2.
+    assert halves.want["position_ids"][1][3:6] == ["23/2", "25/2", "27/2"]
+    (frames,) = load_cases(["qwen2_vl/1/0-prefill"])
+    # Two frames of 2×2 at 2, side by side with time, then text at 4, since frames are not counted.
+    assert [axis[2:11] for axis in frames.want["position_ids"]] == [
+        [2, 2, 2, 2, 3, 3, 3, 3, 4],
+        [2, 2, 3, 3, 2, 2, 3, 3, 4],
+        [2, 3, 2, 3, 2, 3, 2, 3, 4],
+    ]
+
+
+def test_every_scheme_and_every_model_type_is_asked_everything() -> None:
+    asked: dict[str, set[str]] = {}
+    for case in load_cases():
+        asked.setdefault(case.name.split("/")[0], set()).add(case.request["ask"])
+    assert asked.keys() == SCHEMES.keys() | MODEL_TYPES.keys()
+    following = {"decode", "draft"}  # of which these have none
+    assert {name: ASKED - kinds for name, kinds in asked.items() if kinds != ASKED} == {
+        "rows": following,
+        "grid-2d": following,
+        "neomme": following,
+    }
+
+
+@pytest.mark.parametrize(
+    "pattern", [pytest.param("schemes/v2pe", id="few"), pytest.param("*/*", id="all", marks=pytest.mark.slow)]
+)
+def test_lines_and_requests_follow_the_schema(pattern: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    line = jsonschema.Draft202012Validator(SCHEMA)
+    for path in VECTORS.glob(f"{pattern}.jsonl"):
+        for text in path.read_text().splitlines():
+            line.validate(json.loads(text))
+    request, answer = (
+        jsonschema.Draft202012Validator({**SCHEMA["$defs"][name], "$defs": SCHEMA["$defs"]})
+        for name in ("request", "answer")
+    )
+    for case in load_cases([] if pattern == "*/*" else ["v2pe/0/*"]):
+        request.validate(case.request)
+        answer.validate({"case": case.name, **case.want})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ask", "everything"), ("steps", -1), ("want", {}), ("want", {"cos": [["a"]]}), ("more", 1)]
+)
+def test_the_schema_refuses_another_line(field: str, value: object) -> None:
+    line = json.loads((VECTORS / "schemes/flatten.jsonl").read_text().splitlines()[0])
+    line["cases"][0][field] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(line, SCHEMA)
+
+
+def test_the_manifest_has_every_file_and_they_are_small() -> None:
+    files = {path.relative_to(VECTORS).as_posix(): path.read_bytes() for path in VECTORS.glob("*/*.jsonl")}
+    manifest = json.loads((VECTORS / "manifest.json").read_bytes())
+    assert manifest["files"] == {path: hashlib.sha256(data).hexdigest() for path, data in sorted(files.items())}
+    assert manifest["format"] == 1
+    assert sum(map(len, files.values())) < 2_000_000
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/conformance.md", "CHANGELOG.md"])
+def test_pages_count_the_cases(page: str) -> None:
+    assert f" {len(load_cases()):,} cases" in (ROOT / page).read_text()
+
+
+@pytest.mark.slow
+def test_the_generator_writes_these_vectors() -> None:
+    written = importlib.import_module("conformance_vectors").files()
+    assert {path: data == (VECTORS / path).read_bytes() for path, data in written.items()} == dict.fromkeys(
+        written, True
+    )
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A copy of the vectors with one id changed."""
+    copy = shutil.copytree(VECTORS, tmp_path / "vectors")
+    path = copy / "schemes/mrope.jsonl"
+    path.write_text(path.read_text().replace("[[7,8,9,10,", "[[7,8,9,11,", 1))
+    return copy
+
+
+def test_a_damaged_file_is_refused(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.analysis.conformance.cases.VECTORS", damaged)
+    with pytest.raises(InvalidInputError, match=r"schemes/mrope\.jsonl: got another checksum than manifest\.json has"):
+        load_cases()
+
+
+# Readers that know nothing of mmpos.
+
+
+def program(name: str) -> str:
+    """The path of a program of this environment, or of the machine."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not on this machine")
+    return found
+
+
+READERS: dict[str, Callable[[], list[str]]] = {
+    "reader.py": lambda: [sys.executable, "-I"],
+    "reader.js": lambda: [program("node")],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_without_mmpos_compares_schemes_of_its_own(name: str, damaged: Path) -> None:
+    command = [*READERS[name](), str(FOREIGN / name)]
+    done = subprocess.run([*command, str(VECTORS)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("53 the same, 0 different\n", "")
+    refused = subprocess.run([*command, str(damaged)], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "schemes/mrope.jsonl: another checksum" in refused.stderr
+
+
+def test_a_program_in_cpp_is_asked_line_by_line(tmp_path: Path) -> None:
+    binary = tmp_path / "program"
+    source = FOREIGN / "program.cpp"
+    subprocess.run([program("g++"), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-o", binary, source], check=True)
+    report = run([str(binary)], load_cases(["rope-tie/0/*"]))
+    declined = [name.partition("-")[2].partition("-")[2] for name in report.unsupported]
+    assert (report.same, report.findings, Counter(declined)) == (9, [], {"padded": 2, "rotation": 6})
+    assert set(report.unsupported.values()) == {"padding, rotations or row separators"}
+    # It knows two axes: three are a difference, and so are patches that follow each other.
+    (deep,) = run([str(binary)], load_cases(["rope-tie/2/0-prefill"])).findings
+    assert str(deep) == "rope-tie/2/0-prefill: position_ids: got 2 values, want 3"
+
+
+@pytest.mark.parametrize("name", ["reader.py", "reader.js", "program.cpp"])
+def test_readers_have_fewer_than_60_lines(name: str) -> None:
+    assert len((FOREIGN / name).read_text().splitlines()) < 60
+
+
+# Answers.
+
+WANT = {"position_ids": [[0, None, 2], ["1/2", 4, 5]], "next_position": 3, "cos": [[0.5403023059, 1.0]]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"position_ids": [[0, 99, 2.0], [0.5, "8/2", 5]]}, None),
+        ({"position_ids": [[0, 99, 3], ["1/2", 4, 5]]}, "position_ids[0][2]: got 3, want 2"),
+        ({"position_ids": [[0, 0, 2], [0.25, 4, 5]]}, "position_ids[1][0]: got 0.25, want 1/2"),
+        ({"position_ids": [[0, 0, 2], ["1/0", 4, 5]]}, 'position_ids[1][0]: got "1/0", want the number 1/2'),
+        ({"position_ids": [[0, 0, 2], [float("nan"), 4, 5]]}, "position_ids[1][0]: got NaN, want the number 1/2"),
+        ({"position_ids": [[0, 0, 2], [1e400, 4, 5]]}, "position_ids[1][0]: got Infinity, want the number 1/2"),
+        ({"position_ids": [[0, 0, 2], [0.3333, 4, 5]]}, "position_ids[1][0]: got 0.3333, want 1/2"),
+        (
+            {"position_ids": [[0, 0, 2], ["1e999999999", 4, 5]]},
+            'position_ids[1][0]: got "1e999999999", want the number 1/2',
+        ),
+        ({"position_ids": [[0, 0, 2], ["١/٢", 4, 5]]}, r'position_ids[1][0]: got "\u0661/\u0662", want the number 1/2'),
+        ({"position_ids": [[0, 0, "2"], ["1/2", 4, 5]]}, 'position_ids[0][2]: got "2", want the number 2'),
+        ({"position_ids": {"0": [0, 0, 2]}}, 'position_ids: got {"0": [0, 0, 2]}, want 2 values in a list'),
+        ({"next_position": 10**99}, f"next_position: got 1{'0' * 56}..., want 3"),
+        ({"position_ids": [[0, 0, True], ["1/2", 4, 5]]}, "position_ids[0][2]: got true, want the number 2"),
+        ({"position_ids": [[0, 0, 2]]}, "position_ids: got 1 value, want 2"),
+        ({"position_ids": [[0, 0], [1, 4, 5]]}, "position_ids[0]: got 2 values, want 3"),
+        ({"position_ids": [7, 8]}, "position_ids[0]: got 7, want 3 values in a list"),
+        ({"position_ids": None}, "position_ids: got null, want 2 values in a list"),
+        ({"next_position": 4}, "next_position: got 4, want 3"),
+        ({"next_position": None}, "next_position: got null, want the number 3"),
+        ({"cos": [[0.54031, 1.0]]}, None),
+        ({"cos": [[0.54032, 1.0]]}, "cos[0][0]: got 0.54032, want 0.5403023059"),
+    ],
+)
+def test_the_first_difference_is_named(changed: dict[str, Any], message: str | None) -> None:
+    assert Case("a", {}, WANT).difference(WANT | {"position_ids": [[0, 1, 2], ["1/2", 4, 5]]} | changed) == message
+
+
+def test_lists_that_are_too_deep_to_print_are_named() -> None:
+    deep: list[Any] = []
+    for _ in range(10**5):
+        deep = [deep]
+    assert Case("a", {}, {"delta": 1}).difference({"delta": deep}) == "delta: got lists in lists, want the number 1"
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    assert Case("a", {}, {"delta": -4}).difference({}) == "delta: missing, want -4"
+
+
+def test_tolerances_let_floats_pass_and_never_another_integer() -> None:
+    case = Case("a", {}, {"position_ids": [[3, "1/3"]]})
+    assert case.difference({"position_ids": [[3.001, 0.333]]}, Tolerances(ids=0.01)) is None
+    assert case.difference({"position_ids": [[4, "1/3"]]}, Tolerances(ids=2.0)) == "position_ids[0][0]: got 4, want 3"
+    assert (
+        case.difference({"position_ids": [[3, "1/2"]]}, Tolerances(ids=2.0)) == "position_ids[0][1]: got 1/2, want 1/3"
+    )
+    assert (
+        case.difference({"position_ids": [[3, 0]]}, Tolerances(ids=0.5)) is None
+    )  # as 0.0 is written in some languages
+    with pytest.raises(InvalidInputError, match=r"tolerance of ids: got nan, want a number >= 0"):
+        Tolerances(ids=float("nan"))
+
+
+# Programs.
+
+CASES = [Case(f"a/0/{n}-prefill", {"case": f"a/0/{n}-prefill", "n": n}, {"delta": n}) for n in range(5)]
+LOOP = """
+import json, os, sys, time
+for line in sys.stdin:
+    asked = json.loads(line)
+    n = asked["n"]
+    answer = {"case": asked["case"], "delta": n}
+    {body}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def ran(body: str = "pass", cases: Sequence[Case] = CASES, time_limit: float = 60.0, end: str = "") -> Report:
+    """The report on a program that answers well but for this statement, and one at its end."""
+    return run([sys.executable, "-c", LOOP.replace("{body}", body) + end], cases, time_limit=time_limit)
+
+
+def test_a_program_that_answers_well_passes() -> None:
+    report = ran()
+    assert (report.same, report.findings, report.unsupported, report.not_asked) == (5, [], {}, 0)
+    assert report.passed
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("if n == 2: answer['delta'] = 7", "delta: got 7, want 2"),
+        ("if n == 2: del answer['delta']", "delta: missing, want 2"),
+        ("if n == 2: answer['case'] = 'b'", "got an answer with case '\"b\"', want that of the request"),
+        ("if n == 2: answer = [1]", "got the line '[1]', want a JSON object; logs belong on standard error"),
+        ("if n == 2: print('loading')", "got the line 'loading', want a JSON object; logs belong on standard error"),
+        ("if n == 2: sys.exit(9)", "the program ended with exit code 9, want an answer"),
+        ("if n == 2: os.kill(os.getpid(), 11)", "the program ended with signal 11, want an answer"),
+        ("if n == 2: print('x' * 2**25)", "got more than 16777216 bytes in one answer"),
+        ("if n == 2: answer['delta'] = float('nan')", "delta: got NaN, want the number 2"),
+        ("if n == 2: answer['delta'] = [2]", "delta: got [2], want the number 2"),
+        (
+            "if n == 1: print(json.dumps(answer))",
+            "got an answer with case '\"a/0/1-prefill\"', want that of the request",
+        ),
+        ("if n == 2: print()", "got the line '', want a JSON object; logs belong on standard error"),
+        (
+            r"if n == 2: os.write(1, b'\xff\x00\xed\xa0\x80\n')",
+            r"got the line '\xff\x00\xed\xa0\x80', want a JSON object; logs belong on standard error",
+        ),
+    ],
+)
+def test_one_bad_answer_is_one_finding_and_the_rest_is_asked(body: str, message: str) -> None:
+    report = ran(body)
+    assert list(map(str, report.findings)) == [f"a/0/2-prefill: {message}"]
+    assert (report.same, report.not_asked, report.passed) == (4, 0, False)
+
+
+@pytest.mark.parametrize("depth", [500, 10**5])
+def test_lists_in_lists_are_one_finding(depth: int) -> None:
+    lists = f"'[' * {depth} + ']' * {depth}"
+    body = f"""if n == 2: print('{{"case": "a/0/2-prefill", "delta": ' + {lists} + '}}', flush=True); continue"""
+    report = ran(body)
+    assert ([finding.case for finding in report.findings], report.same) == (["a/0/2-prefill"], 4)
+
+
+def test_a_second_answer_to_the_last_case_is_a_finding() -> None:
+    report = ran("if n == 4: print(json.dumps(answer))")
+    line = """'{"case": "a/0/4-prefill", "delta": 4}\\n'"""
+    assert list(map(str, report.findings)) == [f"a/0/4-prefill: after it, got the line {line}, want one line a case"]
+
+
+def test_a_program_that_answers_in_another_order_is_too_slow() -> None:
+    body = "rest = [json.loads(line) for line in sys.stdin]; print(json.dumps(rest[::-1]))"
+    report = ran(body, CASES[:1], time_limit=0.1)
+    assert list(map(str, report.findings)) == ["a/0/0-prefill: no answer within 0.1 s"]
+
+
+LONG = Case("a", {"case": "a", "more": "x" * 2**20}, {"delta": 1})
+"""A request that no pipe holds."""
+
+
+@pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
+def test_a_program_that_never_reads_is_too_slow(case: Case) -> None:
+    report = run([sys.executable, "-c", "import time; time.sleep(600)"], [case], time_limit=0.1)
+    assert list(map(str, report.findings)) == [f"{case.name}: no answer within 0.1 s"]
+
+
+@pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
+@pytest.mark.parametrize("time_limit", [60.0, 1e12, float("inf")])
+def test_a_program_that_exits_at_once_is_a_finding(case: Case, time_limit: float) -> None:
+    report = run([sys.executable, "-c", ""], [case], time_limit=time_limit)
+    assert list(map(str, report.findings)) == [f"{case.name}: the program ended with exit code 0, want an answer"]
+
+
+def test_a_program_may_write_before_it_has_read() -> None:
+    answer = "{'case': 'a', 'delta': 1, 'more': 'x' * 2**20}"
+    body = f"import json, sys; print(json.dumps({answer}), flush=True); sys.stdin.read()"
+    assert run([sys.executable, "-c", body], [LONG]).passed
+
+
+def test_reasons_are_lines_that_can_be_printed() -> None:
+    report = ran(r"if n != 2: answer['unsupported'] = ['no videos', '\ud800', '', 'a\nb', ['odd']][n]")
+    assert list(report.unsupported.values()) == ["no videos", r'"\ud800"', r'"a\nb"', '["odd"]']
+
+
+def test_what_a_program_declines_is_no_finding_unless_that_is_all() -> None:
+    report = ran("if n != 2: answer = {'case': asked['case'], 'unsupported': 'odd'}")
+    assert (report.same, report.findings, report.passed) == (1, [], True)
+    assert report.unsupported == {f"a/0/{n}-prefill": "odd" for n in (0, 1, 3, 4)}
+    assert not ran("answer = {'case': asked['case'], 'unsupported': 'all'}").passed
+
+
+def test_a_program_that_never_answers_is_given_up() -> None:
+    report = ran("sys.exit(1)")
+    assert [finding.case for finding in report.findings] == [f"a/0/{n}-prefill" for n in range(3)]
+    assert report.not_asked == 2
+
+
+def test_failures_that_are_not_in_a_row_do_not_end_the_run() -> None:
+    report = ran("if n != 2: sys.exit(1)")
+    assert (report.same, len(report.findings), report.not_asked) == (1, 4, 0)
+
+
+def test_a_program_that_is_too_slow_is_a_finding() -> None:
+    report = ran("time.sleep(600)", CASES[:1], time_limit=0.1)
+    assert list(map(str, report.findings)) == ["a/0/0-prefill: no answer within 0.1 s"]
+
+
+def test_a_program_that_fails_at_its_end_is_a_finding() -> None:
+    report = ran(end="sys.exit(5)")
+    assert list(map(str, report.findings)) == ["a/0/4-prefill: after it, the program ended with exit code 5, want 0"]
+    assert report.same == 5
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for whose end nobody waits long."""
+    wait = subprocess.Popen.wait
+
+    def at_once(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        return wait(self, None if timeout is None else 0.0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", at_once)
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_program_that_does_not_end_is_a_finding() -> None:
+    message = "after it, the program did not end within 60 s of the end of its input"
+    assert list(map(str, ran(end="time.sleep(600)").findings)) == [f"a/0/4-prefill: {message}"]
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_program_that_closes_its_output_is_a_finding() -> None:
+    report = ran("if n == 2: os.close(1); time.sleep(600)")
+    message = "the program closed its output, want an answer"
+    assert str(report.findings[0]) == f"a/0/2-prefill: {message}"
+
+
+def test_children_of_a_program_that_is_stopped_end_with_it(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    child = f"import subprocess; open({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    ran(f"{child}; print('garbage')", CASES[:1])
+    stat = Path(f"/proc/{mark.read_text()}/stat")
+    deadline = time.monotonic() + 60
+    while stat.exists() and stat.read_text().split()[2] != "Z":  # a zombie, which nobody has waited for
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "command: got no words, want a program and its arguments"),
+        (["/no/such/program"], "command: got '/no/such/program' (No such file or directory), want a program that runs"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused(command: list[str], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        run(command, CASES)
+
+
+# The command line.
+
+
+def mmpos(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["conformance", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+SELF = f"{shlex.quote(sys.executable)} -m mmpos conformance answer"
+
+
+def test_mmpos_passes_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mmpos(capsys, "run", "--command", SELF, "mrope/*-[!r]*") == (0, "21 cases: 21 the same.\n", "")
+
+
+def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import json, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
+        "    answer = {'position_ids': [[0]]} if asked['ask'] == 'chunk' else {'unsupported': 'not yet'}\n"
+        "    print(json.dumps({'case': asked['case'], **answer}), flush=True)\n"
+    )
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
+    assert mmpos(capsys, "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*") == (
+        3,
+        "v2pe/0/3-chunk: position_ids[0]: got 1 value, want 5\n"
+        "unsupported: not yet\n"
+        "2 cases: 0 the same, 1 different, 1 unsupported.\n",
+        "",
+    )
+    code, out, _ = mmpos(capsys, "run", "--json", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*")
+    assert (code, json.loads(out)) == (
+        3,
+        {
+            "passed": False,
+            "same": 0,
+            "findings": [{"case": "v2pe/0/3-chunk", "message": "position_ids[0]: got 1 value, want 5"}],
+            "unsupported": {"v2pe/0/2-prefill": "not yet"},
+            "not_asked": 0,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cases", "no-such/*"], "pattern: got 'no-such/*', which no case matches, want one such as 'rope-tie/*'"),
+        (["run", "--command", "'"], '--command: got "\'" (No closing quotation), want a program and its arguments'),
+        (["run", "--command", ""], "command: got no words, want a program and its arguments"),
+        (["run", "--command", "a", "--time-limit", "0"], "time_limit: got 0.0, want seconds > 0"),
+    ],
+)
+def test_wrong_words_are_told_apart_from_differences(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mmpos(capsys, *words) == (2, "", f"mmpos: error: {message}\n")
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", '{"case": "a", "scheme": {"name": "b"}, "documents": []}', "{}"])
+def test_mmpos_answers_cases_alone(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(line))
+    message = f"-: got {line!r}, want a line of mmpos conformance cases"
+    assert mmpos(capsys, "answer") == (2, "", f"mmpos: error: {message}\n")
+
+
+def test_cases_are_printed_as_a_program_is_asked_them(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = mmpos(capsys, "cases", "flatten/0/5-*")
+    assert json.loads(out) == {
+        "case": "flatten/0/5-decode",
+        "scheme": {"name": "flatten", "parameters": {}},
+        "documents": [
+            {"start": 7, "segments": [{"text": 3}, {"grid": [1, 2, 3]}, {"text": 2}, {"grid": [1, 4, 2]}, {"text": 1}]}
+        ],
+        "ask": "decode",
+        "steps": 3,
+    }
+    _, out, _ = mmpos(capsys, "cases", "--want", "flatten/0/5-*")
+    assert json.loads(out)["want"] == {"position_ids": [[27, 28, 29]]}

@@ -1,0 +1,548 @@
+"""Positions read back from turned keys: exact where they are told, and never wrong with confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from mmpos import place
+from mmpos.analysis.diagnosis.mistakes import bfloat16
+from mmpos.analysis.probe import UNKNOWN, Reading, check, identify, read
+from mmpos.errors import InvalidInputError
+from mmpos.rotary import Linear, Rotary, YaRN
+from mmpos.segments import Grid, SegmentTable, Text
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rotation, and its axes and frequencies written out: (pairs,) or (kv_heads, pairs), −1 for none."""
+
+    rotary: Rotary
+    axis: npt.NDArray[np.int64]
+    freq: Floats
+
+    def turn(self, ids: npt.ArrayLike, heads: int = 2, seed: int = 0, noise: float = 0.0) -> Floats:
+        """(tokens, heads, head_dim) one random key, turned to (axes, tokens) ids."""
+        ids = np.asarray(ids, np.float64)
+        rng = np.random.default_rng(seed)
+        key = rng.normal(size=(heads, self.rotary.head_dim))
+        pairs = self.freq.size
+        where = (slice(pairs), slice(pairs, 2 * pairs))
+        if self.rotary.pairing == "adjacent":
+            where = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        axis = np.broadcast_to(self.axis, (heads, pairs))
+        angle = np.concatenate([ids, np.zeros((1, ids.shape[1]))])[axis].transpose(2, 0, 1) * self.freq
+        x, y = key[:, where[0]], key[:, where[1]]
+        turned = np.tile(key, (ids.shape[1], 1, 1))
+        turned[..., where[0]] = x * np.cos(angle) - y * np.sin(angle)
+        turned[..., where[1]] = y * np.cos(angle) + x * np.sin(angle)
+        return turned * (1 + noise * rng.normal(size=turned.shape))
+
+
+def ladder(pairs: int, theta: float) -> Floats:
+    return theta ** -(np.arange(pairs) / pairs)
+
+
+def blocks(*counts: int) -> npt.NDArray[np.int64]:
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+QWEN3 = np.zeros(64, np.int64)
+QWEN3[1:60:3], QWEN3[2:60:3] = 1, 2
+QWEN3_VL = Case(Rotary(128, 5e6, allocation="mrope-interleaved"), QWEN3, ladder(64, 5e6))
+CASES = {
+    "1-D": Case(Rotary(64, axes=1), np.zeros(32, np.int64), ladder(32, 1e4)),
+    "interleaved": Case(Rotary(128), np.arange(64) % 2, ladder(64, 1e4)),
+    "split": Case(Rotary(128, allocation="split"), blocks(32, 32), ladder(64, 1e4)),
+    "axial": Case(Rotary(128, allocation="axial", pairing="adjacent"), blocks(32, 32), np.tile(ladder(32, 1e4), 2)),
+    "pixtral": Case(
+        Rotary(128, allocation="pixtral"),
+        blocks(32, 32),
+        np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]]),
+    ),
+    "sections": Case(
+        Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24]), blocks(16, 24, 24), ladder(64, 1e6)
+    ),
+    "mrope-interleaved": QWEN3_VL,
+    "partial": Case(Rotary(256, 1e7, rotary_dim=64, axes=1), np.zeros(32, np.int64), ladder(32, 1e7)),
+    "heads": Case(
+        Rotary(128, allocation="heads", head_axes=[0, 1, 2, -1]),
+        np.repeat(np.array([[0], [1], [2], [-1]]), 64, axis=1),
+        ladder(64, 1e4),
+    ),
+    "vector": Case(Rotary(128, allocation=[1, 2] * 24 + [-1] * 16), np.array([1, 2] * 24 + [-1] * 16), ladder(64, 1e4)),
+    "linear": Case(Rotary(128, scaling=Linear(4.0)), np.arange(64) % 2, ladder(64, 1e4) / 4),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+TOO_SLOW = {("sections", "bfloat16"), ("sections", "e4m3"), ("split", "e4m3")}
+"""One id turns the pairs of their last axes by less than the noise of these dtypes: 1.8e-4 and 0.01 rad at most."""
+
+
+def told(reading: Reading, ids: npt.ArrayLike, reference: int | None = 0) -> tuple[int, int]:
+    """How many ids are known, and how many of these are wrong."""
+    want = np.asarray(ids)
+    if reference is not None:
+        want = want - want[:, [reference]]
+    wrong = reading.known & (reading.position_ids != want * reading.denominators)
+    return int(reading.known.sum()), int(wrong.sum())
+
+
+def random_ids(case: Case, tokens: int, seed: int) -> npt.NDArray[np.int64]:
+    ids = np.random.default_rng(seed).integers(-131072, 131073, (case.rotary.axes, tokens))
+    ids[:, 0] = 0
+    return ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_random_ids_come_back_exactly(name: str, dtype: str) -> None:
+    case = CASES[name]
+    ids = random_ids(case, 12, seed=1)
+    reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
+    driven = np.isin(np.arange(case.rotary.axes), case.axis)
+    known, wrong = told(reading, ids)
+    assert wrong == 0
+    if (name, dtype) not in TOO_SLOW:
+        assert reading.known[driven].all()
+    assert not reading.known[~driven].any()
+    assert known + (reading.position_ids == UNKNOWN).sum() == ids.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_two_thousand_random_ids_come_back_exactly(name: str, dtype: str) -> None:
+    case = CASES[name]
+    ids = random_ids(case, 2000, seed=2)
+    reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
+    driven = np.isin(np.arange(case.rotary.axes), case.axis)
+    assert told(reading, ids)[1] == 0
+    if (name, dtype) not in TOO_SLOW:
+        assert reading.known[driven].all()
+
+
+@pytest.mark.parametrize("name", ["1-D", "interleaved", "sections", "mrope-interleaved", "heads"])
+def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
+    case = CASES[name]
+    ids = random_ids(case, 10, seed=3)
+    for noise in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+        reading = read(case.turn(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
+        assert told(reading, ids)[1] == 0
+    assert not reading.known[:, 1:].any()  # but for the reference, which is 0 from itself
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_keys_that_rounding_holds_still_are_not_taken_for_equal_ids(dtype: torch.dtype, scale: float) -> None:
+    case = CASES["sections"]  # one id turns its last axis by 1.8e-4 rad, less than a step of these numbers
+    ids = np.tile(np.arange(60), (3, 1))
+    steps = 40 if dtype == torch.int8 else 1
+    keys = (torch.tensor(case.turn(ids)) * steps).to(dtype).float() * scale
+    reading = read(keys, case.rotary)
+    assert told(reading, ids)[1] == 0
+    assert not reading.known[2].any()
+    assert reading.known[0].all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_no_id_that_is_told_is_wrong_under_random_rotations(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    total = 0
+    for _ in range(40):
+        pairs, axes = int(rng.choice([4, 8, 16, 32, 64])), int(rng.integers(1, 5))
+        axis = rng.permutation(np.concatenate([np.arange(axes), rng.integers(-1, axes, pairs - axes)]))
+        axis = np.sort(axis) if rng.random() < 0.3 else axis
+        theta = float(10 ** rng.uniform(1, 9))
+        pairing: Literal["half", "adjacent"] = "half" if rng.random() < 0.5 else "adjacent"
+        case = Case(Rotary(2 * pairs, theta, allocation=axis.tolist(), pairing=pairing), axis, ladder(pairs, theta))
+        tokens = int(rng.integers(2, 150))
+        count, few = np.arange(tokens), int(rng.integers(2, 40))
+        wild = rng.integers(-131072 // int(rng.integers(1, 9999)), 131073, tokens)
+        want = np.stack([count, 0 * count, count // few, count % few, wild])[rng.integers(0, 5, axes)]
+        noise = float(rng.choice([0, 0, 1e-4, 1e-2, 0.1]))
+        turned = torch.tensor(
+            case.turn(want, heads=int(rng.integers(1, 5)), seed=int(rng.integers(10**6)), noise=noise)
+        )
+        scale = float(rng.choice([1.0, 0.013]))
+        kind = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)[rng.integers(5)]
+        reading = read(turned.to(kind).float() * scale, case.rotary)
+        known, wrong = told(reading, want)
+        assert wrong == 0, (case.rotary, kind, noise)
+        total += known
+    assert total > 1000
+
+
+def test_a_long_prompt_with_images_is_followed_without_a_search_for_each_token() -> None:
+    table = place(SegmentTable.from_documents([[Text(700), Grid(40, 130), Text(90), Grid(9, 300), Text(800)]]))
+    case = CASES["interleaved"]
+    reading = read(case.turn(table.dense()).astype(np.float32), case.rotary)
+    assert told(reading, table.dense()) == (2 * table.num_tokens, 0)
+    assert check(reading, table).equal
+    assert reading.residual.max() < 1e-5
+    assert reading.notes == ()
+
+
+def test_fractions_come_back_with_their_denominators() -> None:
+    table = place(SegmentTable.from_documents([[Text(3), Grid(7, 11), Text(5)]]), "rope-tie-fractional")
+    reading = read(CASES["interleaved"].turn(table.dense(dtype=np.float64)), CASES["interleaved"].rotary)
+    numerators, denominators = table.rationals()
+    for axis in range(2):
+        for token in range(table.num_tokens):
+            want = Fraction(int(numerators[axis, token]), int(denominators[token]))
+            assert Fraction(int(reading.position_ids[axis, token]), int(reading.denominators[token])) == want
+    assert check(reading, table).equal
+
+
+def test_fractions_are_never_taken_for_integers() -> None:
+    table = place(SegmentTable.from_documents([[Text(3), Grid(12, 32), Text(5)]]), "rope-tie-fractional")
+    ids = table.dense(dtype=np.float64)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        reading = read(torch.tensor(CASES["interleaved"].turn(ids)).to(dtype), CASES["interleaved"].rotary)
+        assert not any("most tokens fit none" in note for note in reading.notes)
+        found = reading.position_ids / reading.denominators
+        assert np.abs(found - ids)[reading.known].max(initial=0) < 1e-9
+
+
+def test_a_key_that_was_not_turned_makes_ids_absolute() -> None:
+    case = CASES["interleaved"]
+    ids = np.array([[5, 6, 7], [5, 9, 7]])
+    key = case.turn([[0], [0]])[0]
+    reading = read(case.turn(ids), case.rotary, reference=key)
+    assert reading.position_ids.tolist() == ids.tolist()
+    assert reading.reference is None
+    assert read(case.turn(ids), case.rotary, reference=2).position_ids.tolist() == [[-2, -1, 0], [-2, 2, 0]]
+
+
+def test_rows_of_a_batch_are_read_up_to_their_lengths() -> None:
+    case = CASES["1-D"]
+    keys = case.turn([[0, 1, 2, 3, 99, 4, 5, 99, 99, 99]]).reshape(2, 5, 2, 64)
+    reading = read(keys, case.rotary, lengths=[4, 2])
+    assert reading.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert reading.row_offsets.tolist() == [0, 4, 6]
+    assert read(keys, case.rotary, lengths=[0, 2]).position_ids.tolist() == [[0, 1]]
+
+
+def test_progress_is_told_after_each_block() -> None:
+    case, seen = CASES["1-D"], list[tuple[int, int]]()
+    read(case.turn(np.arange(5000)[None], heads=1), case.rotary, progress=lambda *at: seen.append(at))
+    assert seen == [(4096, 5000), (5000, 5000)]
+
+
+def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
+    rotary = Rotary(128, 1e6, axes=1, precision="hf")
+    ids = np.array([0, 100_000, 131_071, 130_000])
+    inv_freq = (1.0 / (1e6 ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))).numpy()
+    angle = (ids.astype(np.float32)[:, None] * inv_freq).astype(np.float64)
+    keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
+    reading = read(keys, rotary)
+    assert reading.position_ids.tolist() == [ids.tolist()]
+
+
+def broken(case: Case, ids: npt.ArrayLike, change: Callable[[Floats], None]) -> Floats:
+    keys = case.turn(ids)
+    change(keys)
+    return keys
+
+
+def test_tokens_that_are_not_alike_are_said_to_be() -> None:
+    case = CASES["1-D"]
+
+    def other_state(keys: Floats) -> None:
+        keys[2] = np.random.default_rng(9).normal(size=keys[2].shape)
+        keys[4] = np.nan
+
+    reading = read(broken(case, [np.arange(6)], other_state), case.rotary)
+    assert reading.position_ids.tolist() == [[0, 1, UNKNOWN, 3, UNKNOWN, 5]]
+    assert reading.alike.tolist() == [True, True, False, True, False, True]
+    assert np.isnan(reading.residual[[2, 4]]).all()
+    assert reading.notes[0].startswith("2 tokens, the first 2, have pairs of other lengths than the reference, or NaN")
+
+
+def test_a_norm_with_weights_after_the_rotation_is_unlike() -> None:
+    case = CASES["1-D"]
+    weights = np.random.default_rng(1).uniform(0.3, 2, 64)
+    ids = random_ids(case, 40, seed=5)
+    reading = read(case.turn(ids) * weights, case.rotary)
+    assert reading.alike.mean() < 0.5
+    assert not reading.known.any()
+
+
+def test_another_rotation_is_unknown_and_not_a_number() -> None:
+    ids = np.stack([np.arange(300), np.arange(300)])
+    reading = read(CASES["interleaved"].turn(ids), Rotary(128, pairing="adjacent"))
+    assert not reading.known.any()
+    assert reading.notes[-1].startswith("No id is told, since most tokens fit none")
+
+
+def test_pairs_that_should_stand_still_are_noticed() -> None:
+    meant = CASES["vector"].rotary
+    moving = Case(meant, np.array([1, 2] * 24 + [0] * 16), ladder(64, 1e4))
+    reading = read(moving.turn(np.tile(np.arange(200), (3, 1))), meant)
+    assert "Pairs that should stand still have turned." in reading.notes
+
+
+PROMPT = SegmentTable.from_documents([[Text(30), Grid(17, 23), Text(50), Grid(12, 30), Text(80)]])
+MEANT = place(PROMPT, "mrope-qwen3")
+IDS = MEANT.dense()
+
+
+def said(ids: npt.ArrayLike, segments: SegmentTable = PROMPT, **options: Any) -> str:
+    reading = read(QWEN3_VL.turn(ids).astype(np.float32), QWEN3_VL.rotary)
+    return str(check(reading, segments, "mrope-qwen3", **options))
+
+
+def test_a_fused_kernel_that_drops_height_and_width() -> None:
+    """sglang#36762: ids are right, and all pairs turn by the first axis."""
+    dropped = QWEN3_VL.turn(IDS[[0, 0, 0]]).astype(np.float32)
+    found = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
+    assert found.token == 31  # the first patch whose column is not the frame's id
+    assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
+    named = identify(dropped, QWEN3_VL.rotary, MEANT)
+    assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+
+
+def test_sections_instead_of_interleaved_pairs() -> None:
+    """sglang#34446: sections of the config, pairs in blocks."""
+    mixed = Case(QWEN3_VL.rotary, blocks(24, 20, 20), ladder(64, 5e6))
+    for positions in (MEANT, None):
+        named = identify(mixed.turn(IDS).astype(np.float32), QWEN3_VL.rotary, positions)
+        assert named.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+        assert named.rotary is not None
+        assert named.rotary.allocation == "sections"
+
+
+def test_half_of_the_frequencies_on_the_wrong_axis() -> None:
+    """vllm-omni#1784: even and odd frequencies belong to rows and columns, and blocks were taken."""
+    meant = CASES["interleaved"]
+    keys = Case(meant.rotary, blocks(32, 32), ladder(64, 1e4)).turn(place(PROMPT).dense()).astype(np.float32)
+    assert identify(keys, meant.rotary, place(PROMPT)).cause == "pairs are allocated as 'split', not as 'interleaved'"
+    odd = np.arange(64) % 2
+    odd[10:20] = 1
+    named = identify(Case(meant.rotary, odd, ladder(64, 1e4)).turn(place(PROMPT).dense()), meant.rotary, place(PROMPT))
+    assert named.cause == "5 pairs of 64, the first 10, turn by other axes: 1 instead of 0"
+
+
+def test_a_decode_delta_that_is_lost() -> None:
+    """TensorRT-LLM#15661: generated tokens turn by their index."""
+    ids = IDS.copy()
+    ids[:, -20:] = np.arange(ids.shape[1])[-20:]
+    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
+    assert found.token == ids.shape[1] - 20
+    assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
+
+
+def test_a_stale_delta_of_another_request() -> None:
+    """mlx-vlm#1619, #1983: the delta of the request before is left on the model."""
+    two = SegmentTable.from_documents([[Text(9), Grid(8, 8), Text(20)], [Text(5), Grid(4, 6), Text(30)]])
+    table = place(two, "mrope-qwen3")
+    ids = table.dense()
+    ids[:, -10:] += table.deltas[0] - table.deltas[1]
+    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), two, "mrope-qwen3")
+    assert (found.document, found.token) == (1, 49)
+    assert found.cause == ("the delta -56 of documents[0] is used for documents[1], from the first difference on")
+
+
+def test_a_prefix_hit_that_begins_at_zero() -> None:
+    """vllm#48835: what follows a cached prefix is placed as a prompt of its own."""
+    prompt = SegmentTable.from_documents([[Text(64), Text(40)]])
+    ids = np.tile(np.concatenate([np.arange(64), np.arange(40)]), (3, 1))
+    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), prompt, "mrope-qwen3")
+    assert found.token == 64
+    assert found.cause == "ids are reset inside a document: they begin anew at this token"
+
+
+def test_chunks_that_take_the_first_positions_of_the_prompt() -> None:
+    """mlx-vlm#1741: every chunk is given position_ids of the whole prompt, and takes its beginning."""
+    ids = IDS[:, np.arange(IDS.shape[1]) % 512]
+    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
+    assert found.token == 512
+    assert found.cause == "from token 512 on ids are those of the document's beginning again"
+
+
+def test_drafts_one_place_too_far() -> None:
+    """vllm#54498: drafted tokens are placed off by one from the first of them on."""
+    ids = IDS.copy()
+    ids[:, -4:] += 1
+    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
+    assert found.token == ids.shape[1] - 4
+    assert found.cause == "from the first difference to the end of the document, ids are 1 too large"
+
+
+MISTAKES: dict[str, tuple[Case, str]] = {
+    "pairing": (
+        Case(Rotary(128, 5e6, allocation="mrope-interleaved", pairing="adjacent"), QWEN3, ladder(64, 5e6)),
+        "pairs are 'adjacent', not 'half'",
+    ),
+    "theta": (Case(QWEN3_VL.rotary, QWEN3, ladder(64, 1e6)), "theta is 1,000,000, not 5,000,000"),
+    "half rotated": (
+        Case(
+            Rotary(128, 5e6, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[12, 10, 10]),
+            np.array([0, 1, 2] * 10 + [0, 0]),
+            ladder(32, 5e6),
+        ),
+        "64 channels of a head turn, not 128",
+    ),
+    "backwards": (Case(QWEN3_VL.rotary, QWEN3, -ladder(64, 5e6)), "pairs turn backwards"),
+    "swapped": (
+        Case(QWEN3_VL.rotary, np.array([0, 2, 1])[QWEN3], ladder(64, 5e6)),
+        "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)",
+    ),
+    "missing": (
+        Case(QWEN3_VL.rotary, np.array([0, -1, 2])[QWEN3], ladder(64, 5e6)),
+        "pairs of axis 1 (row) do not turn",
+    ),
+    "twice": (
+        Case(QWEN3_VL.rotary, np.array([0, 2, 2])[QWEN3], ladder(64, 5e6)),
+        "pairs of axis 1 (row) turn by axis 2 (col), which counts twice",
+    ),
+    "factor": (
+        Case(QWEN3_VL.rotary, QWEN3, ladder(64, 5e6) / 8),
+        "all frequencies are 0.125 times those that were meant, as ids over 8 would be",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_rotation_that_was_not_meant_is_named(name: str) -> None:
+    case, cause = MISTAKES[name]
+    found = identify(case.turn(IDS).astype(np.float32), QWEN3_VL.rotary, MEANT)
+    assert (found.as_meant, found.cause) == (False, cause)
+    assert found.residual < 0.01 < found.meant
+    assert found.remedy
+
+
+def test_the_rotation_that_was_meant_is_named_so() -> None:
+    for dtype in DTYPES.values():
+        keys = torch.tensor(QWEN3_VL.turn(IDS)).to(dtype)
+        for positions in (MEANT, None):
+            found = identify(keys, QWEN3_VL.rotary, positions)
+            assert found.as_meant
+            assert found.rotary == QWEN3_VL.rotary
+            assert str(found).startswith("The keys were turned by the rotation that was meant.")
+
+
+def test_one_of_several_candidates_is_named() -> None:
+    other = Case(Rotary(128, 777.0, axes=3), np.arange(64) % 3, ladder(64, 777.0))
+    found = identify(other.turn(IDS), [QWEN3_VL.rotary, other.rotary], MEANT)
+    assert (found.cause, found.rotary) == ("the keys were turned by candidates[1]", other.rotary)
+
+
+def test_a_theta_that_nobody_has_is_fitted() -> None:
+    found = identify(Case(QWEN3_VL.rotary, QWEN3, ladder(64, 3.3e6)).turn(IDS), QWEN3_VL.rotary, MEANT)
+    assert found.rotary is not None
+    assert isinstance(found.rotary.theta, float)
+    assert abs(found.rotary.theta / 3.3e6 - 1) < 1e-2
+
+
+def test_a_scaling_that_is_left_out_and_its_factor() -> None:
+    yarn = YaRN(4.0, 32768)
+    meant = Rotary(128, 1e6, axes=1, scaling=yarn)
+    plain = Case(Rotary(128, 1e6, axes=1), np.zeros(64, np.int64), ladder(64, 1e6))
+    ids = np.arange(600)[None]
+    assert identify(plain.turn(ids), meant, ids).cause == "the scaling 'yarn' is left out"
+    scaled = Case(meant, np.zeros(64, np.int64), meant.inv_freq_array)
+    key = scaled.turn([[0]])[0]
+    found = identify(scaled.turn(ids), meant, ids, reference=key)
+    assert found.cause == "cos and sin are multiplied by 1, not by 1.139"  # 0.1·ln 4 + 1
+    assert identify(scaled.turn(ids) * meant.attention_factor, meant, ids, reference=key).as_meant
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("what", ["ids are cast to {} before they meet frequencies", "frequencies are held in {}"])
+def test_angles_of_few_bits_are_named_with_their_error(what: str, dtype: str) -> None:
+    def cast(values: Floats) -> Floats:
+        return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
+
+    ids = np.arange(3001)[None].astype(np.float64)
+    rotary, freq = Rotary(128, 1e4, axes=1), ladder(64, 1e4)
+    one = np.zeros(64, np.int64)
+    keys = Case(rotary, one, freq).turn(cast(ids)) if "ids" in what else Case(rotary, one, cast(freq)).turn(ids)
+    found = identify(keys, rotary, ids)
+    assert found.cause.startswith(what.format(dtype) + ": they err by up to")
+    assert found.cause.endswith("rad at id 3000")
+    assert found.rotary is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k: (k.astype(np.int8), {}), "keys: got dtype int8, want floats; quantised keys are multiplied"),
+        (lambda k: (k[:, 0], {}), "keys: got shape (5, 64), want (tokens, kv_heads, 64) or (batch, tokens"),
+        (lambda k: (k.swapaxes(1, 2), {}), "keys: got shape (5, 64, 2), want (tokens, kv_heads, 64)"),
+        (lambda k: (k[:0], {}), "keys: got shape (0, 2, 64), want at least one token"),
+        (lambda k: (k, {"reference": 5}), "reference: got 5, want <= 4"),
+        (lambda k: (k, {"reference": k[0, 0]}), "reference: got shape (64,), want a token, or a key (2, 64)"),
+        (lambda k: (k * np.nan, {}), "reference: token 0: got NaN or infinity, want a key of finite numbers"),
+        (lambda k: (k * 0, {}), "reference: token 0: got nothing but zeros, want a key"),
+        (lambda k: (k * 1e20, {}), "reference: token 0: got numbers up to "),
+        (lambda k: (k * 1e300, {}), "reference: token 0: got NaN or infinity, want"),
+        (lambda k: (k, {"lengths": [6]}), "lengths: got [6], want 0 to 5 tokens of each row"),
+        (lambda k: (k, {"lengths": [0]}), "lengths: got [0], want 0 to 5 tokens of each row, and one at least"),
+    ],
+)
+def test_bad_keys_are_refused(change: Callable[[Floats], tuple[Any, dict[str, Any]]], message: str) -> None:
+    case = CASES["1-D"]
+    keys, options = change(case.turn([np.arange(5)]))
+    with pytest.raises(InvalidInputError) as error:
+        read(keys, case.rotary, **options)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("inv_freq", [[0.0] * 32, [1e-30] * 32, [np.pi] * 32, [1e9] * 32])
+def test_frequencies_that_tell_nothing_give_no_id(inv_freq: list[float]) -> None:
+    rotary = Rotary(64, axes=1, inv_freq=inv_freq)
+    case = Case(rotary, np.zeros(32, np.int64), np.array(inv_freq))
+    keys = case.turn([[0, 1, 2, 900]])
+    for reference in (None, case.turn([[0]])[0]):
+        assert not read(keys, rotary, reference=reference).known.any()
+    assert identify(keys, rotary, [[0, 1, 2, 900]]).as_meant
+
+
+def test_tokens_of_nan_and_pairs_of_no_length_do_not_hide_the_rotation() -> None:
+    case = CASES["1-D"]
+    keys = case.turn([np.arange(40)])
+    keys[[0, 7]], keys[9] = np.nan, np.inf
+    assert identify(keys, case.rotary, reference=1).as_meant
+    assert identify(keys, case.rotary, [np.arange(40)], reference=1).as_meant
+    weak = np.where(np.arange(64) % 32 < 4, 1, 5e-4)
+    assert identify(case.turn([np.arange(40)]) * weak, case.rotary, [np.arange(40)]).as_meant
+
+
+def test_other_bad_arguments_are_refused() -> None:
+    case = CASES["1-D"]
+    keys = case.turn([np.arange(5)])
+    with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as mmpos\.rotary\.Rotary gives it"):
+        read(keys, "rope")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as head_axes has"):
+        read(np.ones((3, 2, 128)), CASES["heads"].rotary)
+    with pytest.raises(InvalidInputError, match="candidates: got none"):
+        identify(keys, [])
+    with pytest.raises(InvalidInputError, match=r"positions: got shape \(1, 4\), want \(1, 5\)"):
+        identify(keys, case.rotary, [[0, 1, 2, 3]])
+    reading = read(keys, case.rotary)
+    with pytest.raises(InvalidInputError, match="reading: got 1 axes and 5 tokens, want 2 axes and 5"):
+        check(reading, SegmentTable.from_documents([[Text(5)]]))
+    with pytest.raises(InvalidInputError, match="scheme, start: got one with ids, want a SegmentTable"):
+        check(reading, np.arange(5), "mrope-qwen3")
+    other = Rotary(128, pairing="adjacent")
+    with pytest.raises(InvalidInputError, match="reading: got no id that could be told, want one"):
+        check(read(CASES["interleaved"].turn(np.tile(np.arange(300), (2, 1))), other), np.arange(300))
+
+
+def test_dense_ids_are_checked_as_well() -> None:
+    case = CASES["interleaved"]
+    ids = np.array([[0, 1, 1, 2], [0, 1, 2, 2]])
+    assert check(read(case.turn(ids), case.rotary), ids).equal
+    found = check(read(case.turn(ids), case.rotary), [0, 1, 2, 3])
+    assert (found.token, found.axis, found.got) == (2, 0, (1.0, 2.0))
+    assert found.want == (Fraction(2), Fraction(2))

@@ -1,0 +1,149 @@
+"""Keys of a model of Transformers: chunks, caches, padding and patches give those of one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mmpos.analysis.probe import KeyRecorder
+from mmpos.analysis.probe import transformers as keys_of
+from mmpos.errors import InvalidInputError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[name](**SIZES | changes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def turned(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """A key, (kv_heads, 16), at positions: its halves are complex numbers that turn by position·10000^(-pair/8)."""
+    number = reference[:, :8].astype(np.float64) + 1j * reference[:, 8:]
+    angle = np.asarray(positions)[..., None, None] * 10000.0 ** (-np.arange(8) / 8)
+    number = number * np.exp(1j * angle)
+    return np.concatenate([number.real, number.imag], axis=-1)
+
+
+def assert_at(layers: Any, positions: npt.ArrayLike) -> None:
+    """Every layer has its reference at these positions, (batch, tokens)."""
+    assert [one.layer for one in layers] == [0, 1]
+    for one in layers:
+        np.testing.assert_allclose(one.keys, turned(one.reference, positions), atol=1e-5)
+        assert np.abs(one.reference).max() > 1e-3
+
+
+IDS = torch.randint(1, 64, (1, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_keys_are_the_reference_at_the_positions(name: str, attention: str) -> None:
+    model = model_of(name)
+    model.set_attn_implementation(attention)
+    assert_at(keys_of(model, {"input_ids": IDS}), [range(7)])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_chunks_go_on_where_the_one_before_ended(static: bool) -> None:
+    model = model_of("llama")
+    first: dict[str, Any] = {"input_ids": IDS[:, :4]}
+    if static:
+        first["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=16)
+    assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
+
+
+def test_generated_tokens_follow_the_prompt() -> None:
+    assert_at(keys_of(model_of("llama"), {"input_ids": IDS}, generate=4), [range(10)])
+
+
+def test_left_padding_and_packed_rows_show_the_ids_that_the_model_takes() -> None:
+    model = model_of("llama")
+    ids, mask = IDS.repeat(2, 1), torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    padded = keys_of(model, {"input_ids": ids, "attention_mask": mask}, generate=2)
+    # Transformers counts from the first token that is not padding.
+    assert_at([type(one)(one.layer, one.keys[1:, 3:], one.reference) for one in padded], [range(5)])
+    packed = [[0, 1, 2, 0, 1, 2, 3]]
+    assert_at(keys_of(model, {"input_ids": IDS, "position_ids": torch.tensor(packed)}), packed)
+
+
+def test_padding_whose_embedding_is_zero_is_not_the_state_of_all() -> None:
+    model = model_of("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.int64), IDS[:, :5]], dim=1)
+    call = {"input_ids": padded, "attention_mask": (padded > 0).long(), "position_ids": torch.arange(7)[None]}
+    assert_at(keys_of(model, call), [range(7)])
+
+
+def test_a_patched_model_shows_the_positions_it_is_given() -> None:
+    from mmpos import Grid, SegmentTable, Text, place
+    from mmpos.integrations.hf import patch
+    from mmpos.rotary import Rotary
+
+    model = model_of("llama")
+    patch(model, Rotary.from_hf_config(model.config, axes=1), implementation="reference")
+    table = place(SegmentTable.from_documents([[Text(3), Grid(1, 2), Text(2)]]), "flatten", start=100)
+    assert_at(keys_of(model, {"input_ids": IDS, "mm_position_ids": table}), [range(100, 107)])
+
+
+def test_a_norm_after_the_rotation_leaves_no_reference() -> None:
+    layers = keys_of(model_of("hunyuan_v1_dense"), {"input_ids": IDS})
+    assert [one.reference for one in layers] == [None, None]
+    assert layers[0].keys.shape == (1, 7, 2, 16)
+
+
+def test_calls_without_a_cache_are_recorded_too() -> None:
+    model = model_of("llama")
+    with KeyRecorder(model) as recorder, torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+    assert_at(recorder.layers, [range(7)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    model = model_of("llama")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+    product = model.model.layers[1].self_attn.o_proj
+    names = [set(vars(module)) for module in model.modules()] + [set(vars(cache))]
+    if fails:  # inside the attention of the second layer
+        model.model.layers[1].self_attn.o_proj = torch.nn.Linear(3, 3)
+        with pytest.raises(RuntimeError):
+            keys_of(model, {"input_ids": IDS, "past_key_values": cache})
+        model.model.layers[1].self_attn.o_proj = product
+    else:
+        keys_of(model, {"input_ids": IDS, "past_key_values": cache})
+    assert [set(vars(module)) for module in model.modules()] + [set(vars(cache))] == names
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, before)
+
+
+def test_refusals_name_what_came() -> None:
+    model = model_of("llama")
+    with pytest.raises(InvalidInputError, match=r"^calls: got 0, want 1 or more$"):
+        keys_of(model)
+    with pytest.raises(InvalidInputError, match=r"^calls: got 2, want 1 with generate$"):
+        keys_of(model, {"input_ids": IDS}, {"input_ids": IDS}, generate=1)
+    with pytest.raises(UnsupportedError, match=r"^model: got Linear, want one whose attention takes past_key_values$"):
+        keys_of(torch.nn.Linear(1, 1), {})

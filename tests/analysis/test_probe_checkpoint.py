@@ -1,0 +1,222 @@
+"""Checkpoints whose tokens have one hidden state: loaded as an engine would, and run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos.analysis.probe import write_checkpoint
+from mmpos.errors import InvalidInputError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
+GLM = {
+    "image_token_id": 543,
+    "video_token_id": 544,
+    "image_start_token_id": 539,
+    "image_end_token_id": 540,
+    "video_start_token_id": 541,
+    "video_end_token_id": 542,
+}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
+TEXT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 320,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 5,
+    "bos_token_id": 300,
+    "eos_token_id": 301,
+}
+HALF = {"rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
+PAIRED = {"rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [6, 6, 4]}}
+MODELS: Mapping[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": TEXT | SECTIONS, **QWEN},
+    "qwen2_5_vl": {"text_config": TEXT | SECTIONS, **QWEN},
+    "qwen3_vl": {"text_config": TEXT | SECTIONS, **QWEN},
+    "qwen3_vl_moe": {"text_config": TEXT | SECTIONS, **QWEN},
+    "qwen3_5": {"text_config": TEXT | HALF, **QWEN},
+    "qwen3_5_moe": {"text_config": TEXT | HALF, **QWEN},
+    "glm4v": {"text_config": TEXT | HALF, **GLM},
+    "glm4v_moe": {"text_config": TEXT | HALF, **GLM},
+    "glm46v": {"text_config": {"model_type": "glm4v_text", **TEXT, **HALF}, **GLM},
+    "glm_ocr": {"text_config": TEXT | SECTIONS, **GLM},
+    "ernie4_5_vl_moe": {"text_config": TEXT | PAIRED, **GLM},
+    "paddleocr_vl": {"text_config": TEXT | SECTIONS, **QWEN},
+    "hunyuan_vl": {
+        "text_config": TEXT
+        | {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [4] * 4}},
+        "image_token_id": 555,
+        "im_start_id": 553,
+        "im_end_id": 554,
+        "im_newline_id": 556,
+    },
+    "gemma3": {
+        "text_config": TEXT,
+        "vision_config": {"image_size": 56, "patch_size": 14},
+        "image_token_index": 598,
+        "boi_token_index": 596,
+        "eoi_token_index": 597,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
+    "llava": {"text_config": {"model_type": "llama", **TEXT}, "image_token_index": 500},
+    "llava_onevision": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        "image_token_index": 555,
+        "video_token_index": 556,
+        "image_grid_pinpoints": [[56, 56], [56, 112]],
+    },
+    "internvl": {"text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": 555},
+    "idefics3": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"image_size": 364, "patch_size": 14},
+        "image_token_id": 555,
+    },
+    "lfm2_vl": {
+        "text_config": {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"] * 2,
+            **TEXT,
+            "num_hidden_layers": 4,
+        },
+        "image_token_id": 555,
+    },
+    "llama": TEXT,
+    "qwen3": TEXT,
+    "gemma2": TEXT,
+    "phi3": {**TEXT, "pad_token_id": 302},
+}
+SHORT = ("qwen2_vl", "qwen3_vl", "qwen3_5", "paddleocr_vl", "mistral3", "gemma3", "llama")
+"""Those that stand for the others where time counts."""
+
+
+def config_of(model: str) -> dict[str, Any]:
+    values: dict[str, Any] = transformers.CONFIG_MAPPING[model](**MODELS[model]).to_dict()
+    return values
+
+
+def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
+    """The model and the inputs of a prompt with an image, from files alone."""
+    multimodal = "vision_config" in MODELS[model] or "text_config" in MODELS[model]
+    auto = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
+    network = auto.from_pretrained(folder).eval()
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "7"}],
+        }
+    ]
+    if not multimodal:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return network, dict(tokenizer("Look: 7", return_tensors="pt"))
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    image = np.random.default_rng(1).integers(0, 256, (90, 150, 3), np.uint8)
+    text = processor.apply_chat_template(chat)
+    inputs = processor(images=[image], text=[text], return_tensors="pt")
+    return network, {name: it.to(network.dtype) if it.is_floating_point() else it for name, it in inputs.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", [it if it in SHORT else pytest.param(it, marks=pytest.mark.slow) for it in MODELS])
+def test_every_token_has_one_hidden_state_in_every_layer(model: str, tmp_path: Path) -> None:
+    network, inputs = loaded(write_checkpoint(config_of(model), tmp_path), model)
+    decoder = network.get_decoder()
+    seen: list[Any] = []
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+    with torch.no_grad():
+        vector = network.get_input_embeddings()(torch.tensor([[7]]))
+        network(**inputs)
+    assert len(seen) == len(decoder.layers) >= 2
+    for state in seen:
+        assert torch.equal(state, vector.expand_as(state))
+    assert float(vector.abs().min()) > 0
+
+
+def test_what_keys_depend_on_is_kept(tmp_path: Path) -> None:
+    write_checkpoint(config_of("qwen3_vl"), tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert (text["head_dim"], text["rope_parameters"]["mrope_section"], text["vocab_size"]) == (32, [4, 6, 6], 600)
+    assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 2, 1)
+
+
+def test_tokens_have_the_ids_of_the_config(tmp_path: Path) -> None:
+    write_checkpoint(config_of("qwen3_vl"), tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    words = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    assert tokenizer.convert_tokens_to_ids(words) == [552, 553, 555, 556]
+    assert tokenizer("<|image_pad|>").input_ids == [555]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (300, 301, 600)
+    assert tokenizer.decode(tokenizer("A cup of café").input_ids) == "A cup of café"
+    processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert (processor["patch_size"], processor["merge_size"]) == (16, 2)
+
+
+def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    released.mkdir()
+    (released / "config.json").write_text(json.dumps(config_of("qwen3_vl")))
+    (released / "preprocessor_config.json").write_text('{"patch_size": 16}')
+    (released / "chat_template.jinja").write_text("{{ messages }}")
+    folder = write_checkpoint(released, tmp_path / "probe")
+    assert (folder / "preprocessor_config.json").read_text() == '{"patch_size": 16}'
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (folder / "processor_config.json").exists()
+
+
+def test_a_seed_gives_the_same_weights_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    first, second, other = (
+        (write_checkpoint(config_of("llama"), tmp_path / str(i), seed=seed) / "model.safetensors").read_bytes()
+        for i, seed in enumerate((3, 3, 4))
+    )
+    assert first == second != other
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        ({}, InvalidInputError, "config: got one without model_type"),
+        ({"model_type": "dragon"}, UnsupportedError, "config.model_type: got 'dragon', want one that Transformers has"),
+        ({"model_type": "gpt2"}, UnsupportedError, "config.model_type: got 'gpt2', whose keys do not turn"),
+        (
+            {"model_type": "qwen3_vl", **MODELS["qwen3_vl"], "image_token_id": 600},
+            InvalidInputError,
+            "config.image_token_id: got 600, want < 600, the vocab_size",
+        ),
+    ],
+)
+def test_refusals_name_what_came_and_write_nothing(
+    config: Any, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        write_checkpoint(config, tmp_path / "probe")
+    assert not (tmp_path / "probe").exists()
+
+
+def test_a_model_whose_tokens_would_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model, inputs: None)
+    with pytest.raises(
+        UnsupportedError, match=r"^config.model_type: got 'qwen3_vl', whose token .* differs after its embeddings"
+    ):
+        write_checkpoint(config_of("qwen3_vl"), tmp_path)
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InvalidInputError, match="where files are, want a new folder or an empty one"):
+        write_checkpoint(tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -1,0 +1,401 @@
+"""Models of Transformers probed while they run: no alarm where they are right, and their known bugs named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mmpos
+from mmpos.analysis.diagnosis import Diagnosis
+from mmpos.analysis.probe import Identification, KeyRecorder, check, identify, read, write_checkpoint
+from mmpos.analysis.probe import transformers as keys_of
+from mmpos.analysis.probe.checkpoint import FAMILIES
+from mmpos.integrations.hf import patch
+from mmpos.integrations.models import ModelSettings
+from mmpos.positions.table import PositionTable
+from mmpos.rotary import Rotary
+from mmpos.segments import SegmentTable
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
+GLM = {
+    "image_token_id": 543,
+    "video_token_id": 544,
+    "image_start_token_id": 539,
+    "image_end_token_id": 540,
+    "video_start_token_id": 541,
+    "video_end_token_id": 542,
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 1280,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "bos_token_id": 300,
+    "eos_token_id": None,
+}
+
+
+def sections(*sizes: int, theta: float = 1e6, **rest: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": list(sizes), **rest}
+    return {"text_config": {**TEXT, "rope_parameters": rope}}
+
+
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "qwen2_vl": {**sections(16, 24, 24), **QWEN},
+    "qwen2_5_vl": {**sections(16, 24, 24), **QWEN},
+    "qwen3_vl": {**sections(24, 20, 20, theta=5e6), **QWEN},
+    "qwen3_5": {**sections(11, 11, 10, theta=1e7, partial_rotary_factor=0.5), **QWEN},
+    "glm4v": {**sections(8, 12, 12, partial_rotary_factor=0.5), **GLM},
+    "glm_ocr": {**sections(16, 24, 24), **GLM},
+    "ernie4_5_vl_moe": {**sections(22, 22, 20, theta=5e5), **GLM},
+    "paddleocr_vl": {**sections(16, 24, 24, theta=5e5), **QWEN},
+    "gemma3": {
+        "text_config": {**TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": {"image_size": 56, "patch_size": 14},
+        "image_token_index": 598,
+        "boi_token_index": 596,
+        "eoi_token_index": 597,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
+    "llava": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
+        "image_token_index": 500,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {"model_type": "internvl_vision", "image_size": [112, 112], "patch_size": [14, 14]},
+        "image_token_id": 555,
+        "image_seq_length": 16,
+    },
+    "phi3": {**TEXT, "pad_token_id": 302},
+}
+VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr")
+QUICK = ("qwen3_vl", "gemma3")
+"""Those that stand for the others where time counts."""
+
+
+PATCHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "gemma3", "mistral3", "llava", "internvl", "phi3")
+"""Those with a language model that ``patch`` serves."""
+WAYS = [
+    pytest.param(name, way, marks=() if name in QUICK and way in ("sdpa", "patched") else pytest.mark.slow)
+    for name in CONFIGS
+    for way in ("eager", "sdpa", "static", *(["patched"] if name in PATCHED else []))
+]
+CASTS = ("float32", "bfloat16", "float8_e4m3fn")
+
+
+class Model(NamedTuple):
+    network: Any
+    processor: Any
+    config: dict[str, Any]
+
+
+@cache
+def model_of(name: str, dtype: str = "float32") -> Model:
+    """A model with random weights, and its processor."""
+    with TemporaryDirectory() as folder:
+        write_checkpoint(transformers.CONFIG_MAPPING[name](**CONFIGS[name]).to_dict(), folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = transformers.AutoProcessor if "text_config" in CONFIGS[name] else transformers.AutoTokenizer
+        processor = kind.from_pretrained(folder)
+    torch.manual_seed(1)
+    auto = (
+        transformers.AutoModelForMultimodalLM if "text_config" in CONFIGS[name] else transformers.AutoModelForCausalLM
+    )
+    network = auto.from_config(config, dtype=getattr(torch, dtype)).eval()
+    return Model(network, processor, config.to_dict())
+
+
+def prompt(name: str, *texts: str) -> dict[str, Any]:
+    """Inputs of a batch; {image} and {video} stand for some of their own."""
+    model = model_of(name)
+    family = next(one for one in FAMILIES if re.match(one.types, name))
+    rng = np.random.default_rng(0)
+    count = {kind: sum(text.count(f"{{{kind}}}") for text in texts) for kind in ("image", "video")}
+    filled = [text.format(image=family.image, video=family.video) for text in texts]
+    if not hasattr(model.processor, "image_processor"):
+        return dict(model.processor(filled, return_tensors="pt", padding=True, padding_side="left"))
+    sizes = [(120, 200, 3), (90, 150, 3), (200, 120, 3)]
+    media: dict[str, Any] = {}
+    if count["image"]:
+        images = [rng.integers(0, 256, sizes[i % 3], np.uint8) for i in range(count["image"])]
+        media["images"] = [[images.pop() for _ in range(text.count("{image}"))] for text in texts]
+    if count["video"]:
+        media["videos"] = [rng.integers(0, 256, (8, 96, 128, 3), np.uint8) for i in range(count["video"])]
+        media["do_sample_frames"] = False
+    return dict(model.processor(text=filled, return_tensors="pt", padding=True, padding_side="left", **media))
+
+
+class Meant(NamedTuple):
+    """What a config and inputs say; real: (batch, seq) which tokens are no padding."""
+
+    settings: ModelSettings
+    segments: SegmentTable
+    real: npt.NDArray[np.bool_]
+
+    @property
+    def table(self) -> PositionTable:
+        return self.settings.place(self.segments)
+
+
+def meant(name: str, inputs: Mapping[str, Any], more: int = 0) -> Meant:
+    """Positions by the config, with some tokens of text at the end."""
+    settings = mmpos.from_hf_config(model_of(name).config, layer_type="full_attention" if name == "gemma3" else None)
+    tail = ((0, 0), (0, more))
+    ids = np.pad(inputs["input_ids"].numpy(), tail, constant_values=5)
+    real = np.pad(inputs["attention_mask"].numpy(), tail, constant_values=1) == 1
+    grids = [inputs[kind].numpy() if kind in inputs else None for kind in ("image_grid_thw", "video_grid_thw")]
+    seconds = inputs.get("second_per_grid_ts")
+    told: dict[str, Any] = {} if seconds is None else {"seconds_per_frame": [float(each) for each in seconds]}
+    offsets = np.append(0, real.sum(axis=1).cumsum())
+    return Meant(settings, settings.segments(ids[real], *grids, cu_seqlens=offsets, **told), real)
+
+
+def rotary_of(name: str, layer: int) -> Rotary:
+    kind = model_of(name).config["text_config"]["layer_types"][layer] if name == "gemma3" else None
+    return mmpos.from_hf_config(model_of(name).config, layer_type=kind).rotary
+
+
+def assert_calm(name: str, layers: Any, want: Meant, casts: tuple[str, ...] = ("float32",)) -> None:
+    """Every layer shows the positions that were meant, and no sentence blames its rotation."""
+    for one in layers:
+        rotary = rotary_of(name, one.layer)
+        for cast in casts:
+            keys = torch.tensor(one.keys[want.real]).to(getattr(torch, cast))
+            for reference in (None,) if one.reference is None else (None, one.reference):
+                reading = read(keys, rotary, reference=reference)
+                found = check(reading, want.segments, want.settings.scheme, want.settings.start)
+                assert found.equal, (one.layer, cast, str(found))
+                assert not [note for note in reading.notes if re.search(ALARM, note)], reading.notes
+                named = identify(keys, rotary, want.table, reference=reference)
+                assert named.as_meant, (one.layer, cast, str(named))
+            assert identify(keys, rotary).as_meant
+
+
+ALARM = "another rotary|have turned|times as long|of other lengths|given up"
+"""Words of the notes about rotations."""
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_model_that_is_right_raises_no_alarm(name: str, way: str) -> None:
+    network = model_of(name).network
+    text = "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b"
+    inputs = prompt(name, text)
+    width = inputs["input_ids"].shape[1]
+    want, later = meant(name, inputs, 4), [{"input_ids": torch.full((1, more), 5)} for more in (2, 1, 1)]
+    if way == "patched":
+        network, table = deepcopy(network).get_decoder(), want.table
+        patch(network, patched_by(name), implementation="reference")
+        stops = np.cumsum([width, 2, 1, 1])
+        calls = [{"input_ids": inputs["input_ids"]}, *later]
+        for call, start, stop in zip(calls, [0, *stops], stops, strict=False):
+            call["mm_position_ids"] = table.slice(start, stop)
+        assert_calm(name, keys_of(network, *calls), want, CASTS)
+        return
+    network.set_attn_implementation("eager" if way == "eager" else "sdpa")
+    if way == "static":
+        own = transformers.StaticCache(config=network.config.get_text_config(), max_cache_len=width + 8)
+        assert_calm(name, keys_of(network, {**inputs, "past_key_values": own}, *later), want, CASTS)
+        return
+    assert_calm(name, keys_of(network, inputs, *later), want, CASTS)
+    if name in VIDEOS:
+        inputs = prompt(name, "See {video} now")
+        assert_calm(name, keys_of(network, inputs, generate=3), meant(name, inputs, 2))
+    padded = prompt(name, text, f"Longer, and {text}")
+    assert_calm(name, keys_of(network, padded, generate=3), meant(name, padded, 2))
+    packed, want = packed_row(name, padded)
+    assert_calm(name, keys_of(network, packed), want)
+
+
+@pytest.mark.parametrize("name", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in CONFIGS])
+def test_a_model_of_bfloat16_raises_no_alarm(name: str) -> None:
+    inputs = prompt(name, "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b")
+    narrow = {key: it.bfloat16() if it.is_floating_point() else it for key, it in inputs.items()}
+    layers = keys_of(model_of(name, "bfloat16").network, narrow, generate=4)
+    for one in layers:
+        rotary, want = rotary_of(name, one.layer), meant(name, inputs, 3)
+        reading = read(one.keys[0], rotary)
+        assert check(reading, want.segments, want.settings.scheme).equal
+        assert not [note for note in reading.notes if re.search(ALARM, note)], reading.notes
+        assert identify(one.keys[0], rotary, want.table).as_meant
+
+
+def patched_by(name: str) -> Any:
+    """What ``patch`` takes: a rotary, or one for each type of layer."""
+    if name != "gemma3":
+        return rotary_of(name, 0)
+    types = model_of(name).config["text_config"]["layer_types"]
+    return {kind: rotary_of(name, layer) for layer, kind in enumerate(types)}
+
+
+def packed_row(name: str, padded: Mapping[str, Any]) -> tuple[dict[str, Any], Meant]:
+    """The rows of a padded batch in one, with the position_ids of each."""
+    want = meant(name, padded)
+    real, ids = torch.tensor(want.real), torch.tensor(want.table.dense().astype(np.int64))
+    row = {key: it[real][None] if it.shape[:2] == real.shape else it for key, it in padded.items()}
+    del row["attention_mask"]
+    row["position_ids"] = ids if len(ids) == 1 else ids[:, None]
+    return row, want._replace(real=np.ones((1, ids.shape[1]), np.bool_))
+
+
+TWO = "A {image} and then{image} 7"
+
+
+class Qwen3VL:
+    """A running Qwen3-VL, what enters its cache, and what the config means."""
+
+    def __init__(self) -> None:
+        self.network = deepcopy(model_of("qwen3_vl").network)
+        self.recorder = KeyRecorder(self.network)
+        self.rotary = rotary_of("qwen3_vl", 0)
+        self.cache: Any = None
+
+    @property
+    def text(self) -> Any:
+        return self.network.model.language_model
+
+    def run(self, inputs: Mapping[str, Any], **changes: Any) -> None:
+        """Call the model with the cache of the call before."""
+        with self.recorder, torch.no_grad():
+            self.cache = self.network(**inputs, **changes, use_cache=True, past_key_values=self.cache).past_key_values
+
+    def decode(self, tokens: int, **changes: Any) -> None:
+        self.run({"input_ids": torch.full((1, tokens), 5)}, **changes)
+
+    def check(self, segments: SegmentTable) -> Diagnosis:
+        """Compare the second layer, whose diagnosis the first one shares."""
+        first, second = (check(read(one.keys[0], self.rotary), segments, "mrope-qwen3") for one in self.recorder.layers)
+        assert (first.token, first.cause) == (second.token, second.cause)
+        return second
+
+    def identify(self, segments: SegmentTable) -> Identification:
+        return identify(self.recorder.layers[1].keys[0], self.rotary, mmpos.place(segments, "mrope-qwen3"))
+
+
+def doubled(freq: Any) -> Any:
+    """Cos or sin of pairs for both halves of a head."""
+    return torch.cat([freq, freq], dim=-1)
+
+
+def patches(inputs: Mapping[str, Any]) -> list[int]:
+    return torch.nonzero(inputs["input_ids"][0] == 555).flatten().tolist()
+
+
+def test_a_rotary_of_the_model_that_drops_height_and_width() -> None:
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    model.text.rotary_emb.recomposition_frequencies = lambda freq: doubled(freq[0])
+    model.run(inputs)
+    segments = meant("qwen3_vl", inputs).segments
+    found = model.check(segments)
+    assert found.token == patches(inputs)[1]  # the first patch stands where its frame does
+    assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
+    assert model.identify(segments).cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+
+
+def test_a_rotary_of_the_model_with_sections_in_blocks() -> None:
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    model.text.rotary_emb.recomposition_frequencies = lambda freq: doubled(
+        torch.cat([freq[0, ..., :24], freq[1, ..., 24:44], freq[2, ..., 44:]], dim=-1)
+    )
+    model.run(inputs)
+    segments = meant("qwen3_vl", inputs).segments
+    found = model.identify(segments)
+    assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+    assert found.rotary is not None
+    assert check(read(model.recorder.layers[1].keys[0], found.rotary), segments, "mrope-qwen3").equal
+
+
+def test_a_rotary_of_the_model_with_half_of_an_axis_on_another() -> None:
+    def exchanged(freq: Any) -> Any:
+        axis = np.zeros(64, np.int64)
+        axis[1:60:3], axis[2:60:3] = 1, 2
+        axis[1:30:3] = 2  # ten of the twenty pairs of rows
+        return doubled(freq[torch.tensor(axis), ..., torch.arange(64)].movedim(0, -1))
+
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    model.text.rotary_emb.recomposition_frequencies = exchanged
+    model.run(inputs)
+    found = model.identify(meant("qwen3_vl", inputs).segments)
+    assert found.cause == "10 pairs of 64, the first 1, turn by other axes: 2 instead of 1"
+
+
+def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    model.run(inputs)
+    delta = int(model.network.model.rope_deltas)
+    model.network.model.rope_deltas = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(6):
+        model.decode(1)
+    found = model.check(meant("qwen3_vl", inputs, 6).segments)
+    assert found.token == inputs["input_ids"].shape[1]
+    assert found.cause == f"from the first difference on ids are the token's index: the delta {delta} is forgotten"
+    assert delta < 0
+
+
+def test_a_delta_of_the_request_before_that_stays_on_the_model() -> None:
+    model, first, second = Qwen3VL(), prompt("qwen3_vl", TWO), prompt("qwen3_vl", "One {image}")
+    model.run(first)
+    stale, model.cache = model.network.model.rope_deltas, None
+    model.run(second)
+    assert int(stale) != int(model.network.model.rope_deltas)
+    model.network.model.rope_deltas = stale
+    for _ in range(6):
+        model.decode(1)
+    one, two = meant("qwen3_vl", first).segments, meant("qwen3_vl", second, 6).segments
+    both = SegmentTable.from_arrays(
+        np.append(one.kind, two.kind), np.append(one.extents, two.extents, axis=1), [0, one.kind.size, 8]
+    )
+    found = model.check(both)
+    assert (found.document, found.token) == (1, second["input_ids"].shape[1])
+    assert found.cause == (
+        f"the delta {int(stale)} of documents[0] is used for documents[1], from the first difference on"
+    )
+
+
+def test_a_prefix_hit_of_the_model_that_begins_at_zero() -> None:
+    model = Qwen3VL()
+    model.decode(64)
+    model.decode(40, position_ids=torch.arange(40).expand(3, 1, -1))
+    found = model.check(SegmentTable.from_documents([[mmpos.Text(104)]]))
+    assert found.token == 64
+    assert found.cause == "ids are reset inside a document: they begin anew at this token"
+
+
+def test_chunks_of_the_model_that_take_the_first_positions_of_the_prompt() -> None:
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    width = inputs["input_ids"].shape[1]
+    segments = meant("qwen3_vl", inputs, 30).segments
+    whole = torch.tensor(mmpos.place(segments, "mrope-qwen3").dense().astype(np.int64))[:, None]
+    model.run(inputs, position_ids=whole[..., :width])
+    model.decode(30, position_ids=whole[..., :30])
+    found = model.check(segments)
+    assert found.token == width
+    assert found.cause == f"from token {width} on ids are those of the document's beginning again"
+
+
+def test_drafts_of_the_model_one_place_too_far() -> None:
+    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
+    segments = meant("qwen3_vl", inputs, 4).segments
+    drafts = torch.tensor(mmpos.place(segments, "mrope-qwen3").dense().astype(np.int64))[:, None, -4:]
+    model.run(inputs)
+    model.decode(4, position_ids=drafts + 1)
+    found = model.check(segments)
+    assert found.token == inputs["input_ids"].shape[1]
+    assert found.cause == "from the first difference to the end of the document, ids are 1 too large"

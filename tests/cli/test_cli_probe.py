@@ -1,0 +1,163 @@
+"""``mmpos probe run`` on dumps of keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mmpos.__main__ import main
+
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+SPEC = "3,2x4,5"
+IDS = np.array(
+    [
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 7, 8, 9, 10, 11],
+        [0, 1, 2, 3, 3, 3, 3, 4, 4, 4, 4, 7, 8, 9, 10, 11],
+        [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+)
+AXIS = np.zeros(64, np.int64)
+AXIS[1:60:3], AXIS[2:60:3] = 1, 2
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder with the config."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIG))
+
+
+def turned(ids: npt.NDArray[np.int64], seed: int = 0) -> npt.NDArray[np.float32]:
+    """(tokens, 2, 128) one key, turned as Qwen3-VL does."""
+    rng = np.random.default_rng(seed)
+    key = rng.normal(size=(2, 64, 2)).view(np.complex128)[..., 0]
+    angle = ids[AXIS].T * 5e6 ** -(np.arange(64) / 64)
+    pairs = key * np.exp(1j * angle)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["probe", "run", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_keys_as_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    layers: dict[str, Any] = {"first": turned(IDS), "second": turned(IDS, seed=1)}
+    np.savez("alone.npz", **layers)
+    np.savez("with.npz", **layers, position_ids=IDS)
+    np.save("ids.npy", IDS[:, None])
+    for meant in (["with.npz"], ["alone.npz", "--spec", SPEC], ["alone.npz", "--ids", "ids.npy"]):
+        code, out, err = run(capsys, *meant, "--config", "config.json")
+        assert (code, err) == (0, "")
+        assert out.startswith("first: 48 of 48 ids read, at most ")
+        assert "\nsecond: 48 of 48 ids read" in out
+        assert "All 16 tokens of 1 document have the ids of" in out
+        assert "Ids are relative to token 0: what all have too much is not seen." in out
+
+
+def test_keys_alone_are_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("keys.npy", turned(IDS))
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json")
+    assert code == 3
+    assert "Nothing was compared: give --spec or --ids, the positions that were meant." in out
+
+
+def test_height_and_width_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("keys.npy", turned(IDS[[0, 0, 0]]))
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--spec", SPEC)
+    assert code == 3
+    assert "token 4, is frame 0, row 0, column 1 of a grid of width 4 (segment 1): got (3, 3, 3), want (3, 3, 4)" in out
+    assert "Cause: all pairs turn by axis 0 (frame): the other axes are dropped." in out
+
+
+def test_a_lost_delta_is_named_and_no_rotation_blamed(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = IDS.copy()
+    ids[:, 13:] = [13, 14, 15]
+    np.save("keys.npy", turned(ids))
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--spec", SPEC)
+    assert code == 3
+    assert "the delta -4 is forgotten" in out
+    assert "rotation" not in out
+
+
+def test_another_rotation_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    adjacent = np.random.default_rng(0).normal(size=(16, 2, 128)).astype(np.float32)
+    np.savez("keys.npz", keys=adjacent)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--json")
+    assert code == 3
+    found: dict[str, Any] = json.loads(out)
+    assert found["equal"] is False
+    assert found["layers"]["keys"]["known"] == 0
+    assert "have pairs of other lengths than the reference" in found["layers"]["keys"]["message"][0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "arguments", "message"),
+    [
+        (
+            {"position_ids": IDS},
+            [],
+            "mmpos: error: keys.npz: got ['position_ids'], want an array of keys, such as keys",
+        ),
+        (
+            {"keys": IDS},
+            [],
+            "mmpos: error: keys.npz: got keys of shape (3, 16), want keys (tokens, kv_heads, head_dim), or",
+        ),
+        (
+            {"keys": turned(IDS)},
+            ["--spec", "3"],
+            "mmpos: error: keys.npz: keys of shape (16, 2, 128), reading: got 3 axes and 16 tokens, want 3 axes and 3",
+        ),
+        (
+            {"keys": turned(IDS).astype(np.int8)},
+            ["--spec", SPEC],
+            "mmpos: error: keys.npz: keys of shape (16, 2, 128), keys: got dtype int8, want floats",
+        ),
+        (
+            {"keys": turned(IDS), "position_ids": IDS},
+            ["--spec", SPEC],
+            "mmpos: error: --spec: got one beside position_ids in the dump, want one of them",
+        ),
+        (
+            {"keys": turned(IDS), "position_ids": IDS[[0, 0, 1, 2]]},
+            [],
+            "mmpos: error: position_ids: got shape (4, 16), want (3, tokens) or (3, batch, length); leave out the text",
+        ),
+        ({"keys": turned(IDS), "position_ids": IDS}, ["--start", "3"], "mmpos: error: --start: got one without --spec"),
+        ({"keys": turned(IDS)}, ["--spec", "3", "--ids", "x"], "mmpos: error: --spec: got one beside --ids"),
+    ],
+)
+def test_bad_dumps(
+    arrays: dict[str, Any], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez("keys.npz", **arrays)
+    code, out, err = run(capsys, "keys.npz", "--config", "config.json", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+
+
+def test_files_that_are_no_dumps(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("keys.npz").write_bytes(b"no archive")
+    for name, got in (("keys.npz", "got "), ("missing.npz", "got No such file")):
+        code, _, err = run(capsys, name, "--config", "config.json")
+        assert code == 2
+        assert err.startswith(f"mmpos: error: {name}: {got}")

@@ -1,0 +1,22 @@
+"""TRL's trainer on rollouts: it has the positions that the rollouts were made with, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+import trl_rollouts
+from tiny_qwen3_vl import make_model
+from tiny_vlm_task import load_photos
+
+
+@pytest.mark.slow
+def test_a_trainer_with_other_positions_than_the_rollout_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    records = trl_rollouts.roll_out(model, load_photos()[:2], copies=2)
+    trl_rollouts.train(model, records, str(tmp_path))
+    with pytest.raises(ValueError, match="the trainer has other positions than the rollout"):
+        trl_rollouts.train(model, records, str(tmp_path), mistake=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import cache
+from itertools import pairwise, product
 from math import ceil, floor, lcm, prod
 from typing import Any, NamedTuple
 
@@ -354,35 +356,38 @@ CASES = (
 RESUMABLE = tuple(case for case in CASES if case.resumable)
 
 
-@st.composite
-def grids(draw: st.DrawFn, case: Case) -> Grid:
-    """A grid that the scheme has a place for."""
-    sides = st.integers(1, 4).map(lambda n: n * case.side)
-    seconds = st.none() | st.fractions(Fraction(1, 4), 4, max_denominator=6)
-    return Grid(
-        draw(sides),
-        draw(sides),
-        frames=draw(st.integers(1, 3)) if case.frames else 1,
-        row_separator=case.separators and draw(st.booleans()),
-        seconds_per_frame=draw(seconds),
-    )
+SECONDS = (None, *(Fraction(numerator, 6) for numerator in (2, 3, 5, 6, 7, 10, 16)), Fraction(1, 4), 4)
 
 
-@st.composite
-def documents(draw: st.DrawFn, case: Case) -> Document:
-    """A document of text and grids; a marker stands between grids that may not touch."""
-    part: st.SearchStrategy[Text | Grid] = grids(case)
-    if case.text:
-        part = part | st.integers(1, 4).map(Text)
-    document: Document = []
-    for new in draw(st.lists(part, min_size=1, max_size=5)):
-        if not case.touching and document and isinstance(new, Grid) and isinstance(document[-1], Grid):
-            document.append(Text(1))
-        document.append(new)
-    return document
+@cache
+def _every_grid(frames: int, separators: bool, side: int) -> st.SearchStrategy[Grid]:
+    """One draw a grid, since draws are what these tests spend their time on."""
+    sides = range(side, 4 * side + 1, side)
+    each = product(sides, sides, range(1, frames + 1), (False, True)[: 1 + separators], SECONDS)
+    names = ("frames", "row_separator", "seconds_per_frame")
+    return st.sampled_from([Grid(h, w, **dict(zip(names, more, strict=True))) for h, w, *more in each])
 
 
-@st.composite
-def batches(draw: st.DrawFn, case: Case, min_size: int = 0) -> list[Document]:
+def grids(case: Case) -> st.SearchStrategy[Grid]:
+    """Grids that the scheme has a place for."""
+    return _every_grid(3 if case.frames else 1, case.separators, case.side)
+
+
+def documents(case: Case) -> st.SearchStrategy[Document]:
+    """Documents of text and grids; a marker stands between grids that may not touch."""
+    parts = grids(case) | st.sampled_from([Text(1), Text(2), Text(3), Text(4)]) if case.text else grids(case)
+    drawn = st.lists(parts, min_size=1, max_size=5)
+    return drawn if case.touching else drawn.map(_apart)
+
+
+def _apart(parts: Document) -> Document:
+    """Put a marker between grids that touch."""
+    apart = parts[:1]
+    for before, part in pairwise(parts):
+        apart += [Text(1), part] if isinstance(before, Grid) and isinstance(part, Grid) else [part]
+    return apart
+
+
+def batches(case: Case, min_size: int = 0) -> st.SearchStrategy[list[Document]]:
     """A few documents."""
-    return draw(st.lists(documents(case), min_size=min_size, max_size=3))
+    return st.lists(documents(case), min_size=min_size, max_size=3)

@@ -5,6 +5,9 @@ SOAK ?= 60
 SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
+# Rewritten tests are kept, for the workers and for the next run. There are more workers than cores of a small machine:
+# many tests wait for the processes that they start.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
 OLDEST := .venv-torch-2.11
@@ -23,10 +26,10 @@ gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
 	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
 
 test: $(VENV)/dev  ## the tests
-	$(BIN)/pytest -q -n 2 --dist worksteal
+	$(PYTEST) -n 3 --dist worksteal
 
 slow: $(VENV)/dev  ## the tests that take longer
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+	$(PYTEST) -n 4 --dist loadgroup -m slow
 
 versions: $(OLDEST)/rotary  ## the rotary tests with torch 2.11 and triton 3.6: gigabytes of their own
 	$(OLDEST)/bin/pytest -q -W "ignore:Conversion of an array with ndim:DeprecationWarning" tests/rotary  # by that triton

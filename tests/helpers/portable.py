@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-SUITES = {"test": ["-n", "2", "--dist", "worksteal"], "slow": ["-n", "2", "--dist", "loadgroup", "-m", "slow"]}
+SUITES = {"test": ["-n", "3", "--dist", "worksteal"], "slow": ["-n", "4", "--dist", "loadgroup", "-m", "slow"]}
 """Those of the Makefile."""
 
 FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])

@@ -389,6 +389,21 @@ def test_documents_of_other_lengths_are_told() -> None:
     )
 
 
+def test_a_text_row_on_one_side_is_told_from_an_axis() -> None:
+    with_text_row = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
+    hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]"
+    for a, b, words in (
+        (with_text_row, WANT, "a: got 4 axes, want 3, as b has" + hint),
+        (PACKED, with_text_row, "a: got 3 axes, want 4, as b has" + hint),
+        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, as b has"),
+        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, as b has"),
+    ):
+        with pytest.raises(InvalidInputError) as error:
+            same_positions(a, b)
+        assert str(error.value) == words
+    assert same_positions({**PACKED, "position_ids": with_text_row["position_ids"][1:]}, WANT).equal
+
+
 def test_sides_that_cannot_be_compared_are_refused() -> None:
     for a, words in (
         (IDS, "a: got 1 document, want 2, as b has"),

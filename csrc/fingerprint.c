@@ -1,14 +1,17 @@
 /* Sums over the tokens of documents in the field of integers modulo 2**61 - 1: mmpos/analysis/fingerprint.py says of
  * what. A dense sum takes one pass over the ids; that of a segment of a table is closed, and takes its logarithm. */
 
+#include <math.h>
+
 #include "table.h"
 
 #define POINTS 2
+#define MOST_AXES 16
 #define BLOCK 256                 /* powers of a point that are known */
 #define LIMB 31                   /* bits of the lower part of a power; the upper one has 30 */
 #define SMALL 25                  /* bits of ids of which a block's products with a part add up in 64 */
 #define HALF 16                   /* bits of a half of other ids */
-#define SCALE 8                   /* bits: floats are read as whole numbers, or as numerators over 2**8 */
+#define MIDDLE 6755399441055744.0 /* 1.5 * 2**52: what is added to it is rounded to an integer */
 #define SHIFT ((uint64_t)1 << 31) /* added to int32, to make them positive */
 #define PRIME (((uint64_t)1 << 61) - 1)
 
@@ -21,7 +24,7 @@ typedef struct {
     uint64_t point, after;               /* to the first power, and to the one after a block */
     uint64_t ones[BLOCK + 1];            /* sums of so many powers */
     uint32_t lower[BLOCK], upper[BLOCK]; /* parts of the powers */
-    uint64_t factors[17];                /* of every axis, then of one for each token */
+    uint64_t factors[MOST_AXES + 1];     /* of every axis, then of one for each token */
 } Point;
 
 static inline uint64_t fold(uint64_t a) {
@@ -84,10 +87,32 @@ static Series series(uint64_t ratio, uint64_t terms) {
     return s;
 }
 
-/* Read at most BLOCK ids, times 2**bits; 0 if one is no integer within int32, and else 1 and the bits that any has. */
-static ALWAYS_INLINE int load_as(char format, int64_t stride, const char *place, int bits, int64_t count, uint32_t *ids,
-                                 uint32_t *any) {
-    const double middle = 6755399441055744.0; /* 1.5 * 2**52: what is added to it is rounded to an integer */
+/* What the floats of an axis are numerators over, and its inverse in the field. */
+typedef struct {
+    double over;
+    uint64_t inverse;
+} Unit;
+
+static inline double float_at(const char *place, char format) {
+    float single;
+    double number;
+    if (format == 'f') {
+        memcpy(&single, place, sizeof single);
+        return single;
+    }
+    memcpy(&number, place, sizeof number);
+    return number;
+}
+
+/* Whether a number is the double of an integer over such a denominator, and of nothing over a smaller one. */
+static ALWAYS_INLINE int is_over(double number, double over, double numerator) {
+    return (over == 1 || over * over * fabs(number) < 4503599627370496.0 /* 2**52 */) & (numerator / over == number);
+}
+
+/* Read at most BLOCK ids times over; 0 if one is no integer within int32 then, and else 1 and the bits that any has. */
+static ALWAYS_INLINE int load_as(char format, int64_t stride, const char *place, double over, int64_t count,
+                                 uint32_t *ids, uint32_t *any) {
+    const double middle = MIDDLE;
     uint64_t beyond = 0, zero;
     uint32_t seen = 0;
     memcpy(&zero, &middle, sizeof zero);
@@ -100,17 +125,8 @@ static ALWAYS_INLINE int load_as(char format, int64_t stride, const char *place,
         } else if (format == 'q') {
             value = (uint64_t)int64_at(place + k * stride) + SHIFT;
         } else {
-            double number;
-            float single;
-            if (format == 'f') {
-                memcpy(&single, place + k * stride, sizeof single);
-                number = single;
-            } else {
-                memcpy(&number, place + k * stride, sizeof number);
-            }
-            number *= (double)(1 << bits);
-            double rounded = number + middle;
-            beyond |= rounded - middle != number;
+            double number = float_at(place + k * stride, format), rounded = number * over + middle;
+            beyond |= !is_over(number, over, rounded - middle);
             memcpy(&value, &rounded, sizeof value);
             value += SHIFT - zero;
         }
@@ -123,22 +139,64 @@ static ALWAYS_INLINE int load_as(char format, int64_t stride, const char *place,
 }
 
 /* The same for any format, by vectors where ids lie side by side. */
-static ALWAYS_INLINE int load(const Matrix *source, const char *place, int bits, int64_t count, uint32_t *ids,
+static ALWAYS_INLINE int load(const Matrix *source, const char *place, double over, int64_t count, uint32_t *ids,
                               uint32_t *any) {
     const int64_t stride = source->column_stride;
     const int dense = stride == source->itemsize;
     switch (source->format) {
         case 'i':
-            return dense ? load_as('i', 4, place, 0, count, ids, any) : load_as('i', stride, place, 0, count, ids, any);
+            return dense ? load_as('i', 4, place, 1, count, ids, any) : load_as('i', stride, place, 1, count, ids, any);
         case 'q':
-            return dense ? load_as('q', 8, place, 0, count, ids, any) : load_as('q', stride, place, 0, count, ids, any);
+            return dense ? load_as('q', 8, place, 1, count, ids, any) : load_as('q', stride, place, 1, count, ids, any);
         case 'f':
-            return dense ? load_as('f', 4, place, bits, count, ids, any)
-                         : load_as('f', stride, place, bits, count, ids, any);
+            return dense ? load_as('f', 4, place, over, count, ids, any)
+                         : load_as('f', stride, place, over, count, ids, any);
         default:
-            return dense ? load_as('d', 8, place, bits, count, ids, any)
-                         : load_as('d', stride, place, bits, count, ids, any);
+            return dense ? load_as('d', 8, place, over, count, ids, any)
+                         : load_as('d', stride, place, over, count, ids, any);
     }
+}
+
+/* The denominator, of the first convergent of its continued fraction that is it, of a number within int32; or 0. */
+static double denominator_of(double number) {
+    double base = (double)(int64_t)number;
+    base -= base > number;
+    double rest = number - base, p = 0, q = 1, p_before = 1, q_before = 0;
+    while ((base * q + p) / q != number) {
+        double inverse = 1 / rest;
+        if (!(inverse <= INT32_MAX && q <= INT32_MAX)) { /* the next q is not smaller */
+            return 0;
+        }
+        double digit = (double)(int64_t)inverse, next_p = digit * p + p_before, next_q = digit * q + q_before;
+        p_before = p, q_before = q, p = next_p, q = next_q;
+        rest = inverse - digit;
+    }
+    return q <= INT32_MAX ? q : 0;
+}
+
+/* The sums of floats of one axis in a block, one by one, at every point. */
+static int sum_fractions(const Matrix *source, const char *place, int64_t count, const Point *points, Unit *unit,
+                         uint64_t *sums) {
+    memset(sums, 0, POINTS * sizeof *sums);
+    for (int64_t k = 0; k < count; k++) {
+        double number = float_at(place + k * source->column_stride, source->format);
+        if (!(number >= -(double)SHIFT && number <= INT32_MAX)) {
+            return 0;
+        }
+        if (!is_over(number, unit->over, number * unit->over + MIDDLE - MIDDLE)) {
+            unit->over = denominator_of(number);
+            if (!is_over(number, unit->over, number * unit->over + MIDDLE - MIDDLE)) {
+                return 0;
+            }
+            unit->inverse = power((uint64_t)unit->over, PRIME - 2);
+        }
+        uint64_t value = mul(element((int64_t)(number * unit->over + MIDDLE - MIDDLE)), unit->inverse);
+        for (int64_t j = 0; j < POINTS; j++) {
+            uint64_t weight = points[j].lower[k] | (uint64_t)points[j].upper[k] << LIMB;
+            sums[j] = add(sums[j], mul(value, weight));
+        }
+    }
+    return 1;
 }
 
 /* The sums of small ids at every point, the k-th times the k-th power. */
@@ -157,14 +215,17 @@ static ALWAYS_INLINE void sum_small(const uint32_t *ids, int64_t count, const Po
 
 /* The sums of the ids of one axis in a block, at every point. */
 static ALWAYS_INLINE int sum_block(const Matrix *source, const char *place, int64_t count, const Point *points,
-                                   uint64_t *sums) {
+                                   Unit *unit, uint64_t *sums) {
     uint32_t ids[BLOCK], high[BLOCK], any;
-    int bits = 0;
-    if (!load(source, place, bits, count, ids, &any)) {
-        bits = SCALE;
-        if (source->format == 'i' || source->format == 'q' || !load(source, place, bits, count, ids, &any)) {
+    uint64_t inverse = 1;
+    if (!load(source, place, 1, count, ids, &any)) {
+        if (source->format == 'i' || source->format == 'q') {
             return 0;
         }
+        if (!load(source, place, unit->over, count, ids, &any)) {
+            return sum_fractions(source, place, count, points, unit, sums);
+        }
+        inverse = unit->inverse;
     }
     if (any >> SMALL) {
         for (int64_t k = 0; k < count; k++) {
@@ -183,7 +244,7 @@ static ALWAYS_INLINE int sum_block(const Matrix *source, const char *place, int6
         }
     }
     for (int64_t j = 0; j < POINTS; j++) {
-        sums[j] = mul(sums[j], (uint64_t)1 << (61 - bits) % 61); /* over 2**bits, since 2**61 is 1 */
+        sums[j] = mul(sums[j], inverse);
     }
     return 1;
 }
@@ -192,6 +253,10 @@ static ALWAYS_INLINE int sum_block(const Matrix *source, const char *place, int6
 static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse,
                                    uint64_t *sums) {
     uint64_t weights[POINTS];
+    Unit units[MOST_AXES];
+    for (int64_t axis = 0; axis < source->rows; axis++) {
+        units[axis] = (Unit){256, (uint64_t)1 << 53}; /* 2**61 is 1 */
+    }
     for (int64_t j = 0; j < POINTS; j++) {
         weights[j] = power(points[j].point, (uint64_t)run[INDEX]);
         sums[j] = 0;
@@ -201,7 +266,7 @@ static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, co
         uint64_t values[POINTS] = {0}, each[POINTS];
         for (int64_t axis = 0; axis < source->rows; axis++) {
             const char *place = source->data + axis * source->row_stride + (run[FIRST] + done) * source->column_stride;
-            if (!sum_block(source, place, count, points, each)) {
+            if (!sum_block(source, place, count, points, &units[axis], each)) {
                 return 0;
             }
             for (int64_t j = 0; j < POINTS; j++) {
@@ -361,10 +426,10 @@ PyObject *native_sums(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         int64_t axes = placed ? (source.rows - AXES) / 4 : source.rows;
         Point points[POINTS];
         int known = source.format == 'i' || source.format == 'f' || source.format == 'd';
-        int fits = (source.format == 'q' || (known && !placed)) && axes >= 1 &&
-                   axes < (int64_t)(sizeof points->factors / sizeof *points->factors) && is_block(&runs, RUN_ROWS) &&
-                   is_block(&powers, POINTS) && powers.columns == BLOCK && is_block(&factors, POINTS) &&
-                   factors.columns == axes + 1 && out.format == 'q' && out.columns == POINTS;
+        int fits = (source.format == 'q' || (known && !placed)) && axes >= 1 && axes <= MOST_AXES &&
+                   is_block(&runs, RUN_ROWS) && is_block(&powers, POINTS) && powers.columns == BLOCK &&
+                   is_block(&factors, POINTS) && factors.columns == axes + 1 && out.format == 'q' &&
+                   out.columns == POINTS;
         if (fits) {
             Sum *sum = placed ? sum_segment : args[6] == Py_True && has_wide() ? sum_ids_wide : sum_ids;
             fill_points(&powers, &factors, points);

@@ -106,6 +106,20 @@ def test_ids_of_any_size_count_in_any_block(dtype: Any, side_by_side: bool) -> N
 
 
 @pytest.mark.usefixtures("_core")
+def test_fractions_may_have_any_denominators_in_any_block() -> None:
+    over = np.repeat([1, 17, 357, 4, 1, 999_983], [40, 460, 90, 10, 80, 20])  # from the fifth on within a block
+    rows = [[Fraction(i * sign, d) for i, d in enumerate(over.tolist())] for sign in (3, -100_000)]
+    assert fingerprint([[float(number) for number in row] for row in rows]) == [digest(rows)]
+    thirds = [[Fraction(i, 3) for i in range(700)]]
+    floats = np.array([[float(number) for number in thirds[0]]])
+    assert fingerprint(floats) == fingerprint(np.repeat(floats, 2, axis=1)[:, ::2]) == [digest(thirds)]
+    if native.core is not None:
+        run = np.array([[0], [700], [0], [0], [1]])
+        powers, factors, sums = np.ones((2, 256), np.int64), np.ones((2, 2), np.int64), np.zeros((1, 2), np.int64)
+        assert native.core.sums(floats, False, run, powers, factors, sums, True)
+
+
+@pytest.mark.usefixtures("_core")
 def test_floats_stand_for_the_fractions_that_they_round() -> None:
     exact = [[Fraction(1, 3), Fraction(100_000 * 7 + 2, 7), Fraction(-5, 2)]]
     assert fingerprint([[float(number) for number in exact[0]]]) == [digest(exact)]
@@ -324,7 +338,7 @@ def test_c_declines_what_would_leave_its_arrays() -> None:
     for dtype in (np.float32, np.float64):
         for wide in (False, True):
             assert core.sums(halves.astype(dtype), False, run, powers, factors, sums, wide)
-            for beyond in (1 / 512, 1 / 3, 2**31, 2**63, 2**64, 1e30, -(2**31) - 256, np.inf, -np.inf, np.nan):
+            for beyond in (1e-12, np.pi * 1e-5, 2**31, 2**63, 2**64, 1e30, -(2**31) - 256, np.inf, -np.inf, np.nan):
                 bad = halves.astype(dtype)
                 bad[0, 2] = beyond
                 assert not core.sums(bad, False, run, powers, factors, sums, wide), beyond

@@ -404,7 +404,7 @@ def test_documents_of_other_lengths_are_told() -> None:
 
 
 def test_a_text_row_on_one_side_is_told_from_an_axis() -> None:
-    with_text_row = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
+    with_text_row: dict[str, Any] = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
     hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]"
     for a, b, words in (
         (with_text_row, WANT, "a: got 4 axes, want 3, as b has" + hint),

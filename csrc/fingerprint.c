@@ -1,25 +1,30 @@
 /* Sums over the tokens of documents in the field of integers modulo 2**61 - 1: mmpos/analysis/fingerprint.py says of
  * what. A dense sum takes one pass over the ids; that of a segment of a table is closed, and takes its logarithm. */
 
+#include <math.h>
+
 #include "table.h"
 
 #define POINTS 2
-#define BLOCK 256                /* powers of a point that are known */
-#define LIMB 21                  /* bits of a part of a power: so many products with 32 bits add up in 64 */
-#define SHIFT ((int64_t)1 << 31) /* added to int32, to make them positive */
+#define MOST_AXES 16
+#define BLOCK 256                 /* powers of a point that are known */
+#define LIMB 31                   /* bits of the lower part of a power; the upper one has 30 */
+#define SMALL 25                  /* bits of ids of which a block's products with a part add up in 64 */
+#define HALF 16                   /* bits of a half of other ids */
+#define MIDDLE 6755399441055744.0 /* 1.5 * 2**52: what is added to it is rounded to an integer */
+#define SHIFT ((uint64_t)1 << 31) /* added to int32, to make them positive */
 #define PRIME (((uint64_t)1 << 61) - 1)
 
-enum { FIRST, TOKENS, OWNER, INDEX, INVERSE, RUN_ROWS }; /* of the runs */
+enum { FIRST, TOKENS, OWNER, INDEX, OVER, RUN_ROWS }; /* of the runs */
 
 #ifdef __SIZEOF_INT128__
 __extension__ typedef unsigned __int128 Wide;
 
 typedef struct {
-    uint64_t point;
-    uint64_t powers[BLOCK];
-    uint64_t ones[BLOCK + 1]; /* sums of so many powers */
-    uint32_t limbs[3][BLOCK]; /* of the powers, from the low one on */
-    uint64_t factors[17];     /* of every axis, then of one for each token */
+    uint64_t point, after;               /* to the first power, and to the one after a block */
+    uint64_t ones[BLOCK + 1];            /* sums of so many powers */
+    uint32_t lower[BLOCK], upper[BLOCK]; /* parts of the powers */
+    uint64_t factors[MOST_AXES + 1];     /* of every axis, then of one for each token */
 } Point;
 
 static inline uint64_t fold(uint64_t a) {
@@ -61,12 +66,13 @@ typedef struct {
 } Series;
 
 static Series series(uint64_t ratio, uint64_t terms) {
-    Series s = {1, 0, 0};
-    uint64_t count = 0;
-    for (int bit = 63; bit >= 0; bit--) {
-        if (terms >> bit == 0) {
-            continue;
-        }
+    Series s = {ratio, 1, 0};
+    uint64_t count = 1; /* of terms */
+    int bit = 0;
+    while (terms >> bit > 1) {
+        bit++;
+    }
+    while (--bit >= 0) {
         s.moment = add(s.moment, mul(s.after, add(s.moment, mul(count, s.sum))));
         s.sum = add(s.sum, mul(s.after, s.sum));
         s.after = mul(s.after, s.after);
@@ -81,83 +87,212 @@ static Series series(uint64_t ratio, uint64_t terms) {
     return s;
 }
 
-/* Read at most BLOCK ids, shifted; 0 for one that is no integer within int32. */
-static int load(uint32_t *ids, const char *place, int64_t stride, char format, int64_t count) {
-    if (format == 'i') {
-        for (int64_t k = 0; k < count; k++) {
-            int32_t value;
-            memcpy(&value, place + k * stride, sizeof value);
-            ids[k] = (uint32_t)value ^ (uint32_t)SHIFT;
+/* What the floats of an axis are numerators over, and its inverse in the field. */
+typedef struct {
+    double over;
+    uint64_t inverse;
+} Unit;
+
+static inline double float_at(const char *place, char format) {
+    float single;
+    double number;
+    if (format == 'f') {
+        memcpy(&single, place, sizeof single);
+        return single;
+    }
+    memcpy(&number, place, sizeof number);
+    return number;
+}
+
+/* Whether a number is the double of an integer over such a denominator, and of nothing over a smaller one. */
+static ALWAYS_INLINE int is_over(double number, double over, double numerator) {
+    return (over == 1 || over * over * fabs(number) < 4503599627370496.0 /* 2**52 */) & (numerator / over == number);
+}
+
+/* Read at most BLOCK ids times over; 0 if one is no integer within int32 then, and else 1 and the bits that any has. */
+static ALWAYS_INLINE int load_as(char format, int64_t stride, const char *place, double over, int64_t count,
+                                 uint32_t *ids, uint32_t *any) {
+    const double middle = MIDDLE;
+    uint64_t beyond = 0, zero;
+    uint32_t seen = 0;
+    memcpy(&zero, &middle, sizeof zero);
+    for (int64_t k = 0; k < count; k++) {
+        uint64_t value;
+        if (format == 'i') {
+            int32_t number;
+            memcpy(&number, place + k * stride, sizeof number);
+            value = (uint64_t)number + SHIFT;
+        } else if (format == 'q') {
+            value = (uint64_t)int64_at(place + k * stride) + SHIFT;
+        } else {
+            double number = float_at(place + k * stride, format), rounded = number * over + middle;
+            beyond |= !is_over(number, over, rounded - middle);
+            memcpy(&value, &rounded, sizeof value);
+            value += SHIFT - zero;
         }
-    } else if (format == 'q') {
-        uint64_t beyond = 0;
-        for (int64_t k = 0; k < count; k++) {
-            uint64_t value = (uint64_t)int64_at(place + k * stride) + (uint64_t)SHIFT;
-            ids[k] = (uint32_t)value;
-            beyond |= value >> 32;
+        beyond |= value >> 32;
+        ids[k] = (uint32_t)(value - SHIFT);
+        seen |= ids[k];
+    }
+    *any = seen;
+    return beyond == 0;
+}
+
+/* The same for any format, by vectors where ids lie side by side. */
+static ALWAYS_INLINE int load(const Matrix *source, const char *place, double over, int64_t count, uint32_t *ids,
+                              uint32_t *any) {
+    const int64_t stride = source->column_stride;
+    const int dense = stride == source->itemsize;
+    switch (source->format) {
+        case 'i':
+            return dense ? load_as('i', 4, place, 1, count, ids, any) : load_as('i', stride, place, 1, count, ids, any);
+        case 'q':
+            return dense ? load_as('q', 8, place, 1, count, ids, any) : load_as('q', stride, place, 1, count, ids, any);
+        case 'f':
+            return dense ? load_as('f', 4, place, over, count, ids, any)
+                         : load_as('f', stride, place, over, count, ids, any);
+        default:
+            return dense ? load_as('d', 8, place, over, count, ids, any)
+                         : load_as('d', stride, place, over, count, ids, any);
+    }
+}
+
+/* The denominator, of the first convergent of its continued fraction that is it, of a number within int32; or 0. */
+static double denominator_of(double number) {
+    double base = (double)(int64_t)number;
+    base -= base > number;
+    double rest = number - base, p = 0, q = 1, p_before = 1, q_before = 0;
+    while ((base * q + p) / q != number) {
+        double inverse = 1 / rest;
+        if (!(inverse <= INT32_MAX && q <= INT32_MAX)) { /* the next q is not smaller */
+            return 0;
         }
-        return beyond == 0;
-    } else {
-        int whole = 1;
-        for (int64_t k = 0; k < count; k++) {
-            double value;
-            memcpy(&value, place + k * stride, sizeof value);
-            int32_t near = value >= -(double)SHIFT && value < (double)SHIFT ? (int32_t)value : 0;
-            whole &= (double)near == value;
-            ids[k] = (uint32_t)near ^ (uint32_t)SHIFT;
+        double digit = (double)(int64_t)inverse, next_p = digit * p + p_before, next_q = digit * q + q_before;
+        p_before = p, q_before = q, p = next_p, q = next_q;
+        rest = inverse - digit;
+    }
+    return q <= INT32_MAX ? q : 0;
+}
+
+/* The sums of floats of one axis in a block, one by one, at every point. */
+static int sum_fractions(const Matrix *source, const char *place, int64_t count, const Point *points, Unit *unit,
+                         uint64_t *sums) {
+    memset(sums, 0, POINTS * sizeof *sums);
+    for (int64_t k = 0; k < count; k++) {
+        double number = float_at(place + k * source->column_stride, source->format);
+        if (!(number >= -(double)SHIFT && number <= INT32_MAX)) {
+            return 0;
         }
-        return whole;
+        if (!is_over(number, unit->over, number * unit->over + MIDDLE - MIDDLE)) {
+            unit->over = denominator_of(number);
+            if (!is_over(number, unit->over, number * unit->over + MIDDLE - MIDDLE)) {
+                return 0;
+            }
+            unit->inverse = power((uint64_t)unit->over, PRIME - 2);
+        }
+        uint64_t value = mul(element((int64_t)(number * unit->over + MIDDLE - MIDDLE)), unit->inverse);
+        for (int64_t j = 0; j < POINTS; j++) {
+            uint64_t weight = points[j].lower[k] | (uint64_t)points[j].upper[k] << LIMB;
+            sums[j] = add(sums[j], mul(value, weight));
+        }
     }
     return 1;
 }
 
-/* The sum of ids, the k-th times the k-th power. */
-static uint64_t sum_block(const uint32_t *ids, int64_t count, const Point *point) {
-    uint64_t sums[3] = {0, 0, 0}, sum = 0;
+/* The sums of small ids at every point, the k-th times the k-th power. */
+static ALWAYS_INLINE void sum_small(const uint32_t *ids, int64_t count, const Point *points, uint64_t *sums) {
+    uint64_t lower[POINTS] = {0}, upper[POINTS] = {0};
     for (int64_t k = 0; k < count; k++) {
-        for (int64_t limb = 0; limb < 3; limb++) {
-            sums[limb] += (uint64_t)ids[k] * point->limbs[limb][k];
+        for (int64_t j = 0; j < POINTS; j++) {
+            lower[j] += (uint64_t)ids[k] * points[j].lower[k];
+            upper[j] += (uint64_t)ids[k] * points[j].upper[k];
         }
     }
-    for (int64_t limb = 2; limb >= 0; limb--) {
-        sum = add(mul(sum, (uint64_t)1 << LIMB), fold(sums[limb]));
+    for (int64_t j = 0; j < POINTS; j++) {
+        sums[j] = add(fold(lower[j]), mul(fold(upper[j]), (uint64_t)1 << LIMB));
     }
-    return add(sum, mul(PRIME - (uint64_t)SHIFT, point->ones[count]));
+}
+
+/* The sums of the ids of one axis in a block, at every point. */
+static ALWAYS_INLINE int sum_block(const Matrix *source, const char *place, int64_t count, const Point *points,
+                                   Unit *unit, uint64_t *sums) {
+    uint32_t ids[BLOCK], high[BLOCK], any;
+    uint64_t inverse = 1;
+    if (!load(source, place, 1, count, ids, &any)) {
+        if (source->format == 'i' || source->format == 'q') {
+            return 0;
+        }
+        if (!load(source, place, unit->over, count, ids, &any)) {
+            return sum_fractions(source, place, count, points, unit, sums);
+        }
+        inverse = unit->inverse;
+    }
+    if (any >> SMALL) {
+        for (int64_t k = 0; k < count; k++) {
+            ids[k] ^= (uint32_t)SHIFT;
+            high[k] = ids[k] >> HALF;
+            ids[k] &= (1 << HALF) - 1;
+        }
+    }
+    sum_small(ids, count, points, sums);
+    if (any >> SMALL) {
+        uint64_t more[POINTS];
+        sum_small(high, count, points, more);
+        for (int64_t j = 0; j < POINTS; j++) {
+            sums[j] = add(sums[j], mul(more[j], 1 << HALF));
+            sums[j] = add(sums[j], mul(PRIME - SHIFT, points[j].ones[count]));
+        }
+    }
+    for (int64_t j = 0; j < POINTS; j++) {
+        sums[j] = mul(sums[j], inverse);
+    }
+    return 1;
 }
 
 /* The sums of a run of dense ids at every point. */
-static int sum_ids(const Matrix *source, const Point *points, const int64_t *run, uint64_t *sums) {
+static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse,
+                                   uint64_t *sums) {
     uint64_t weights[POINTS];
-    uint32_t ids[BLOCK];
+    Unit units[MOST_AXES];
+    for (int64_t axis = 0; axis < source->rows; axis++) {
+        units[axis] = (Unit){256, (uint64_t)1 << 53}; /* 2**61 is 1 */
+    }
     for (int64_t j = 0; j < POINTS; j++) {
         weights[j] = power(points[j].point, (uint64_t)run[INDEX]);
         sums[j] = 0;
     }
     for (int64_t done = 0; done < run[TOKENS]; done += BLOCK) {
         int64_t count = run[TOKENS] - done < BLOCK ? run[TOKENS] - done : BLOCK;
-        uint64_t values[POINTS] = {0};
+        uint64_t values[POINTS] = {0}, each[POINTS];
         for (int64_t axis = 0; axis < source->rows; axis++) {
             const char *place = source->data + axis * source->row_stride + (run[FIRST] + done) * source->column_stride;
-            if (!load(ids, place, source->column_stride, source->format, count)) {
+            if (!sum_block(source, place, count, points, &units[axis], each)) {
                 return 0;
             }
             for (int64_t j = 0; j < POINTS; j++) {
-                uint64_t sum = sum_block(ids, count, &points[j]);
-                values[j] = add(values[j], mul(points[j].factors[axis], sum));
+                values[j] = add(values[j], mul(points[j].factors[axis], each[j]));
             }
         }
         for (int64_t j = 0; j < POINTS; j++) {
-            uint64_t each = mul(points[j].factors[source->rows], points[j].ones[count]);
-            uint64_t value = add(mul(values[j], (uint64_t)run[INVERSE]), each);
-            sums[j] = add(sums[j], mul(weights[j], value));
-            weights[j] = mul(weights[j], mul(points[j].powers[BLOCK - 1], points[j].point));
+            uint64_t shift = mul(points[j].factors[source->rows], points[j].ones[count]);
+            sums[j] = add(sums[j], mul(weights[j], add(mul(values[j], inverse), shift)));
+            weights[j] = mul(weights[j], points[j].after);
         }
     }
     return 1;
 }
 
+static int sum_ids(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums) {
+    return sum_dense(source, points, run, inverse, sums);
+}
+
+static WIDE int sum_ids_wide(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse,
+                             uint64_t *sums) {
+    return sum_dense(source, points, run, inverse, sums);
+}
+
 /* The sum of a segment of a table at a point: at most a part of a row, rows, frames, rows and a part of a row. */
-static int segment_at(const Matrix *table, const Point *point, const int64_t *run, uint64_t *result) {
+static int segment_at(const Matrix *table, const Point *point, const int64_t *run, uint64_t inverse, uint64_t *result) {
     const int64_t column = run[FIRST], axes = (table->rows - AXES) / 4;
     const int64_t skip = entry(table, SKIP, column), height = entry(table, HEIGHT, column);
     const int64_t width = entry(table, WIDTH, column);
@@ -172,7 +307,7 @@ static int segment_at(const Matrix *table, const Point *point, const int64_t *ru
         }
     }
     for (int64_t term = 0; term < 4; term++) {
-        terms[term] = mul(terms[term], (uint64_t)run[INVERSE]);
+        terms[term] = mul(terms[term], inverse);
     }
     terms[ORIGIN] = add(terms[ORIGIN], point->factors[axes]);
     int64_t left = run[TOKENS], col = skip % width, row = skip / width % height, frame = skip / width / height;
@@ -212,25 +347,31 @@ static int segment_at(const Matrix *table, const Point *point, const int64_t *ru
     return 1;
 }
 
-static int sum_segment(const Matrix *table, const Point *points, const int64_t *run, uint64_t *sums) {
-    return segment_at(table, &points[0], run, &sums[0]) && segment_at(table, &points[1], run, &sums[1]);
+static int sum_segment(const Matrix *table, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums) {
+    return segment_at(table, &points[0], run, inverse, &sums[0]) &&
+           segment_at(table, &points[1], run, inverse, &sums[1]);
 }
 
-typedef int Sum(const Matrix *source, const Point *points, const int64_t *run, uint64_t *sums);
+typedef int Sum(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums);
 
 static int sum_runs(const Matrix *source, Sum *sum, const Matrix *runs, const Point *points, const Matrix *out) {
-    for (int64_t r = 0; r < runs->columns; r++) {
+    uint64_t inverse = 1;
+    for (int64_t r = 0, over = 1; r < runs->columns; r++) {
         int64_t run[RUN_ROWS], room = sum == sum_segment ? 1 : entry(runs, TOKENS, r);
         for (int64_t i = 0; i < RUN_ROWS; i++) {
             run[i] = entry(runs, i, r);
         }
         if (run[FIRST] < 0 || run[TOKENS] < 0 || run[TOKENS] > INT32_MAX + (int64_t)1 || room > source->columns ||
             run[FIRST] > source->columns - room || run[OWNER] < 0 || run[OWNER] >= out->rows || run[INDEX] < 0 ||
-            run[INVERSE] < 0 || run[INVERSE] >= (int64_t)PRIME) {
+            run[OVER] < 1 || run[OVER] >= (int64_t)PRIME) {
             return 0;
         }
+        if (run[OVER] != over) {
+            over = run[OVER];
+            inverse = power((uint64_t)over, PRIME - 2);
+        }
         uint64_t sums[POINTS];
-        if (!sum(source, points, run, sums)) {
+        if (!sum(source, points, run, inverse, sums)) {
             return 0;
         }
         for (int64_t j = 0; j < POINTS; j++) {
@@ -242,35 +383,38 @@ static int sum_runs(const Matrix *source, Sum *sum, const Matrix *runs, const Po
 
 static void fill_points(const Matrix *powers, const Matrix *factors, Point *points) {
     for (int64_t j = 0; j < POINTS; j++) {
+        Point *point = &points[j];
+        uint64_t power = 1;
+        point->ones[0] = 0;
         for (int64_t k = 0; k < BLOCK; k++) {
-            uint64_t power = element(entry(powers, j, k));
-            points[j].powers[k] = power;
-            points[j].ones[k + 1] = k == 0 ? power : add(points[j].ones[k], power);
-            for (int64_t limb = 0; limb < 3; limb++) {
-                points[j].limbs[limb][k] = (uint32_t)(power >> (LIMB * limb)) & ((1 << LIMB) - 1);
-            }
+            power = element(entry(powers, j, k));
+            point->ones[k + 1] = add(point->ones[k], power);
+            point->lower[k] = power & (((uint32_t)1 << LIMB) - 1);
+            point->upper[k] = (uint32_t)(power >> LIMB);
         }
         for (int64_t k = 0; k < factors->columns; k++) {
-            points[j].factors[k] = element(entry(factors, j, k));
+            point->factors[k] = element(entry(factors, j, k));
         }
-        points[j].ones[0] = 0;
-        points[j].point = points[j].powers[1];
+        point->point = element(entry(powers, j, 1));
+        point->after = mul(power, point->point);
     }
 }
 #endif
 
-/* sums(source, placed, runs, powers, factors, out) -> bool, whether the sum of every run was added to its document's.
+/* sums(source, placed, runs, powers, factors, out, wide) -> bool, whether the sum of every run was added to that of its
+ * document.
  *
- * source: (axes, tokens) ids within int32, as int32, int64 or float64, or where placed the columns of a table,
+ * source: (axes, tokens) ids within int32, as int32, int64, float32 or float64, or where placed the columns of a table,
  * whose offset and denominator are not read; runs: (5, runs) int64 first token, or the column, tokens, document, index
- * of the first token in its document, and what to multiply ids by; powers: (2, 256) int64 of both points; factors:
- * (2, axes + 1) int64; out: (documents, 2) int64. If False, out holds anything. */
+ * of the first token in its document, and the denominator of its ids; powers: (2, 256) int64 of both points; factors:
+ * (2, axes + 1) int64; out: (documents, 2) int64; wide: by the widest vectors of the CPU instead of those that all
+ * have. If False, out holds anything. */
 PyObject *native_sums(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix source, runs, powers, factors, out;
     int done = 0;
     (void)self;
-    if (!arguments("sums", 6, count)) {
+    if (!arguments("sums", 7, count)) {
         return NULL;
     }
     buffers.count = 0;
@@ -281,14 +425,16 @@ PyObject *native_sums(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         take_matrix(&buffers, args[5], PyBUF_WRITABLE, &out)) {
         int64_t axes = placed ? (source.rows - AXES) / 4 : source.rows;
         Point points[POINTS];
-        int fits = (source.format == 'q' || (!placed && (source.format == 'i' || source.format == 'd'))) && axes >= 1 &&
-                   axes < (int64_t)(sizeof points->factors / sizeof *points->factors) && is_block(&runs, RUN_ROWS) &&
-                   is_block(&powers, POINTS) && powers.columns == BLOCK && is_block(&factors, POINTS) &&
-                   factors.columns == axes + 1 && out.format == 'q' && out.columns == POINTS;
+        int known = source.format == 'i' || source.format == 'f' || source.format == 'd';
+        int fits = (source.format == 'q' || (known && !placed)) && axes >= 1 && axes <= MOST_AXES &&
+                   is_block(&runs, RUN_ROWS) && is_block(&powers, POINTS) && powers.columns == BLOCK &&
+                   is_block(&factors, POINTS) && factors.columns == axes + 1 && out.format == 'q' &&
+                   out.columns == POINTS;
         if (fits) {
+            Sum *sum = placed ? sum_segment : args[6] == Py_True && has_wide() ? sum_ids_wide : sum_ids;
             fill_points(&powers, &factors, points);
             Py_BEGIN_ALLOW_THREADS
-                done = sum_runs(&source, placed ? sum_segment : sum_ids, &runs, points, &out);
+                done = sum_runs(&source, sum, &runs, points, &out);
             Py_END_ALLOW_THREADS
         }
     }

@@ -18,7 +18,7 @@ Source: R. M. Karp and M. O. Rabin, Efficient randomized pattern-matching algori
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from hashlib import sha256
@@ -175,7 +175,7 @@ class DenseIds:
     """Ids of the tokens of documents, with or without padding between them.
 
     Args:
-        array: (axes, columns) int32, int64 or float64 ids; numerators where there are denominators.
+        array: (axes, columns) int32, int64, float32 or float64 ids; numerators where there are denominators.
         denominators: (columns,) of all axes, or None.
         runs: which columns are tokens, and of which documents.
     """
@@ -193,7 +193,7 @@ class DenseIds:
         columns = self.runs.columns
         ids = self.array[:, columns]
         if ids.dtype.kind == "f":
-            return _convergents(ids)
+            return _convergents(ids.astype(np.float64, copy=False))
         over = np.ones(columns.size, np.int64) if self.denominators is None else self.denominators[columns]
         beyond = (ids < INT32_MIN * over) | (ids > INT32_MAX * over)
         if beyond.any():
@@ -224,7 +224,7 @@ def read_ids(
         raise InvalidInputError(f"position_ids: got {counted(len(array), 'axis')}, want 1 to {MAX_AXES}")
     if array.dtype == np.uint64:
         array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))  # no id either, and does not wrap around
-    if array.dtype not in (np.int32, np.int64, np.float64):
+    if array.dtype not in (np.int32, np.int64, np.float32, np.float64):
         array = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
     part = None if tokens is None else int_array("tokens", tokens, (array[0].size,))
     shape = array.shape[1:] if part is None or mask is None else mask.shape
@@ -234,7 +234,8 @@ def read_ids(
         raise InvalidInputError(f"attention_mask: got shape {mask.shape}, want {want}")
     over = None if denominators is None else _denominators(denominators, array)
     array = array.reshape(len(array), -1)
-    runs = _runs(edges, mask)
+    first, lengths = edges[:-1], edges[1:] - edges[:-1]
+    runs = _runs(first, *((first, lengths) if mask is None or mask.all() else _under(mask, edges)))
     if part is not None:
         first_bad("tokens", part, minimum=0, maximum=int(edges[-1]) - 1)
     if part is not None or over is not None:
@@ -244,8 +245,9 @@ def read_ids(
 
 def _mask(attention_mask: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     flags = host_array("attention_mask", attention_mask)
-    mask = flags != 0
-    if not 1 <= flags.ndim <= 2 or (flags != mask).any():
+    mask = flags if flags.dtype == np.bool_ else np.asarray(flags == 1)
+    sound = flags.dtype.kind in "biuf" and 1 <= flags.ndim <= 2
+    if not sound or np.count_nonzero(flags) != np.count_nonzero(mask):
         raise InvalidInputError("attention_mask: got other than 0 and 1, (batch, length) or (tokens,), want these")
     return mask
 
@@ -280,25 +282,24 @@ def _denominators(denominators: npt.ArrayLike, array: Array) -> IntArray:
     return np.broadcast_to(over, array.shape[1:]).reshape(-1)
 
 
-def _runs(edges: IntArray, mask: npt.NDArray[np.bool_] | None) -> Runs:
-    """Find the tokens of documents between edges, under a mask or all."""
-    documents = edges.size - 1
-    if mask is None:
-        whole = np.arange(documents)
-        return Runs(edges[:-1], edges[1:] - edges[:-1], whole, np.zeros_like(whole), documents)
+def _under(mask: npt.NDArray[np.bool_], edges: IntArray) -> tuple[IntArray, IntArray]:
+    """Find the runs of tokens under a mask, none across an edge: the first of each, and how many."""
     flags = mask.ravel()
-    begins, ends = flags.copy(), flags.copy()
-    begins[1:] &= ~flags[:-1]
-    ends[:-1] &= ~flags[1:]
-    inner = edges[(edges > 0) & (edges < flags.size)]
-    begins[inner], ends[inner - 1] = flags[inner], flags[inner - 1]
-    first = begins.nonzero()[0]
-    tokens = ends.nonzero()[0] + 1 - first
-    document = edges.searchsorted(first, side="right") - 1
+    cuts = np.concatenate([edges, (flags[1:] != flags[:-1]).nonzero()[0] + 1])
+    cuts.sort()
+    first = cuts[:-1]
+    tokens = (cuts[1:] - first) * flags.take(first, mode="clip")  # of an empty document the first may be past the end
+    keep = tokens.nonzero()[0]
+    return first[keep], tokens[keep]
+
+
+def _runs(starts: IntArray, first: IntArray, tokens: IntArray) -> Runs:
+    """Make the runs of documents that have their first column, or segment, here; all in order."""
+    document = starts.searchsorted(first, side="right") - 1
     before = np.zeros(tokens.size + 1, np.int64)
     tokens.cumsum(out=before[1:])
-    index = before[:-1] - before[first.searchsorted(edges[:-1])][document]
-    return Runs(first, tokens, document, index, documents)
+    index = before[:-1] - before[first.searchsorted(starts)][document]
+    return Runs(first, tokens, document, index, starts.size)
 
 
 def _regrouped(runs: Runs, part: IntArray, over: IntArray | None) -> tuple[Runs, IntArray | None]:
@@ -361,20 +362,14 @@ def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
 def _table_digests(positions: PositionTable) -> list[bytes]:
     """Digests of the documents of a table, from its segments."""
     real = (~positions.is_padding).nonzero()[0]
-    tokens = positions.segment_lengths[real]
-    before = np.zeros(real.size + 1, np.int64)
-    tokens.cumsum(out=before[1:])
-    starts = positions.documents[FIRST_SEGMENT]
-    document = starts.searchsorted(real, side="right") - 1
-    index = before[:-1] - before[real.searchsorted(starts)][document]
-    runs = Runs(real, tokens, document, index, positions.num_documents)
+    runs = _runs(positions.documents[FIRST_SEGMENT], real, positions.segment_lengths[real])
     over = positions.denominator if positions.fractional else None
     sums = _sums_by_c(positions.table, True, over, runs, positions.axes)
     if sums is not None:
         return _as_bytes(sums)
     numerators = np.empty((positions.axes, positions.num_tokens), np.int64)
     expand(positions.table, positions.num_tokens, False, numerators, range(positions.axes))
-    runs = Runs(positions.offset[real], tokens, document, index, positions.num_documents)
+    runs = replace(runs, first=positions.offset[real])
     over = positions.per_token(positions.denominator)[runs.columns]
     return _as_bytes(_sums(numerators[:, runs.columns], over, runs))
 
@@ -396,9 +391,9 @@ def _sums_by_c(source: Array, placed: bool, over: IntArray | None, runs: Runs, a
         return None
     rows = np.empty((5, runs.first.size), np.int64)
     rows[0], rows[1], rows[2], rows[3] = runs.first, runs.tokens, runs.document, runs.index
-    rows[4] = 1 if over is None else _inverses(over[runs.first])
+    rows[4] = 1 if over is None else over[runs.first]
     sums = np.zeros((runs.num_documents, 2), np.int64)
-    return sums if native.core.sums(source, placed, rows, _first_powers(), _factors(axes), sums) else None
+    return sums if native.core.sums(source, placed, rows, _first_powers(), _factors(axes), sums, True) else None
 
 
 def _sums(numerators: IntArray, denominators: IntArray, runs: Runs) -> Field:

@@ -24,6 +24,7 @@ from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
     from mmpos.analysis.conformance import Report
+    from mmpos.rotary import Rotary
 
 conformance = typer.Typer(name="conformance", invoke_without_command=True)
 app.add_typer(conformance)
@@ -45,14 +46,17 @@ def root(context: typer.Context) -> None:
     "run",
     help="Ask a program case by case: one JSON object a line on its standard input, one a line on its output.\n\n"
     "Prints a line for each case that differs, and a summary. "
-    f"Exit codes: 0 the same, {DIFFERENT} different, or nothing compared.",
+    f"Exit codes: 0 the same, {DIFFERENT} different, nothing compared, or declined in spite of --require-all.",
 )
 def run_cases(
     command: Annotated[str, typer.Option(metavar="PROGRAM", help="The program and its arguments, in one word.")],
     patterns: Patterns = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="For each answer.")] = 60.0,
-    tolerance: Annotated[float, typer.Option(help="How far cos and sin may be from the truth.")] = 1e-5,
+    tolerance: Annotated[
+        float, typer.Option(help="How far cos and sin may be from the truth, which is stored to 1e-10.")
+    ] = 1e-5,
     id_tolerance: Annotated[float, typer.Option(help="How far ids may be that are written as floats.")] = 0.0,
+    require_all: Annotated[bool, typer.Option("--require-all", help="Let no case be declined.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Ask a program case by case."""
@@ -63,7 +67,8 @@ def run_cases(
     except ValueError as error:
         raise InvalidInputError(f"--command: got {command!r} ({error}), want a program and its arguments") from None
     tolerances = Tolerances(tolerance, id_tolerance)
-    result = run(words, load_cases(patterns or ()), time_limit=time_limit, tolerances=tolerances)
+    cases = load_cases(patterns or ())
+    result = run(words, cases, time_limit=time_limit, tolerances=tolerances, require_all=require_all)
     typer.echo(_json(result) if as_json else _text(result))
     if not result.passed:
         raise typer.Exit(DIFFERENT)
@@ -135,6 +140,16 @@ class Asked:
                 return self._rotation(positions.take(tokens, [token + 1 for token in tokens]))
         return {"unsupported": f"ask: got {asked['ask']!r}"}
 
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation that is asked for."""
+        from mmpos.rotary import Rotary
+
+        if self.settings is None:
+            return Rotary(axes=self.positions.axes, **self.request["rotary"])
+        second = self.settings.second_rotary
+        return second if second is not None and self.request.get("channel") else self.settings.rotary
+
     def _segments(self) -> SegmentTable:
         assert self.settings is not None
         told = {name: [value for each in self.documents for value in each.get(name, ())] for name in _FLAT}
@@ -153,18 +168,13 @@ class Asked:
         return {"position_ids": ids, "attention_mask": table.per_token(~table.is_padding).reshape(batch, -1).tolist()}
 
     def _rotation(self, table: PositionTable) -> dict[str, Any]:
-        from mmpos.rotary import Rotary, cos_sin
+        from mmpos.rotary import cos_sin
 
-        if self.settings is None:
-            rotary = Rotary(axes=table.axes, **self.request["rotary"])
-        else:
-            second = self.settings.second_rotary
-            rotary = second if second is not None and self.request.get("channel") else self.settings.rotary
         turned = {
             name: values.reshape(table.num_tokens, -1).tolist()
-            for name, values in zip(("cos", "sin"), cos_sin(rotary, table), strict=True)
+            for name, values in zip(("cos", "sin"), cos_sin(self.rotary, table), strict=True)
         }
-        return {"pair_axis": rotary.pair_axis.tolist(), **turned}
+        return {"pair_axis": self.rotary.pair_axis.tolist(), **turned}
 
 
 _FLAT = ("input_ids", "image_grid_thw", "video_grid_thw", "seconds_per_grid", "audio_lengths")
@@ -215,10 +225,12 @@ def _line(value: object) -> str:
 
 
 def _text(result: Report) -> str:
-    """Write findings a line each, then reasons for what was declined, and the summary."""
+    """Write findings a line each, then reasons for what was declined, by case where none may be, and the summary."""
     lines = [str(finding) for finding in result.findings]
-    reasons = sorted(set(result.unsupported.values()))
-    lines += [f"unsupported: {reason}" for reason in reasons]
+    if result.require_all:
+        lines += [f"{case}: unsupported: {reason}" for case, reason in result.unsupported.items()]
+    else:
+        lines += [f"unsupported: {reason}" for reason in sorted(set(result.unsupported.values()))]
     if result.not_asked:
         lines.append("gave up: the program failed too often in a row")
     counts = {

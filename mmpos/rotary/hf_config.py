@@ -326,6 +326,9 @@ def _head_dim(fields: Fields) -> int:
         if width is None or heads is None:
             raise InvalidInputError(f"head_dim: got none in the config, want it, or {name} and num_attention_heads")
         head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
+        if head_dim % 2:
+            got = f"none, and {head_dim} from {name} {width} and num_attention_heads {heads}"
+            raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
     return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
 
 

@@ -60,7 +60,7 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
 def lazy_names(
     package: str, modules: Mapping[str, str], *, extra: str | None = None, what: str | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the ``__getattr__`` and ``__dir__`` of a package that imports some of its names when they are asked for.
+    """Make the ``__getattr__`` and ``__dir__`` of a package that imports some of its names when first asked for them.
 
     Args:
         package: its full name.
@@ -75,7 +75,9 @@ def lazy_names(
         needs = nullcontext() if extra is None else needed_for(what or f"{package}.{name}", extra=extra)
         with needs:
             module = import_module(f"{package}.{modules[name]}")
-            return module if modules[name] == name else getattr(module, name)
+            value = module if modules[name] == name else getattr(module, name)
+        vars(sys.modules[package])[name] = value  # found there from now on, without a call of this function
+        return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from mmpos.__main__ import main
@@ -50,6 +51,21 @@ def test_mmpos_answers_every_case_as_the_vectors_do(patterns: list[str]) -> None
     assert [(case.name, case.difference(answer, tolerances)) for case, answer in answers] == [
         (case.name, None) for case in cases
     ]
+
+
+def test_angles_in_float64_keep_the_decimals_of_every_rotation() -> None:
+    cases = load_cases(["*-rotation"])
+    assert len(cases) > 150
+    for case in cases:
+        asked = Asked(dict(case.request))
+        rotary, ids = asked.rotary, asked.positions.dense()[:, case.request["tokens"]]
+        angles = rotary.pair_ids(ids.astype(np.float64)).T * rotary.inv_freq_array
+        turned = {
+            name: (rotary.attention_factor * turn(angles)).tolist() for name, turn in (("cos", np.cos), ("sin", np.sin))
+        }
+        answer = {"pair_axis": rotary.pair_axis.tolist(), **turned}
+        assert case.difference(answer, Tolerances(turned=1e-10)) is None
+        assert case.difference({**answer, "cos": (angles * 0 + 1).tolist()}, Tolerances(turned=1e-10)) is not None
 
 
 def test_ids_worked_by_hand_are_in_the_vectors() -> None:
@@ -368,6 +384,14 @@ def test_what_a_program_declines_is_no_finding_unless_that_is_all() -> None:
     assert not ran("answer = {'case': asked['case'], 'unsupported': 'all'}").passed
 
 
+def test_where_all_is_required_nothing_may_be_declined() -> None:
+    command = [sys.executable, "-c", LOOP.replace("{body}", "if n == 3: answer['unsupported'] = 'odd'")]
+    report = run(command, CASES, require_all=True)
+    assert (report.same, report.findings, report.unsupported) == (4, [], {"a/0/3-prefill": "odd"})
+    assert not report.passed
+    assert run(command, CASES[:3], require_all=True).passed
+
+
 def test_a_program_that_never_answers_is_given_up() -> None:
     report = ran("sys.exit(1)")
     assert [finding.case for finding in report.findings] == [f"a/0/{n}-prefill" for n in range(3)]
@@ -453,14 +477,19 @@ def test_mmpos_passes_its_own_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert mmpos(capsys, "run", "--command", SELF, "mrope/*-[!r]*") == (0, "21 cases: 21 the same.\n", "")
 
 
-def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
+def answering_chunks_alone(folder: Path, ids: list[list[int | str]]) -> str:
+    """The command of a program that answers chunks with these ids and declines the rest."""
+    script = folder / "mine.py"
     script.write_text(
         "import json, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
-        "    answer = {'position_ids': [[0]]} if asked['ask'] == 'chunk' else {'unsupported': 'not yet'}\n"
+        f"    answer = {{'position_ids': {ids}}} if asked['ask'] == 'chunk' else {{'unsupported': 'not yet'}}\n"
         "    print(json.dumps({'case': asked['case'], **answer}), flush=True)\n"
     )
-    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
+    return f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
+
+
+def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = answering_chunks_alone(tmp_path, [[0]])
     assert mmpos(capsys, "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*") == (
         3,
         "v2pe/0/3-chunk: position_ids[0]: got 1 value, want 5\n"
@@ -479,6 +508,18 @@ def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[st
             "not_asked": 0,
         },
     )
+
+
+def test_declined_cases_are_counted_or_with_require_all_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = answering_chunks_alone(tmp_path, [[7, 8, 9, "37/4", "19/2"]])
+    asked = "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*"
+    summary = "2 cases: 1 the same, 1 unsupported.\n"
+    assert mmpos(capsys, *asked) == (0, f"unsupported: not yet\n{summary}", "")
+    assert mmpos(capsys, *asked, "--require-all") == (3, f"v2pe/0/2-prefill: unsupported: not yet\n{summary}", "")
+    code, out, _ = mmpos(capsys, *asked, "--require-all", "--json")
+    assert (code, json.loads(out)["passed"]) == (3, False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from hashlib import sha256
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,17 @@ def digest(document: Sequence[Sequence[int | Fraction]]) -> bytes:
     return b"".join(halves)
 
 
-@pytest.fixture(params=["C", "numpy"])
+@pytest.fixture(params=["C", "C for any CPU", "numpy"])
 def _core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to the sums."""
-    if request.param == "numpy":
+    """All ways to the sums."""
+    core: Any = native.core
+    if request.param == "C for any CPU" and core is not None:
+
+        def sums(*arguments: Any) -> Any:
+            return core.sums(*arguments[:-1], False)
+
+        monkeypatch.setattr(native, "core", SimpleNamespace(**{**vars(core), "sums": sums}))
+    elif request.param == "numpy":
         monkeypatch.setattr(native, "core", None)
 
 
@@ -78,6 +86,37 @@ def test_a_digest_is_the_sum_of_its_formula() -> None:
 def test_the_dtype_does_not_count(dtype: Any) -> None:
     ids = np.array([[0, 1, 2], [0, 5, 100]])
     assert fingerprint(ids.astype(dtype)) == [digest(ids.tolist())]
+
+
+@pytest.mark.usefixtures("_core")
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32, np.float64])
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_ids_of_any_size_count_in_any_block(dtype: Any, side_by_side: bool) -> None:
+    ids = np.arange(2 * 700).reshape(2, 700)
+    ids[0, :256] = 2**25 - 2, *[2**25 - 1] * 255  # sums of as much as 64 bits hold; float32 rounds them up
+    ids[1, 100:400] = np.resize([-1, 2**25, -(2**31), 2**31 - 128, 2**16, 0], 300)
+    ids = ids.astype(dtype)
+    laid = ids if side_by_side else np.repeat(ids, 2, axis=1)[:, ::2]
+    want = [digest(ids.astype(np.int64).tolist())]
+    assert fingerprint(laid) == fingerprint(laid.T.copy().T) == want
+    if ids.dtype.kind == "f":
+        ids[:, ::3] = ids[:, ::3] % 2**16 + 0.25  # with neighbours that are too large for quarters in C
+        assert fingerprint(ids) == [digest([[Fraction(number) for number in row] for row in ids.tolist()])]
+        assert fingerprint(ids % 2**16) == [digest([[Fraction(x) for x in row] for row in (ids % 2**16).tolist()])]
+
+
+@pytest.mark.usefixtures("_core")
+def test_fractions_may_have_any_denominators_in_any_block() -> None:
+    over = np.repeat([1, 17, 357, 4, 1, 999_983], [40, 460, 90, 10, 80, 20])  # from the fifth on within a block
+    rows = [[Fraction(i * sign, d) for i, d in enumerate(over.tolist())] for sign in (3, -100_000)]
+    assert fingerprint([[float(number) for number in row] for row in rows]) == [digest(rows)]
+    thirds = [[Fraction(i, 3) for i in range(700)]]
+    floats = np.array([[float(number) for number in thirds[0]]])
+    assert fingerprint(floats) == fingerprint(np.repeat(floats, 2, axis=1)[:, ::2]) == [digest(thirds)]
+    if native.core is not None:
+        run = np.array([[0], [700], [0], [0], [1]])
+        powers, factors, sums = np.ones((2, 256), np.int64), np.ones((2, 2), np.int64), np.zeros((1, 2), np.int64)
+        assert native.core.sums(floats, False, run, powers, factors, sums, True)
 
 
 @pytest.mark.usefixtures("_core")
@@ -271,18 +310,38 @@ def test_c_declines_what_would_leave_its_arrays() -> None:
     sources = {False: np.arange(4)[None], True: table}
     for placed_, good in ((False, [0, 4, 0, 0, 1]), (True, [0, 4, 0, 0, 1])):
         sums = np.zeros((1, 2), np.int64)
-        assert core.sums(sources[placed_], placed_, np.array(good)[:, None], powers, factors, sums)
+        assert core.sums(sources[placed_], placed_, np.array(good)[:, None], powers, factors, sums, True)
         assert sums.tolist() == [[4 + 6, 4 + 6]]
-        for row, value in ((0, -1), (0, 5), (0, 2**62), (1, -1), (1, 2**62), (2, 1), (2, -1), (3, -1), (4, P), (4, -1)):
+        for row, value in (
+            (0, -1),
+            (0, 5),
+            (0, 2**62),
+            (1, -1),
+            (1, 2**62),
+            (2, 1),
+            (2, -1),
+            (3, -1),
+            (4, P),
+            (4, 0),
+            (4, -1),
+        ):
             bad = np.array(good)[:, None]
             bad[row] = value
-            assert not core.sums(sources[placed_], placed_, bad, powers, factors, sums)
+            assert not core.sums(sources[placed_], placed_, bad, powers, factors, sums, True)
+    run = np.array([[0], [4], [0], [0], [1]])
     for row in (2, 3):
         for value in (0, -1, 2**31):
             bad = table.copy()
             bad[row] = value
-            assert not core.sums(bad, True, np.array([[0], [4], [0], [0], [1]]), powers, factors, np.zeros((1, 2), int))
-    assert not core.sums(np.array([[0.5]]), False, np.array([[0], [1], [0], [0], [1]]), powers, factors, sums)
+            assert not core.sums(bad, True, run, powers, factors, np.zeros((1, 2), int), True)
+    halves = np.array([[0.5, -3, 0.25, 7 / 256]])
+    for dtype in (np.float32, np.float64):
+        for wide in (False, True):
+            assert core.sums(halves.astype(dtype), False, run, powers, factors, sums, wide)
+            for beyond in (1e-12, np.pi * 1e-5, 2**31, 2**63, 2**64, 1e30, -(2**31) - 256, np.inf, -np.inf, np.nan):
+                bad = halves.astype(dtype)
+                bad[0, 2] = beyond
+                assert not core.sums(bad, False, run, powers, factors, sums, wide), beyond
 
 
 WANT = placed([[Text(3), Grid(2, 3), Text(2)], [Text(4)]], "mrope")
@@ -342,6 +401,21 @@ def test_documents_of_other_lengths_are_told() -> None:
     assert told(late).startswith(
         "documents[0], token 0, is token 0 of a run of text (segment 0): got (1, 1, 1), want (0,"
     )
+
+
+def test_a_text_row_on_one_side_is_told_from_an_axis() -> None:
+    with_text_row: dict[str, Any] = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
+    hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]"
+    for a, b, words in (
+        (with_text_row, WANT, "a: got 4 axes, want 3, as b has" + hint),
+        (PACKED, with_text_row, "a: got 3 axes, want 4, as b has" + hint),
+        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, as b has"),
+        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, as b has"),
+    ):
+        with pytest.raises(InvalidInputError) as error:
+            same_positions(a, b)
+        assert str(error.value) == words
+    assert same_positions({**PACKED, "position_ids": with_text_row["position_ids"][1:]}, WANT).equal
 
 
 def test_sides_that_cannot_be_compared_are_refused() -> None:

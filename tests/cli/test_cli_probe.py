@@ -88,6 +88,30 @@ def test_height_and_width_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Cause: all pairs turn by axis 0 (frame): the other axes are dropped." in out
 
 
+@pytest.mark.parametrize("noise", [0, 1e-4])
+def test_values_and_keys_before_their_rotation_are_one_key(capsys: pytest.CaptureFixture[str], noise: float) -> None:
+    keys = turned(0 * IDS)
+    np.savez("keys.npz", values=keys + noise * np.random.default_rng(1).normal(size=keys.shape))
+    said = (
+        "  Cause: all tokens have one key: values, keys before their rotation, or one id for all.\n"
+        "  To do: dump keys as they enter the cache, after their rotation.\n"
+    )
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert code == 3
+    assert out.partition("\n")[2] == (
+        "  documents[0], token 1, is token 1 of a run of text (segment 0): "
+        "got (0, 0, 0), want (1, 1, 1) in mrope-qwen3.\n"
+        "  15 of 16 tokens differ, in 1 of 1 document.\n" + said
+    )
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert code == 3
+    nothing = "  Nothing was compared: give --spec or --ids, the positions that were meant.\n"
+    assert out.partition("\n")[2] == nothing + said
+    np.savez("keys.npz", values=keys, position_ids=0 * IDS)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert (code, "one key" in out) == (0, False)
+
+
 def test_a_lost_delta_is_named_and_no_rotation_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     ids = IDS.copy()
     ids[:, 13:] = [13, 14, 15]

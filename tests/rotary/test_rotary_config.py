@@ -479,6 +479,14 @@ def test_a_null_is_what_its_class_makes_of_it_or_refused() -> None:
     assert refused({**LLAMA, "model_type": "qwen3", "head_dim": None}) == want
 
 
+def test_heads_of_an_odd_size_are_told_by_the_fields_that_make_them() -> None:
+    sizes = {"hidden_size": 2048, "num_attention_heads": 28}
+    made = "head_dim: got none, and 73 from hidden_size 2048 and num_attention_heads 28, want an even number"
+    assert refused({**LLAMA, **sizes}) == f"config.{made}"
+    omni = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": sizes}}
+    assert refused(omni) == f"config.thinker_config.text_config.{made}"
+
+
 def test_of_an_unknown_model_type_all_that_its_class_may_set_is_told_or_asked_for() -> None:
     config = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
     assert refused(config) == (

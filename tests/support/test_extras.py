@@ -53,6 +53,16 @@ def test_lazy_names_are_imported_when_asked_for() -> None:
         get("Duck")
 
 
+def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(mmpos), "fingerprint", raising=False)
+    listed = dir(mmpos)
+    first = mmpos.fingerprint
+    assert vars(mmpos)["fingerprint"] is first
+    assert dir(mmpos) == listed
+    monkeypatch.setattr(mmpos, "__getattr__", None)
+    assert mmpos.fingerprint is first
+
+
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]

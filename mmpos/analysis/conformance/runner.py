@@ -48,21 +48,28 @@ class Report:
         findings: those that were not, in order.
         unsupported: names of cases that the program declined, and the reasons that it gave.
         not_asked: cases that were left when the program had failed too often in a row.
+        require_all: whether a program that declines a case does not pass.
     """
 
     same: int = 0
     findings: list[Finding] = field(default_factory=list)
     unsupported: dict[str, str] = field(default_factory=dict)
     not_asked: int = 0
+    require_all: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differed, and something was compared."""
-        return not self.findings and self.same > 0
+        """Whether nothing differed, and something was compared, or all."""
+        return not self.findings and self.same > 0 and not (self.require_all and self.unsupported)
 
 
 def run(
-    command: Sequence[str], cases: Iterable[Case], *, time_limit: float = 60.0, tolerances: Tolerances | None = None
+    command: Sequence[str],
+    cases: Iterable[Case],
+    *,
+    time_limit: float = 60.0,
+    tolerances: Tolerances | None = None,
+    require_all: bool = False,
 ) -> Report:
     """Ask a program every case, one JSON object a line, and compare its answers.
 
@@ -74,6 +81,7 @@ def run(
         cases: of ``load_cases``.
         time_limit: seconds for each answer; the first includes the start of the program.
         tolerances: distances that are no difference.
+        require_all: do not pass a program that declines a case.
 
     Raises:
         InvalidInputError: there is no such program.
@@ -82,7 +90,7 @@ def run(
         raise InvalidInputError("command: got no words, want a program and its arguments")
     if not time_limit > 0:
         raise InvalidInputError(f"time_limit: got {time_limit!r}, want seconds > 0")
-    report, failures = Report(), 0
+    report, failures = Report(require_all=require_all), 0
     program, last = _Program(command, time_limit), ""
     try:
         for case in cases:

@@ -54,7 +54,10 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
         ("axis", len(got.ids), want.positions.axes),
     ):
         if count != wanted:
-            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as b has")
+            longer = a if count > wanted else b
+            one_row_more = noun == "axis" and abs(count - wanted) == 1 and not isinstance(longer, PositionTable)
+            hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]" if one_row_more else ""
+            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as b has{hint}")
     wrong = [d for d, (one, other) in enumerate(zip(got.digests, want.digests, strict=True)) if one != other]
     if not wrong:
         return Diagnosis(True, want.label, want.positions.num_tokens, want.positions.num_documents)

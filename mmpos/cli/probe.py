@@ -109,8 +109,8 @@ def run(
                 words = [*diagnosis.sentences, *words]
                 if equal and reading.reference is not None:
                     words.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
-            if not equal or reading.notes:
-                identified = identify(layer, model.rotary, meant, **options)
+            identified = identify(layer, model.rotary, meant, **options)  # ids may be read through a wrong rotation
+            if not (equal and identified.as_meant) or reading.notes:
                 equal = equal and identified.as_meant
                 if identified.named or why is None:
                     words.append(str(identified))

@@ -178,6 +178,12 @@ def test_tokens_have_the_ids_of_the_config(tmp_path: Path) -> None:
     assert (processor["patch_size"], processor["merge_size"]) == (16, 2)
 
 
+def test_the_tokenizer_of_qwen2_adds_no_token(tmp_path: Path) -> None:
+    write_checkpoint({"model_type": "qwen2", **TEXT}, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (600, 301)
+
+
 def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:
     released = tmp_path / "released"
     released.mkdir()

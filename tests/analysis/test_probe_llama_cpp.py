@@ -20,7 +20,7 @@ import pytest
 
 from mmpos.__main__ import main
 from mmpos.analysis import probe
-from mmpos.rotary import Rotary
+from mmpos.rotary import Rotary, YaRN
 
 why = "llama.cpp is not installed; docs/probe.md says what was run with it"
 llama_cpp = pytest.importorskip("llama_cpp", reason=why)
@@ -54,15 +54,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folders with a checkpoint and its GGUF, each made once."""
     made: dict[str, Path] = {}
 
-    def convert(model: str, head_dim: int = 32, sections: tuple[int, ...] = (4, 6, 6), theta: float = 1e6) -> Path:
-        name = f"{model}-{head_dim}-{sections}-{theta}"
+    def convert(model: str, head_dim: int = 32, **rope: Any) -> Path:
+        rope = {"rope_type": "default", "rope_theta": 1e6} | rope
+        name = f"{model} {head_dim} {rope}"
         if name not in made:
             made[name] = tmp_path_factory.mktemp(model)
-            rope = {"rope_type": "default", "rope_theta": theta}
-            images = {
-                "text_config": TEXT | {"head_dim": head_dim, "rope_parameters": rope | {"mrope_section": sections}}
-            }
-            config = images | TOKENS if model in GRIDS else TEXT | {"rope_parameters": rope}
+            text = TEXT | {"head_dim": head_dim, "rope_parameters": rope}
+            config = {"text_config": text, **TOKENS} if model in GRIDS else text
             probe.write_checkpoint({"model_type": model, "dtype": "float32", **config}, made[name] / "probe")
             code = CONVERT if model in GRIDS else CONVERT.replace(PROJECTOR, "")
             with contextlib.chdir(made[name]), mock.patch.object(sys, "argv", [""]):
@@ -124,7 +122,7 @@ def overwritten(weights: Path, key: str, *values: float) -> Path:
 def test_a_chat_with_an_image_has_the_ids_of_the_models_scheme(
     model: str, converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = converted(model, sections=(6, 5, 5) if model == "qwen3_vl" else (4, 6, 6))
+    folder = converted(model, mrope_section=[6, 5, 5] if model == "qwen3_vl" else [4, 6, 6])
     keys = keys_of(recipe(folder, ASK)["engine"])
     height, width = map(int, GRIDS[model].split("x"))
     last = keys.shape[1] - 4 - height * width
@@ -137,7 +135,7 @@ def test_a_chat_with_an_image_has_the_ids_of_the_models_scheme(
 def test_two_images_in_batches_of_eight_are_counted_on(converted: Callable[..., Path]) -> None:
     code = ASK.replace("n_ctx=2048", "n_ctx=2048, n_batch=8").replace(": parts}", ": parts[:2] + parts}")
     assert code.count("n_batch=8") == code.count("parts[:2]") == 1
-    engine = recipe(converted("qwen2_5_vl"), code)["engine"]
+    engine = recipe(converted("qwen2_5_vl", mrope_section=[4, 6, 6]), code)["engine"]
     (ids, _) = ids_of(keys_of(engine), Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]))
     # "abc", start, 11x18 from 4, then end, "abc", start at 22 to 26, 11x18 from 27, then end, "def" and more from 45
     row, column = np.divmod(np.arange(198), 18)
@@ -155,6 +153,15 @@ def test_text_in_batches_and_decoded_has_ids_that_count_on(model: str, converted
     engine.eval([40])
     engine.eval([41])
     assert ids_of(keys_of(engine), Rotary(32, 1e6, axes=1)) == [[[*range(32)]]] * 2
+
+
+def test_a_ramp_of_yarn_is_rounded_although_the_config_says_not(converted: Callable[..., Path]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False}
+    engine = opened(converted("qwen3", **yarn) / "probe.gguf")
+    engine.eval(range(1, 41))
+    meant = Rotary(32, 1e6, axes=1, scaling=YaRN(4.0, 2048, truncate=False))
+    for layer in keys_of(engine):
+        assert probe.identify(layer, meant, np.arange(40)[None]).cause == "YaRN's ramp begins and ends at whole pairs"
 
 
 def test_neighbours_are_named_as_the_pairs_of_llama(converted: Callable[..., Path]) -> None:
@@ -200,7 +207,7 @@ def test_a_wrong_theta_is_named(converted: Callable[..., Path]) -> None:
 
 
 def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> None:
-    folder = converted("qwen2_5_vl")
+    folder = converted("qwen2_5_vl", mrope_section=[4, 6, 6])
     overwritten(folder / "probe.gguf", "rope.dimension_sections", 6, 6, 4, 0)
     code = ASK.replace("probe.gguf", "wrong.gguf")
     keys = keys_of(recipe(folder, code)["engine"])[0]
@@ -213,7 +220,7 @@ def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> 
 
 def test_two_slow_pairs_of_qwen3_vl_do_not_turn(converted: Callable[..., Path]) -> None:
     """Pairs 61 and 62 turn by the first axis in Transformers; llama.cpp gives them its fourth position, which is 0."""
-    engine = opened(converted("qwen3_vl", 128, (24, 20, 20), 5e6) / "probe.gguf")
+    engine = opened(converted("qwen3_vl", 128, mrope_section=[24, 20, 20], rope_theta=5e6) / "probe.gguf")
     engine.eval(range(1, 31))
     asked_far(engine, 20_000)
     ids = np.tile([*range(30), *range(20_000, 20_004)], (3, 1))

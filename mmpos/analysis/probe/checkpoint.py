@@ -527,7 +527,9 @@ def _tokenizer(config: Any, family: Family) -> Any:
             special[f"{role}_token"] = next((w for w, t in special.values() if t == token), f"<{role}>"), token
     words = {token: word for word, token in special.values()}
     free = (token for token in range(text.vocab_size) if token not in words)
-    names = words | dict(zip(free, [*pre_tokenizers.ByteLevel.alphabet(), NULS[0] + NULS[1]], strict=False))
+    # Qwen2Tokenizer, which Transformers takes for qwen2, adds the last one if it is not there.
+    spare = [*pre_tokenizers.ByteLevel.alphabet(), NULS[0] + NULS[1], "<|endoftext|>"]
+    names = words | dict(zip(free, spare, strict=False))
     names |= {token: f"<unused{token}>" for token in range(text.vocab_size) if token not in names}
     if "pad_token" not in special:
         special["pad_token"] = names[text.vocab_size - 1], text.vocab_size - 1

@@ -114,11 +114,12 @@ def run(
                 words = [word for word in words if not word.startswith(("Cause", "To do"))]
                 words.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
                 words.append("To do: dump keys as they enter the cache, after their rotation.")
-            elif not equal or reading.notes:
-                identified = identify(layer, model.rotary, meant, **options)
-                equal = equal and identified.as_meant
-                if identified.named or why is None:
+            else:
+                identified = identify(layer, model.rotary, meant, **options)  # ids may be read through a wrong rotation
+                right = equal and identified.as_meant
+                if (not right or reading.notes) and (identified.named or why is None):
                     words.append(str(identified))
+                equal = right
         different |= not equal
         found[name] = {"equal": equal, "known": float(reading.known.mean()), "message": words}
         if not as_json:

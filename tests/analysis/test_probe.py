@@ -444,6 +444,19 @@ def test_a_theta_that_nobody_has_is_fitted() -> None:
     assert abs(found.rotary.theta / 3.3e6 - 1) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("truncate", "bounds", "told"), [(False, (8, 18), "at"), (True, (8.09278, 17.39802), "between")]
+)
+def test_a_ramp_of_yarn_that_is_rounded_or_not(truncate: bool, bounds: tuple[float, float], told: str) -> None:
+    meant = Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=truncate))
+    ramp = np.clip((np.arange(32) - bounds[0]) / (bounds[1] - bounds[0]), 0, 1)
+    case = Case(meant, np.zeros(32, np.int64), ladder(32, 150000.0) * (1 - ramp + ramp / 32))
+    ids = np.arange(600)[None]
+    found = identify(case.turn(ids), meant, ids)
+    assert found.cause == f"YaRN's ramp begins and ends {told} whole pairs"
+    assert found.rotary == Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=not truncate))
+
+
 def test_a_scaling_that_is_left_out_and_its_factor() -> None:
     yarn = YaRN(4.0, 32768)
     meant = Rotary(128, 1e6, axes=1, scaling=yarn)

@@ -152,6 +152,20 @@ def test_what_keys_depend_on_is_kept(tmp_path: Path) -> None:
     assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 2, 1)
 
 
+def test_an_encoder_keeps_layers_of_both_kinds_and_a_projector_fewer_parts_than_layers(tmp_path: Path) -> None:
+    write_checkpoint(config_of("qwen2_5_vl"), tmp_path)
+    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    assert (vision["depth"], vision["fullatt_block_indexes"]) == (3, [2])
+
+
+def test_the_only_merge_is_of_bytes_that_no_prompt_has(tmp_path: Path) -> None:
+    write_checkpoint(config_of("qwen3_vl"), tmp_path)
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    assert (model["merges"], len(model["vocab"])) == ([["\u0100", "\u0100"]], 600)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("\0\0").input_ids) == ["\u0100\u0100"]
+
+
 def test_tokens_have_the_ids_of_the_config(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen3_vl"), tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -162,6 +176,12 @@ def test_tokens_have_the_ids_of_the_config(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("A cup of café").input_ids) == "A cup of café"
     processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert (processor["patch_size"], processor["merge_size"]) == (16, 2)
+
+
+def test_the_tokenizer_of_qwen2_adds_no_token(tmp_path: Path) -> None:
+    write_checkpoint({"model_type": "qwen2", **TEXT}, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (600, 301)
 
 
 def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ SIZES: Mapping[str, int] = {
 }
 """The largest that sizes on which no key depends may be."""
 
+NULS = ("\u0100", "\u0100")
+"""Two bytes of zero, which no prompt has: the only merge of tokens, since llama.cpp loads no vocabulary without one."""
+
 ADDS = re.compile(r"\b(o_proj|out_proj|wo|c_proj|down_proj|dense|dense_4h_to_h|fc2|w2)(_bias|\.weight|\.bias)?$")
 """Parameters whose product a layer adds to the hidden states."""
 
@@ -314,7 +317,8 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
     layers = next((full[name] for name in LAYERS if isinstance(full.get(name), int)), 0)
     types = full.get("layer_types") or []
     kept = sorted({kind: types.index(kind) for kind in types}.values())
-    kept = kept if len(kept) > 1 else list(range(min(layers, 2)))
+    few = 3 if encoder else 2  # llama.cpp's converter counts the parts of a projector, 0 and 2, as it does layers
+    kept = kept if len(kept) > 1 else list(range(min(layers, few)))
     heads = full.get("num_attention_heads")
     numbers: dict[str, int] = {
         **dict.fromkeys(LAYERS, len(kept)),
@@ -328,7 +332,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _shrink(value, width, re.match("vision|audio", name) is not None)
         elif isinstance(value, list) and name.endswith("indexes"):
-            small[name] = [0]
+            small[name] = [max(len(kept) - 1, 0)]  # the last: layers before it stay of the other kind
         elif isinstance(value, list) and len(value) == layers and layers > 2:
             small[name] = [value[layer] for layer in kept]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -402,8 +406,8 @@ def _project(model: Any, inputs: Mapping[str, Any]) -> None:
 
 def _spread(linear: nn.Linear, given: Tensor, vector: Tensor) -> None:
     """Let a layer without bias make the vector of a row that is the same for every patch."""
-    row = given.flatten(0, -2)[0]
-    at = int(row.abs().argmax())
+    row, size = given.flatten(0, -2)[0], vector.abs().max()
+    at = int((row.abs() * (row * (size / row) == size)).argmax())  # the largest of those whose quotient gives it back
     if bool((given == row).all()) and float(row[at]) != 0:
         linear.weight.data.zero_()
         linear.weight.data[:, at] = vector / row[at]
@@ -523,11 +527,14 @@ def _tokenizer(config: Any, family: Family) -> Any:
             special[f"{role}_token"] = next((w for w, t in special.values() if t == token), f"<{role}>"), token
     words = {token: word for word, token in special.values()}
     free = (token for token in range(text.vocab_size) if token not in words)
-    names = words | dict(zip(free, pre_tokenizers.ByteLevel.alphabet(), strict=False))
+    # Qwen2Tokenizer, which Transformers takes for qwen2, adds the last one if it is not there.
+    spare = [*pre_tokenizers.ByteLevel.alphabet(), NULS[0] + NULS[1], "<|endoftext|>"]
+    names = words | dict(zip(free, spare, strict=False))
     names |= {token: f"<unused{token}>" for token in range(text.vocab_size) if token not in names}
     if "pad_token" not in special:
         special["pad_token"] = names[text.vocab_size - 1], text.vocab_size - 1
-    tokenizer = Tokenizer(models.BPE(vocab={name: token for token, name in names.items()}, merges=[]))
+    merges = [NULS] if NULS[0] + NULS[1] in names.values() else []
+    tokenizer = Tokenizer(models.BPE(vocab={name: token for token, name in names.items()}, merges=merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words.values()])
     roles = {role: word for role, (word, _) in special.items() if role in ("bos_token", "eos_token", "pad_token")}

@@ -21,6 +21,7 @@ from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
 from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.rotary.scaling import YaRN
 from mmpos.support.checks import IntArray, counted, host_array, instance
 
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
@@ -184,6 +185,10 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
         if meant.scaling is not None:
             cause = f"the scaling {meant.scaling.name!r} is left out"
             yield from _if_made(cause, "apply the scaling of the config to the frequencies", meant, scaling=None)
+        if isinstance(meant.scaling, YaRN):
+            scaling = replace(meant.scaling, truncate=not meant.scaling.truncate)
+            cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
+            yield from _if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
 
 
 def _dims(meant: Rotary) -> Iterator[_Suspect]:

@@ -17,11 +17,11 @@ Flags = npt.NDArray[np.bool_]
 REACH = 2**18
 """Ids up to which differences are searched: those of ids within ±131,072."""
 
-SPAN = 4096
-"""Ids of a search that one table of phases serves."""
+SPAN = 512
+"""Ids of a search that one table of phases serves, and that are left out together."""
 
-SEARCH_PAIRS = 24
-"""Pairs that a search compares at first; all of them decide."""
+SPANS = 16
+"""Spans that are searched at a time, the most promising first."""
 
 STEP_PAIRS = 10
 """Fastest pairs, by which steps between neighbours are told."""
@@ -113,27 +113,40 @@ class Ladder:
         return np.argsort(-np.abs(self.inv_freq), kind="stable")[:STEP_PAIRS]
 
     @cached_property
-    def _searched(self) -> IntArray:
-        count = min(SEARCH_PAIRS, self.turns.size)
-        return np.unique(np.linspace(0, self.turns.size - 1, count).round().astype(np.int64))
-
-    @cached_property
     def _span(self) -> Float32Array:
-        """(2·pairs, SPAN) cos and sin of the ids of a span."""
-        return _planes(self.phases(np.arange(SPAN, dtype=np.float64), self._searched)).T.copy()
+        """(2·pairs, SPAN) cosines and sines of ids from −SPAN / 2 on."""
+        return self.phases(np.arange(SPAN) - SPAN / 2).view(np.float32).T.copy()
 
     @cached_property
-    def _starts(self) -> Float64Array:
-        return np.arange(-REACH, REACH + 1, SPAN, dtype=np.float64)
+    def _centres(self) -> Phasors:
+        """(spans, pairs) phasors that turn back by the middle of each span."""
+        return self.phases(np.arange(REACH, -REACH - 1, -SPAN, dtype=np.float64))
 
     def search(self, phasors: Phasors) -> Float64Array:
-        """Find (tokens,) ids within ±REACH that explain (tokens, pairs) phasors best: integers, nothing presumed."""
+        """Find (tokens,) ids within ±REACH that explain (tokens, pairs) phasors best: integers, nothing presumed.
+
+        Within a span a pair fits no better than at the nearest angle that it reaches there. Spans whose pairs all
+        together fit worse than an id that was found, or too badly for any, are left out. Where no id fits, the one that
+        is given is not the best.
+        """
         found = np.empty(len(phasors))
-        back = self.phases(self._starts, self._searched).conj()
-        for i, one in enumerate(phasors):
-            scores = _planes((one * self.weight)[self._searched] * back) @ self._span
-            best = self._starts + scores.argmax(axis=1)
-            found[i] = best[((one * self.phases(best).conj()).real @ self.weight).argmax()]
+        half = np.minimum(np.abs(self.inv_freq) * (SPAN / 2), np.pi).astype(np.float32)
+        cos, sin = np.cos(half), np.sin(half)
+        for i, one in enumerate(phasors * self.weight):
+            rest, length = one * self._centres, np.abs(one)
+            nearest = rest.real * cos + np.abs(rest.imag) * sin
+            bound = np.where(rest.real >= length * cos, length, nearest).sum(axis=1)
+            order = np.argsort(-bound)
+            best, least = -np.inf, FITS * float(length.sum())
+            for start in range(0, order.size, SPANS):
+                spans = order[start : start + SPANS]
+                if start and bound[spans[0]] < max(best, least) - 1e-4:
+                    break
+                scores = rest[spans].view(np.float32) @ self._span
+                top = int(scores.argmax())
+                if scores.flat[top] > best:
+                    best = float(scores.flat[top])
+                    found[i] = spans[top // SPAN] * SPAN - REACH + top % SPAN - SPAN // 2
         return found
 
     def step(self, moved: Phasors, known: Float64Array) -> tuple[IntArray, Float64Array, Flags]:
@@ -334,7 +347,3 @@ class Follower:
         """Mean of squared rad that an id off by one adds to the noise."""
         return float(self.ladder.weight @ self.ladder.inv_freq**2)
 
-
-def _planes(phasors: Phasors) -> Float32Array:
-    """Lay real and imaginary parts side by side: (n, pairs) complex to (n, 2·pairs) reals."""
-    return np.concatenate([phasors.real, phasors.imag], axis=1)

@@ -309,6 +309,7 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
     assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
     named = identify(dropped, QWEN3_VL.rotary, MEANT)
     assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+    assert named.first_wrong == 31
 
 
 def test_sections_instead_of_interleaved_pairs() -> None:
@@ -319,17 +320,34 @@ def test_sections_instead_of_interleaved_pairs() -> None:
         assert named.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
         assert named.rotary is not None
         assert named.rotary.allocation == "sections"
+        assert named.first_wrong == (None if positions is None else 31)  # as above; 30 has one id on all axes
+    assert str(identify(mixed.turn(IDS), QWEN3_VL.rotary, MEANT)).startswith(
+        "The first token whose key is another is 31. Cause: pairs are allocated as 'sections'"
+    )
 
 
 def test_half_of_the_frequencies_on_the_wrong_axis() -> None:
     """vllm-omni#1784: even and odd frequencies belong to rows and columns, and blocks were taken."""
     meant = CASES["interleaved"]
     keys = Case(meant.rotary, blocks(32, 32), ladder(64, 1e4)).turn(place(PROMPT).dense()).astype(np.float32)
-    assert identify(keys, meant.rotary, place(PROMPT)).cause == "pairs are allocated as 'split', not as 'interleaved'"
+    named = identify(keys, meant.rotary, place(PROMPT))
+    assert named.cause == "pairs are allocated as 'split', not as 'interleaved'"
+    assert named.first_wrong == 30  # the first patch, whose row has id 53 and whose column 47
     odd = np.arange(64) % 2
     odd[10:20] = 1
     named = identify(Case(meant.rotary, odd, ladder(64, 1e4)).turn(place(PROMPT).dense()), meant.rotary, place(PROMPT))
     assert named.cause == "5 pairs of 64, the first 10, turn by other axes: 1 instead of 0"
+    assert named.first_wrong == 30
+
+
+def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_explains() -> None:
+    documents = SegmentTable.from_documents([[Text(4500), Grid(6, 6), Text(9)]])
+    table = place(documents, "mrope-qwen3")
+    keys = QWEN3_VL.turn(table.dense()[[0, 0, 0]], heads=1)
+    keys[17], keys[4000] = np.nan, np.random.default_rng(1).normal(size=(1, 128))
+    assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
+    rows = keys[:4510].reshape(2, 2255, 1, 128)
+    assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
 
 
 def test_a_decode_delta_that_is_lost() -> None:
@@ -338,6 +356,8 @@ def test_a_decode_delta_that_is_lost() -> None:
     ids[:, -20:] = np.arange(ids.shape[1])[-20:]
     found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == ids.shape[1] - 20
+    named = identify(QWEN3_VL.turn(ids), QWEN3_VL.rotary, MEANT)  # no rotation explains other ids
+    assert (named.named, named.first_wrong) == (False, ids.shape[1] - 20)
     assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
 
 
@@ -427,6 +447,7 @@ def test_the_rotation_that_was_meant_is_named_so() -> None:
         for positions in (MEANT, None):
             found = identify(keys, QWEN3_VL.rotary, positions)
             assert found.as_meant
+            assert found.first_wrong is None
             assert found.rotary == QWEN3_VL.rotary
             assert str(found).startswith("The keys were turned by the rotation that was meant.")
 

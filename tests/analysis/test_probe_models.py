@@ -318,6 +318,7 @@ def test_a_rotary_of_the_model_with_sections_in_blocks() -> None:
     segments = meant("qwen3_vl", inputs).segments
     found = model.identify(segments)
     assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+    assert found.first_wrong == patches(inputs)[1]  # the first patch has one id on all axes, the second another column
     assert found.rotary is not None
     assert check(read(model.recorder.layers[1].keys[0], found.rotary), segments, "mrope-qwen3").equal
 
@@ -334,6 +335,7 @@ def test_a_rotary_of_the_model_with_half_of_an_axis_on_another() -> None:
     model.run(inputs)
     found = model.identify(meant("qwen3_vl", inputs).segments)
     assert found.cause == "10 pairs of 64, the first 1, turn by other axes: 2 instead of 1"
+    assert found.first_wrong == patches(inputs)[1]  # the first one whose column is not its row
 
 
 def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:

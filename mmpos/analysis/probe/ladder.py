@@ -115,7 +115,7 @@ class Ladder:
     @cached_property
     def _span(self) -> Float32Array:
         """(2·pairs, SPAN) cosines and sines of ids from −SPAN / 2 on."""
-        return self.phases(np.arange(SPAN) - SPAN / 2).view(np.float32).T.copy()
+        return self.phases(np.arange(-SPAN // 2, SPAN // 2, dtype=np.float64)).view(np.float32).T.copy()
 
     @cached_property
     def _centres(self) -> Phasors:
@@ -346,4 +346,3 @@ class Follower:
     def _stiffness(self) -> float:
         """Mean of squared rad that an id off by one adds to the noise."""
         return float(self.ladder.weight @ self.ladder.inv_freq**2)
-

@@ -15,6 +15,7 @@ import torch
 from mmpos import place
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe import UNKNOWN, Reading, check, identify, read
+from mmpos.analysis.probe.ladder import Ladder
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
@@ -550,6 +551,36 @@ def test_tokens_of_nan_and_pairs_of_no_length_do_not_hide_the_rotation() -> None
     assert identify(keys, case.rotary, [np.arange(40)], reference=1).as_meant
     weak = np.where(np.arange(64) % 32 < 4, 1, 5e-4)
     assert identify(case.turn([np.arange(40)]) * weak, case.rotary, [np.arange(40)]).as_meant
+
+
+@pytest.mark.parametrize("ratio", [300, 1000])
+@pytest.mark.parametrize("name", ["1-D", "mrope-interleaved"])
+def test_pairs_far_longer_than_others_hide_neither_ids_nor_the_rotation(name: str, ratio: int) -> None:
+    case = CASES[name]
+    for seed in range(4):
+        long = np.random.default_rng(seed).integers(0, case.freq.size, 1 + seed % 2)
+        lengths = np.where(np.isin(np.arange(case.freq.size), long), 1, 1 / ratio)
+        ids = random_ids(case, 25, seed)
+        keys = case.turn(ids, heads=4, seed=seed).astype(np.float32) * np.tile(lengths, 2)
+        reading = read(keys, case.rotary)
+        assert told(reading, ids)[1] == 0
+        if ratio < 1000:
+            assert reading.known.all()
+        assert identify(keys, case.rotary).as_meant
+
+
+def test_a_search_finds_the_id_that_fits_best_of_all() -> None:
+    rng = np.random.default_rng(4)
+    ids = np.arange(-(2**18), 2**18 + 1)
+    for theta, noise in [(1e4, 0.3), (30.0, 0.2)]:
+        freq = ladder(9, theta)
+        turns = np.rint(freq / (2 * np.pi) * 2.0**63).astype(np.uint64) * np.uint64(2)
+        each = Ladder(turns, freq, rng.uniform(0.5, 2, 9))
+        wanted = [-(2**18), 2**18, *rng.integers(-(2**18), 2**18, 2)]
+        angles = np.multiply.outer(np.array(wanted), freq) + noise * rng.normal(size=(4, 9))
+        for angle, found in zip(angles, each.search(np.exp(1j * angles).astype(np.complex64)), strict=True):
+            scores = sum(w * np.cos(a - ids * f) for w, a, f in zip(each.weights, angle, freq, strict=True))
+            assert scores[int(found) + 2**18] >= scores.max() - 1e-5 * each.weights.sum()
 
 
 def test_other_bad_arguments_are_refused() -> None:

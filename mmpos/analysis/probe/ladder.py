@@ -225,7 +225,7 @@ class Follower:
         last: (pairs,) its phasors.
         searches: tokens that were searched.
         found: those of them whose id was found.
-        trusted: noise in rad up to which an id that steps led to needs no search.
+        trusted: noise in rad up to which an id that steps led to needs no search, whatever the lengths of pairs show.
     """
 
     ladder: Ladder
@@ -235,7 +235,7 @@ class Follower:
     last_id: float = 0.0
     searches: int = 0
     found: int = 0
-    trusted: float = 0.1
+    trusted: float = 0.01
 
     @property
     def futile(self) -> bool:
@@ -263,16 +263,15 @@ class Follower:
         while start < len(phasors):
             guess = self.last_id + np.cumsum(self._steps(phasors[start:]))
             found[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
-            failed = start + np.flatnonzero(~fits | (found[1, start:] > self.trusted))
+            found[0, start:][~fits] = np.nan
+            doubted = found[1, start:] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1, start:]))
+            failed = start + np.flatnonzero(~fits | doubted)
             good = int(failed[0]) if failed.size else len(phasors)
             if good > start:
                 self.last, self.last_id = phasors[good - 1], float(found[0, good - 1])
-            if not failed.size:
+            if not failed.size or self.futile:
                 break
             tracked = found[0, good]
-            found[0, failed] = np.nan
-            if self.futile:
-                break
             restarts += 1
             self._search(phasors, lengths, failed if restarts > 32 else failed[:1], found)
             if found[0, good] == tracked:  # so large is the noise
@@ -300,8 +299,9 @@ class Follower:
             if self.futile:
                 return
             few = at[one : one + 64]
-            found[:, few], fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
-            found[0, few[~fits]] = np.nan
+            searched, fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
+            better = fits & (np.isnan(found[0, few]) | (found[1, few] > 1.5 * searched[1]))
+            found[:, few[better]] = searched[:, better]
             self.searches += few.size
             self.found += int(fits.sum())
             if fits[-1]:

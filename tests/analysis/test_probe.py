@@ -249,6 +249,18 @@ def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
     assert reading.position_ids.tolist() == [ids.tolist()]
 
 
+@pytest.mark.parametrize("start", [0, 4000, 120_000])
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_angles_made_in_float32_are_those_of_integers(theta: float, start: int) -> None:
+    ids = np.concatenate([[0], start + np.arange(400)])
+    angle = ids.astype(np.float32)[:, None] * ladder(64, theta).astype(np.float32)
+    key = np.random.default_rng(int(theta)).normal(size=(64, 2)).astype(np.float32).view(np.complex64)[:, 0]
+    turned = key * (np.cos(angle) + 1j * np.sin(angle)).astype(np.complex64)
+    reading = read(np.concatenate([turned.real, turned.imag], axis=1)[:, None], Rotary(128, theta, axes=1))
+    assert reading.position_ids.tolist() == [ids.tolist()]
+    assert reading.notes == ()
+
+
 def broken(case: Case, ids: npt.ArrayLike, change: Callable[[Floats], None]) -> Floats:
     keys = case.turn(ids)
     change(keys)

@@ -47,6 +47,9 @@ FUTILE = 256
 FEW = 64
 """Last digits of ids, to the base of this number, whose phases are kept."""
 
+ROUNDED = 2.0**-22
+"""What angles that are made in float32 are off at most, relative: frequency, product, and some more for the power."""
+
 LEAST_NOISE = 1e-6
 """Noise of float32 keys in rad, which covers the rounding of the phases here."""
 
@@ -80,6 +83,16 @@ class Ladder:
     def ids_per_rad(self) -> float:
         """How far an id is off, in ids, per rad of noise on every phase."""
         return float(np.sqrt((self.slope.astype(np.float64) ** 2).sum()))
+
+    @cached_property
+    def ids_per_rounding(self) -> float:
+        """The same where noise grows with frequency, per rad of its root mean square, as the rounding of angles does."""
+        return float(np.sqrt(((self.slope * self.inv_freq) ** 2).sum()) / max(self.stiffness**0.5, 1e-300))
+
+    @cached_property
+    def stiffness(self) -> float:
+        """Mean of squared rad that an id off by one adds to the noise."""
+        return float(self.weight @ self.inv_freq**2)
 
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
@@ -332,8 +345,10 @@ class Follower:
                 break
             _, off, across = left[:, moving]
             there = np.clip(ids[moving] + off, -FAR, FAR)
-            without = np.maximum(across - off**2 * self._stiffness, along[moving])
-            near = np.abs(there - np.rint(there)) <= 6 * np.sqrt(without) * self.ladder.ids_per_rad
+            without = np.maximum(across - off**2 * self.ladder.stiffness, along[moving])
+            scatter = 6 * np.sqrt(without)
+            rounded = np.minimum(scatter * self.ladder.ids_per_rounding, ROUNDED * min(np.abs(ids).max(), REACH))
+            near = np.abs(there - np.rint(there)) <= np.maximum(scatter * self.ladder.ids_per_rad, rounded)
             there = np.where(near, np.rint(there), there)
             moved = there != ids[moving]
             moving = moving[moved]
@@ -341,8 +356,3 @@ class Follower:
             left[:, moving] = self.ladder.left(phasors[moving], ids[moving])
         cosine, away, across = left
         return np.stack([ids, np.sqrt(np.maximum(across, along)), away]), cosine >= FITS * lengths[0]
-
-    @cached_property
-    def _stiffness(self) -> float:
-        """Mean of squared rad that an id off by one adds to the noise."""
-        return float(self.ladder.weight @ self.ladder.inv_freq**2)

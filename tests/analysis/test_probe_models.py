@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from probe_configs import GEMMA3, GLM, QWEN
 
 import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
@@ -29,15 +30,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
-GLM = {
-    "image_token_id": 543,
-    "video_token_id": 544,
-    "image_start_token_id": 539,
-    "image_end_token_id": 540,
-    "video_start_token_id": 541,
-    "video_end_token_id": 542,
-}
 TEXT: dict[str, Any] = {
     "vocab_size": 600,
     "hidden_size": 1280,
@@ -64,14 +56,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "glm_ocr": {**sections(16, 24, 24), **GLM},
     "ernie4_5_vl_moe": {**sections(22, 22, 20, theta=5e5), **GLM},
     "paddleocr_vl": {**sections(16, 24, 24, theta=5e5), **QWEN},
-    "gemma3": {
-        "text_config": {**TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        "vision_config": {"image_size": 56, "patch_size": 14},
-        "image_token_index": 598,
-        "boi_token_index": 596,
-        "eoi_token_index": 597,
-        "mm_tokens_per_image": 4,
-    },
+    "gemma3": {"text_config": {**TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2}, **GEMMA3},
     "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},

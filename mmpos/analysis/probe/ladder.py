@@ -86,7 +86,7 @@ class Ladder:
 
     @cached_property
     def ids_per_rounding(self) -> float:
-        """The same where noise grows with frequency, per rad of its root mean square, as the rounding of angles does."""
+        """The same per rad of noise that grows with frequency, as the rounding of angles does."""
         return float(np.sqrt(((self.slope * self.inv_freq) ** 2).sum()) / max(self.stiffness**0.5, 1e-300))
 
     @cached_property

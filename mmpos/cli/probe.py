@@ -100,7 +100,8 @@ def run(
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
             options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
             reading = read(layer, model.rotary, **options)
-            words, equal, why, wrong = [*reading.notes], bool(reading.known.any()), None, None
+            alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
+            words, equal, why, wrong = [*reading.notes], bool(reading.known.any()) and not alone, None, None
             one_key = reading.num_tokens > 1 and (reading.position_ids == reading.position_ids[:, :1]).all()
             if meant is None:
                 equal = False
@@ -117,7 +118,7 @@ def run(
                 words = [word for word in words if not word.startswith(("Cause", "To do"))]
                 words.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
                 words.append("To do: dump keys as they enter the cache, after their rotation.")
-            else:
+            elif not alone:
                 identified = identify(layer, model.rotary, meant, **options)  # ids may be read through a wrong rotation
                 right, wrong = equal and identified.as_meant, identified.first_wrong if wrong is None else wrong
                 if (not right or reading.notes) and (identified.named or why is None):

@@ -290,6 +290,28 @@ def test_a_norm_with_weights_after_the_rotation_is_unlike() -> None:
     assert not reading.known.any()
 
 
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 9), (2, 1), (4, 9), (9, 9), (1, 1)])
+def test_heads_and_tokens_that_stand_exchanged_are_noticed(heads: int, tokens: int) -> None:
+    for name in ("1-D", "mrope-interleaved"):
+        case = CASES[name]
+        keys = case.turn(np.tile(np.arange(tokens), (case.rotary.axes, 1)), heads)
+        note = "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?"
+        assert note not in read(keys, case.rotary).notes
+        other = keys.swapaxes(0, 1).copy()
+        other[3:] = np.nan
+        exchanged = read(other, case.rotary)
+        assert (note in exchanged.notes) == (tokens > 1)
+        assert exchanged.notes or not exchanged.known.all()  # one token says nothing in either order
+
+
+def test_heads_that_are_copies_do_not_look_like_tokens() -> None:
+    case = CASES["1-D"]
+    keys = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1)
+    keys[1:] = np.random.default_rng(0).normal(size=(8, 1, 64))
+    for part in (keys, keys[:1]):
+        assert not any("Heads" in note for note in read(part, case.rotary).notes)
+
+
 def test_another_rotation_is_unknown_and_not_a_number() -> None:
     ids = np.stack([np.arange(300), np.arange(300)])
     reading = read(CASES["interleaved"].turn(ids), Rotary(128, pairing="adjacent"))

@@ -162,6 +162,15 @@ def test_right_ids_by_another_rotation_are_not_as_meant(capsys: pytest.CaptureFi
     assert "Cause: YaRN's ramp begins and ends at whole pairs. To do: let YaRN take truncate from the config." in out
 
 
+def test_one_token_alone_is_not_as_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("keys.npy", turned(IDS[:, :1]))
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--spec", "1")
+    assert code == 3
+    assert "The one token is the reference: its ids are 0 from itself, and nothing is told." in out
+    np.savez("keys.npz", keys=turned(IDS[:, 7:8]), reference=turned(0 * IDS[:, :1])[0], position_ids=IDS[:, 7:8])
+    assert run(capsys, "keys.npz", "--config", "config.json")[0] == 0
+
+
 def test_another_rotation_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     adjacent = np.random.default_rng(0).normal(size=(16, 2, 128)).astype(np.float32)
     np.savez("keys.npz", keys=adjacent)

@@ -75,6 +75,20 @@ class Keys:
             steps.append(float((np.diff(numbers) / numbers[1:]).min(initial=1.0)))
         return min(steps) / 2
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether heads differ by turns alone, as tokens should, and tokens do not."""
+        some = next(self.blocks())[:64]
+        by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
+
+        def differ_by_turns(pairs: Phasors) -> bool:
+            first, others = pairs[:1], pairs[1:]
+            off = np.abs(np.abs(others) - np.abs(first)) / np.maximum(np.abs(first), 1e-30)
+            turned = np.abs(others - first) > ALIKE * np.abs(first)
+            return others.size > 0 and bool(np.median(off) <= ALIKE and turned.any())
+
+        return differ_by_turns(by_token.swapaxes(0, 1)) and not differ_by_turns(by_token)
+
     def pairs(self, keys: Float32Array) -> Phasors:
         """View (…, kv_heads, head_dim) keys as (…, kv_heads, pairs) complex numbers."""
         pairs = self.rotary.num_pairs

@@ -300,6 +300,11 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, misfit: bool
             f"{counted(unlike, 'token')}, the first {first}, have pairs of other lengths than the reference, or NaN: "
             "another hidden state, a normalisation after the rotation, or another pairing or rotary_dim."
         )
+    alone = keys.token is not None and keys.num_tokens == 1
+    if alone:
+        notes.append("The one token is the reference: its ids are 0 from itself, and nothing is told.")
+    if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
+        notes.append("Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?")
     for axis, each in enumerate(raw.axes[: len(ids)]):
         unknown = (ids[axis] == UNKNOWN) & raw.alike
         count = int(unknown.sum())

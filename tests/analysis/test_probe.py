@@ -308,8 +308,9 @@ def test_heads_that_are_copies_do_not_look_like_tokens() -> None:
     case = CASES["1-D"]
     keys = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1)
     keys[1:] = np.random.default_rng(0).normal(size=(8, 1, 64))
-    for part in (keys, keys[:1]):
-        assert not any("Heads" in note for note in read(part, case.rotary).notes)
+    apart = np.concatenate([case.turn([97 * head * np.arange(9)], heads=1) for head in (1, 2, 3)], axis=1)
+    for part, rotary in ((keys, case.rotary), (keys[:1], case.rotary), (apart, Rotary(64, 77.0, axes=1))):
+        assert not any("Heads" in note for note in read(part, rotary).notes)
 
 
 def test_another_rotation_is_unknown_and_not_a_number() -> None:

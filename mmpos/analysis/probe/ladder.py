@@ -142,7 +142,7 @@ class Ladder:
         together fit worse than an id that was found, or too badly for any, are left out. Where no id fits, the one that
         is given is not the best.
         """
-        found = np.empty(len(phasors))
+        found = np.zeros(len(phasors))
         half = np.minimum(np.abs(self.inv_freq) * (SPAN / 2), np.pi).astype(np.float32)
         cos, sin = np.cos(half), np.sin(half)
         for i, one in enumerate(phasors * self.weight):

@@ -17,10 +17,11 @@ from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.place import place
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import naming
+from mmpos.support.checks import counted, naming
 from mmpos.support.program import DIFFERENT
 
 if TYPE_CHECKING:
+    from mmpos.analysis.probe import Reading
     from mmpos.integrations.models.settings import ModelSettings
 
 probe = typer.Typer(
@@ -94,19 +95,22 @@ def run(
         raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
     dump = _dump(keys)
     meant = _meant(dump, ids, documents, start, model)
-    different, found = False, dict[str, Any]()
+    different, found, first = False, dict[str, Any](), None
     for name, layer in _layers(keys, dump):
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
             options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
             reading = read(layer, model.rotary, **options)
-            words, equal, why = [*reading.notes], bool(reading.known.any()), None
+            alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
+            words, equal, why, wrong = [*reading.notes], bool(reading.known.any()) and not alone, None, None
             one_key = reading.num_tokens > 1 and (reading.position_ids == reading.position_ids[:, :1]).all()
             if meant is None:
                 equal = False
                 words.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
+                first = first or (name, reading)
+                words += _unlike(reading, *first)
             elif equal:
                 diagnosis = check(reading, meant)
-                equal, why = diagnosis.equal, diagnosis.cause
+                equal, why, wrong = diagnosis.equal, diagnosis.cause, diagnosis.token
                 words = [*diagnosis.sentences, *words]
                 if equal and reading.reference is not None:
                     words.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
@@ -114,22 +118,34 @@ def run(
                 words = [word for word in words if not word.startswith(("Cause", "To do"))]
                 words.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
                 words.append("To do: dump keys as they enter the cache, after their rotation.")
-            else:
+            elif not alone:
                 identified = identify(layer, model.rotary, meant, **options)  # ids may be read through a wrong rotation
-                right = equal and identified.as_meant
+                right, wrong = equal and identified.as_meant, identified.first_wrong if wrong is None else wrong
                 if (not right or reading.notes) and (identified.named or why is None):
                     words.append(str(identified))
                 equal = right
         different |= not equal
-        found[name] = {"equal": equal, "known": float(reading.known.mean()), "message": words}
+        share = float(reading.known.mean())
+        found[name] = {"equal": equal, "known": share, "first_wrong": wrong, "message": words}
         if not as_json:
-            share = f"{int(reading.known.sum()):,} of {reading.known.size:,} ids read"
-            typer.echo(f"{name}: {share}, at most {_largest(reading.residual):.2g} rad left")
+            told = f"{int(reading.known.sum()):,} of {reading.known.size:,} ids read"
+            typer.echo(f"{name}: {told}, at most {_largest(reading.residual):.2g} rad left")
             typer.echo("".join(f"  {sentence}\n" for sentence in words), nl=False)
     if as_json:
         typer.echo(json.dumps({"equal": not different, "layers": found}, ensure_ascii=False, indent=1))
     if different:
         raise typer.Exit(DIFFERENT)
+
+
+def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
+    """Say which ids are not those of the first layer; a token is counted where both know it."""
+    if reading.position_ids.shape != first.position_ids.shape:
+        return []
+    got, want = ((each.position_ids / each.denominators) for each in (reading, first))
+    tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))
+    if not tokens.size:
+        return []
+    return [f"{counted(tokens.size, 'token')}, the first {tokens[0]}, have other ids than in {name}."]
 
 
 def _largest(residual: npt.NDArray[np.float64]) -> float:

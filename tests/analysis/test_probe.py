@@ -15,6 +15,7 @@ import torch
 from mmpos import place
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe import UNKNOWN, Reading, check, identify, read
+from mmpos.analysis.probe.ladder import Ladder
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
@@ -248,6 +249,18 @@ def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
     assert reading.position_ids.tolist() == [ids.tolist()]
 
 
+@pytest.mark.parametrize("start", [0, 4000, 120_000])
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_angles_made_in_float32_are_those_of_integers(theta: float, start: int) -> None:
+    ids = np.concatenate([[0], start + np.arange(400)])
+    angle = ids.astype(np.float32)[:, None] * ladder(64, theta).astype(np.float32)
+    key = np.random.default_rng(int(theta)).normal(size=(64, 2)).astype(np.float32).view(np.complex64)[:, 0]
+    turned = key * (np.cos(angle) + 1j * np.sin(angle)).astype(np.complex64)
+    reading = read(np.concatenate([turned.real, turned.imag], axis=1)[:, None], Rotary(128, theta, axes=1))
+    assert reading.position_ids.tolist() == [ids.tolist()]
+    assert reading.notes == ()
+
+
 def broken(case: Case, ids: npt.ArrayLike, change: Callable[[Floats], None]) -> Floats:
     keys = case.turn(ids)
     change(keys)
@@ -275,6 +288,29 @@ def test_a_norm_with_weights_after_the_rotation_is_unlike() -> None:
     reading = read(case.turn(ids) * weights, case.rotary)
     assert reading.alike.mean() < 0.5
     assert not reading.known.any()
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 9), (2, 1), (4, 9), (9, 9), (1, 1)])
+def test_heads_and_tokens_that_stand_exchanged_are_noticed(heads: int, tokens: int) -> None:
+    for name in ("1-D", "mrope-interleaved"):
+        case = CASES[name]
+        keys = case.turn(np.tile(np.arange(tokens), (case.rotary.axes, 1)), heads)
+        note = "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?"
+        assert note not in read(keys, case.rotary).notes
+        other = keys.swapaxes(0, 1).copy()
+        other[3:] = np.nan
+        exchanged = read(other, case.rotary)
+        assert (note in exchanged.notes) == (tokens > 1)
+        assert exchanged.notes or not exchanged.known.all()  # one token says nothing in either order
+
+
+def test_heads_that_are_copies_do_not_look_like_tokens() -> None:
+    case = CASES["1-D"]
+    keys = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1)
+    keys[1:] = np.random.default_rng(0).normal(size=(8, 1, 64))
+    apart = np.concatenate([case.turn([97 * head * np.arange(9)], heads=1) for head in (1, 2, 3)], axis=1)
+    for part, rotary in ((keys, case.rotary), (keys[:1], case.rotary), (apart, Rotary(64, 77.0, axes=1))):
+        assert not any("Heads" in note for note in read(part, rotary).notes)
 
 
 def test_another_rotation_is_unknown_and_not_a_number() -> None:
@@ -309,6 +345,7 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
     assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
     named = identify(dropped, QWEN3_VL.rotary, MEANT)
     assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+    assert named.first_wrong == 31
 
 
 def test_sections_instead_of_interleaved_pairs() -> None:
@@ -319,17 +356,34 @@ def test_sections_instead_of_interleaved_pairs() -> None:
         assert named.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
         assert named.rotary is not None
         assert named.rotary.allocation == "sections"
+        assert named.first_wrong == (None if positions is None else 31)  # as above; 30 has one id on all axes
+    assert str(identify(mixed.turn(IDS), QWEN3_VL.rotary, MEANT)).startswith(
+        "The first token whose key is another is 31. Cause: pairs are allocated as 'sections'"
+    )
 
 
 def test_half_of_the_frequencies_on_the_wrong_axis() -> None:
     """vllm-omni#1784: even and odd frequencies belong to rows and columns, and blocks were taken."""
     meant = CASES["interleaved"]
     keys = Case(meant.rotary, blocks(32, 32), ladder(64, 1e4)).turn(place(PROMPT).dense()).astype(np.float32)
-    assert identify(keys, meant.rotary, place(PROMPT)).cause == "pairs are allocated as 'split', not as 'interleaved'"
+    named = identify(keys, meant.rotary, place(PROMPT))
+    assert named.cause == "pairs are allocated as 'split', not as 'interleaved'"
+    assert named.first_wrong == 30  # the first patch, whose row has id 53 and whose column 47
     odd = np.arange(64) % 2
     odd[10:20] = 1
     named = identify(Case(meant.rotary, odd, ladder(64, 1e4)).turn(place(PROMPT).dense()), meant.rotary, place(PROMPT))
     assert named.cause == "5 pairs of 64, the first 10, turn by other axes: 1 instead of 0"
+    assert named.first_wrong == 30
+
+
+def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_explains() -> None:
+    documents = SegmentTable.from_documents([[Text(4500), Grid(6, 6), Text(9)]])
+    table = place(documents, "mrope-qwen3")
+    keys = QWEN3_VL.turn(table.dense()[[0, 0, 0]], heads=1)
+    keys[17], keys[4000] = np.nan, np.random.default_rng(1).normal(size=(1, 128))
+    assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
+    rows = keys[:4510].reshape(2, 2255, 1, 128)
+    assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
 
 
 def test_a_decode_delta_that_is_lost() -> None:
@@ -338,6 +392,8 @@ def test_a_decode_delta_that_is_lost() -> None:
     ids[:, -20:] = np.arange(ids.shape[1])[-20:]
     found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == ids.shape[1] - 20
+    named = identify(QWEN3_VL.turn(ids), QWEN3_VL.rotary, MEANT)  # no rotation explains other ids
+    assert (named.named, named.first_wrong) == (False, ids.shape[1] - 20)
     assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
 
 
@@ -427,6 +483,7 @@ def test_the_rotation_that_was_meant_is_named_so() -> None:
         for positions in (MEANT, None):
             found = identify(keys, QWEN3_VL.rotary, positions)
             assert found.as_meant
+            assert found.first_wrong is None
             assert found.rotary == QWEN3_VL.rotary
             assert str(found).startswith("The keys were turned by the rotation that was meant.")
 
@@ -529,6 +586,36 @@ def test_tokens_of_nan_and_pairs_of_no_length_do_not_hide_the_rotation() -> None
     assert identify(keys, case.rotary, [np.arange(40)], reference=1).as_meant
     weak = np.where(np.arange(64) % 32 < 4, 1, 5e-4)
     assert identify(case.turn([np.arange(40)]) * weak, case.rotary, [np.arange(40)]).as_meant
+
+
+@pytest.mark.parametrize("ratio", [300, 1000])
+@pytest.mark.parametrize("name", ["1-D", "mrope-interleaved"])
+def test_pairs_far_longer_than_others_hide_neither_ids_nor_the_rotation(name: str, ratio: int) -> None:
+    case = CASES[name]
+    for seed in range(4):
+        long = np.random.default_rng(seed).integers(0, case.freq.size, 1 + seed % 2)
+        lengths = np.where(np.isin(np.arange(case.freq.size), long), 1, 1 / ratio)
+        ids = random_ids(case, 25, seed)
+        keys = case.turn(ids, heads=4, seed=seed).astype(np.float32) * np.tile(lengths, 2)
+        reading = read(keys, case.rotary)
+        assert told(reading, ids)[1] == 0
+        if ratio < 1000:
+            assert reading.known.all()
+        assert identify(keys, case.rotary).as_meant
+
+
+def test_a_search_finds_the_id_that_fits_best_of_all() -> None:
+    rng = np.random.default_rng(4)
+    ids = np.arange(-(2**18), 2**18 + 1)
+    for theta, noise in [(1e4, 0.3), (30.0, 0.2)]:
+        freq = ladder(9, theta)
+        turns = np.rint(freq / (2 * np.pi) * 2.0**63).astype(np.uint64) * np.uint64(2)
+        each = Ladder(turns, freq, rng.uniform(0.5, 2, 9))
+        wanted = [-(2**18), 2**18, *rng.integers(-(2**18), 2**18, 2)]
+        angles = np.multiply.outer(np.array(wanted), freq) + noise * rng.normal(size=(4, 9))
+        for angle, found in zip(angles, each.search(np.exp(1j * angles).astype(np.complex64)), strict=True):
+            scores = sum(w * np.cos(a - ids * f) for w, a, f in zip(each.weights, angle, freq, strict=True))
+            assert scores[int(found) + 2**18] >= scores.max() - 1e-5 * each.weights.sum()
 
 
 def test_other_bad_arguments_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from probe_configs import GEMMA3, GLM, QWEN
 
 from mmpos.analysis.probe import write_checkpoint
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -16,15 +17,6 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
-GLM = {
-    "image_token_id": 543,
-    "video_token_id": 544,
-    "image_start_token_id": 539,
-    "image_end_token_id": 540,
-    "video_start_token_id": 541,
-    "video_end_token_id": 542,
-}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
 TEXT: dict[str, Any] = {
     "vocab_size": 600,
@@ -59,14 +51,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "im_end_id": 554,
         "im_newline_id": 556,
     },
-    "gemma3": {
-        "text_config": TEXT,
-        "vision_config": {"image_size": 56, "patch_size": 14},
-        "image_token_index": 598,
-        "boi_token_index": 596,
-        "eoi_token_index": 597,
-        "mm_tokens_per_image": 4,
-    },
+    "gemma3": {"text_config": TEXT, **GEMMA3},
     "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
     "llava": {"text_config": {"model_type": "llama", **TEXT}, "image_token_index": 500},
     "llava_onevision": {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from probe_configs import GEMMA3, GLM, QWEN
 
 import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
@@ -29,15 +30,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
-GLM = {
-    "image_token_id": 543,
-    "video_token_id": 544,
-    "image_start_token_id": 539,
-    "image_end_token_id": 540,
-    "video_start_token_id": 541,
-    "video_end_token_id": 542,
-}
 TEXT: dict[str, Any] = {
     "vocab_size": 600,
     "hidden_size": 1280,
@@ -64,14 +56,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "glm_ocr": {**sections(16, 24, 24), **GLM},
     "ernie4_5_vl_moe": {**sections(22, 22, 20, theta=5e5), **GLM},
     "paddleocr_vl": {**sections(16, 24, 24, theta=5e5), **QWEN},
-    "gemma3": {
-        "text_config": {**TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        "vision_config": {"image_size": 56, "patch_size": 14},
-        "image_token_index": 598,
-        "boi_token_index": 596,
-        "eoi_token_index": 597,
-        "mm_tokens_per_image": 4,
-    },
+    "gemma3": {"text_config": {**TEXT, "layer_types": ["sliding_attention", "full_attention"] * 2}, **GEMMA3},
     "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},
@@ -183,6 +168,7 @@ def assert_calm(name: str, layers: Any, want: Meant, casts: tuple[str, ...] = ("
                 reading = read(keys, rotary, reference=reference)
                 found = check(reading, want.segments, want.settings.scheme, want.settings.start)
                 assert found.equal, (one.layer, cast, str(found))
+                assert cast != "float32" or reading.known.all(), (one.layer, reading.notes)
                 assert not [note for note in reading.notes if re.search(ALARM, note)], reading.notes
                 named = identify(keys, rotary, want.table, reference=reference)
                 assert named.as_meant, (one.layer, cast, str(named))
@@ -318,6 +304,7 @@ def test_a_rotary_of_the_model_with_sections_in_blocks() -> None:
     segments = meant("qwen3_vl", inputs).segments
     found = model.identify(segments)
     assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+    assert found.first_wrong == patches(inputs)[1]  # the first patch has one id on all axes, the second another column
     assert found.rotary is not None
     assert check(read(model.recorder.layers[1].keys[0], found.rotary), segments, "mrope-qwen3").equal
 
@@ -334,6 +321,7 @@ def test_a_rotary_of_the_model_with_half_of_an_axis_on_another() -> None:
     model.run(inputs)
     found = model.identify(meant("qwen3_vl", inputs).segments)
     assert found.cause == "10 pairs of 64, the first 1, turn by other axes: 2 instead of 1"
+    assert found.first_wrong == patches(inputs)[1]  # the first one whose column is not its row
 
 
 def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:

@@ -44,11 +44,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("config.json").write_text(json.dumps(CONFIG))
 
 
-def turned(ids: npt.NDArray[np.int64], seed: int = 0) -> npt.NDArray[np.float32]:
+def turned(ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS) -> npt.NDArray[np.float32]:
     """(tokens, 2, 128) one key, turned as Qwen3-VL does."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(2, 64, 2)).view(np.complex128)[..., 0]
-    angle = ids[AXIS].T * 5e6 ** -(np.arange(64) / 64)
+    angle = ids[axis].T * 5e6 ** -(np.arange(64) / 64)
     pairs = key * np.exp(1j * angle)[:, None]
     return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
 
@@ -78,6 +78,17 @@ def test_keys_alone_are_compared_with_nothing(capsys: pytest.CaptureFixture[str]
     code, out, _ = run(capsys, "keys.npy", "--config", "config.json")
     assert code == 3
     assert "Nothing was compared: give --spec or --ids, the positions that were meant." in out
+    assert "other ids than" not in out
+
+
+def test_layers_that_read_differently_are_told_apart_though_nothing_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    np.savez("keys.npz", a=turned(IDS), b=turned(IDS, seed=1), c=turned(IDS[[0, 0, 0]], seed=2))
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert code == 3
+    assert "  7 tokens, the first 4, have other ids than in a.\n" in out.partition("\nc: ")[2]
+    assert out.count("other ids than") == 1
 
 
 def test_height_and_width_dropped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +123,19 @@ def test_values_and_keys_before_their_rotation_are_one_key(capsys: pytest.Captur
     assert (code, "one key" in out) == (0, False)
 
 
+def test_pairs_on_other_axes_are_named_with_the_first_token_they_turn_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = np.repeat([0, 1, 2], [24, 20, 20])
+    np.savez("keys.npz", right=turned(IDS), mixed=turned(IDS, axis=blocks))
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert code == 3
+    assert "The first token whose key is another is 4. Cause: pairs are allocated as 'sections'" in out
+    layers = json.loads(run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")[1])["layers"]
+    assert {name: (layer["equal"], layer["first_wrong"]) for name, layer in layers.items()} == {
+        "right": (True, None),
+        "mixed": (False, 4),
+    }
+
+
 def test_a_lost_delta_is_named_and_no_rotation_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     ids = IDS.copy()
     ids[:, 13:] = [13, 14, 15]
@@ -136,6 +160,15 @@ def test_right_ids_by_another_rotation_are_not_as_meant(capsys: pytest.CaptureFi
     assert code == 3
     assert "All 40 tokens of 1 document have the ids of" in out
     assert "Cause: YaRN's ramp begins and ends at whole pairs. To do: let YaRN take truncate from the config." in out
+
+
+def test_one_token_alone_is_not_as_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("keys.npy", turned(IDS[:, :1]))
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--spec", "1")
+    assert code == 3
+    assert "The one token is the reference: its ids are 0 from itself, and nothing is told." in out
+    np.savez("keys.npz", keys=turned(IDS[:, 7:8]), reference=turned(0 * IDS[:, :1])[0], position_ids=IDS[:, 7:8])
+    assert run(capsys, "keys.npz", "--config", "config.json")[0] == 0
 
 
 def test_another_rotation_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:

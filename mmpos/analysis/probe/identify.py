@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
@@ -51,6 +52,8 @@ class Identification:
         remedy: what to change.
         residual: rad: root mean square of what it leaves unexplained.
         meant: rad: the same of the one that was meant.
+        first_wrong: the first token, counted over all rows, whose key is not the one that was meant: where the ids are
+            known, and another rotation or none explains the keys.
     """
 
     as_meant: bool
@@ -59,6 +62,7 @@ class Identification:
     remedy: str
     residual: float
     meant: float
+    first_wrong: int | None = None
 
     @property
     def named(self) -> bool:
@@ -69,7 +73,8 @@ class Identification:
         if self.as_meant:
             return f"{self.cause[0].upper()}{self.cause[1:]}. It leaves {self.residual:.2g} rad."
         left = f"It leaves {self.residual:.2g} rad, the rotation that was meant {self.meant:.2g} rad."
-        return f"Cause: {self.cause}. To do: {self.remedy}. {left}"
+        first = "" if self.first_wrong is None else f"The first token whose key is another is {self.first_wrong}. "
+        return f"{first}Cause: {self.cause}. To do: {self.remedy}. {left}"
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,14 @@ def identify(
         cause, plain = best.cause, best.sign > 0 and not best.cast
         if best.cast and ids is not None:
             cause = f"{cause}: they err by up to {judged.error(best):.2g} rad at id {np.abs(ids).max():g}"
-        return Identification(False, best.rotary if plain else None, cause, best.remedy, least, own)
+        wrong = judged.first_wrong(first, best, 3 * max(judged.noise, least) + 1e-4)
+        return Identification(False, best.rotary if plain else None, cause, best.remedy, least, own, wrong)
     cause = "no rotation that is known explains the keys"
     remedy = "look whether all tokens had one hidden state and whether the ids are right"
     if ids is None:
         remedy = "give the ids that are right as positions"
-    return Identification(False, None, cause, remedy, least, own)
+    wrong = judged.first_wrong(first, None, 3 * judged.noise + ROUNDED)
+    return Identification(False, None, cause, remedy, least, own, wrong)
 
 
 def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Float64Array:
@@ -264,7 +271,7 @@ class _Judge:
             tokens = np.unique(np.concatenate([tokens, spread]))
         sample = keys.take(tokens)
         finite = np.isfinite(sample).all(axis=(1, 2))
-        self.keys, self.sample, self.ids = keys, sample[finite], None
+        self.keys, self.sample, self.ids, self.all_ids = keys, sample[finite], None, ids
         if ids is not None:
             self.ids = ids[:, tokens[finite]]
             self.zero = ids[:, [keys.token]] if keys.token is not None else np.zeros((len(ids), 1))
@@ -273,7 +280,26 @@ class _Judge:
         """Return the root mean square, in rad, of what is left of the keys' angles."""
         if self.ids is None:
             return self._readable(suspect.rotary)
-        return self._left(suspect)
+        return float(np.sqrt(self._squares(suspect).mean()))
+
+    def first_wrong(self, meant: _Suspect, found: _Suspect | None, limit: float) -> int | None:
+        """Find the first token of all of which the rotation that was meant leaves more rad than the limit.
+
+        It counts only if the rotation that was found leaves less.
+        """
+        if self.all_ids is None:
+            return None
+        block, stop = copy(self), 0
+        for block.sample in self.keys.blocks():
+            start, stop = stop, stop + len(block.sample)
+            block.ids = self.all_ids[:, start:stop]
+            with np.errstate(invalid="ignore"):
+                wrong = block._squares(meant) > limit**2
+                if found is not None and wrong.any():
+                    wrong &= block._squares(found) <= limit**2
+            if wrong.any():
+                return start + int(wrong.argmax())
+        return None
 
     def as_meant(self, residual: float) -> Identification:
         """Say that the rotation is the one that was meant, but for a factor on cos and sin."""
@@ -368,8 +394,8 @@ class _Judge:
         length = np.abs(phasors)
         return np.where(length > 0, phasors / np.where(length > 0, length, 1), 1)
 
-    def _left(self, suspect: _Suspect) -> float:
-        """Return the root mean square of what is left in rad, pairs weighted by their lengths.
+    def _squares(self, suspect: _Suspect) -> Float64Array:
+        """Return (tokens,) the mean square of what is left in rad, pairs weighted by their lengths.
 
         Channels that do not turn count by what they are off.
         """
@@ -382,7 +408,7 @@ class _Judge:
         moved = np.abs(self.sample[..., still] - keys.reference[:, still])
         moved = np.minimum(moved / np.maximum(plain, 1e-30), np.pi)
         off, weights = np.concatenate([off, moved], axis=-1), np.concatenate([weights, plain], axis=-1)
-        return float(np.sqrt(np.average(off**2, weights=_like(weights, off))))
+        return np.tensordot(off**2, weights, 2) / weights.sum()
 
     def _readable(self, rotary: Rotary) -> float:
         """Return what a reading leaves, and half a turn where tokens are not alike."""

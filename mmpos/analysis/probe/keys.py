@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.ladder import Flags, Ladder, Phasors
+from mmpos.analysis.probe.ladder import Ladder, Phasors
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
-from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, fixed_point_turns
+from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
 
 BLOCK = 4096
@@ -75,6 +75,20 @@ class Keys:
             steps.append(float((np.diff(numbers) / numbers[1:]).min(initial=1.0)))
         return min(steps) / 2
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether heads differ by turns alone, as tokens should, and tokens do not."""
+        some = next(self.blocks())[:64]
+        by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
+
+        def differ_by_turns(pairs: Phasors) -> bool:
+            first, others = pairs[:1], pairs[1:]
+            off = np.abs(np.abs(others) - np.abs(first)) / np.maximum(np.abs(first), 1e-30)
+            turned = np.abs(others - first) > ALIKE * np.abs(first)
+            return others.size > 0 and bool(np.median(off) <= ALIKE and turned.any())
+
+        return differ_by_turns(by_token.swapaxes(0, 1)) and not differ_by_turns(by_token)
+
     def pairs(self, keys: Float32Array) -> Phasors:
         """View (…, kv_heads, head_dim) keys as (…, kv_heads, pairs) complex numbers."""
         pairs = self.rotary.num_pairs
@@ -129,9 +143,9 @@ class Axis:
         """Compute (tokens, pairs) how far the pairs of (tokens, kv_heads, all pairs) turned from the reference."""
         if self.heads.size == 1:
             with np.errstate(invalid="ignore", over="ignore"):
-                return pairs[:, self.heads[0], self.columns] * self.back[0]
+                return np.take(pairs[:, self.heads[0]], self.columns, axis=1) * self.back[0]
         mine = pairs if self.heads.size == pairs.shape[1] else pairs[:, self.heads]
-        return np.einsum("thp,hp->tp", mine[..., self.columns], self.back)
+        return np.einsum("thp,hp->tp", np.take(mine, self.columns, axis=2), self.back)
 
 
 def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
@@ -176,13 +190,6 @@ def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike 
         got = f"numbers up to {largest:.2g} in channels that turn"
         raise InvalidInputError(f"{name}: got {got}, want {1 / LARGEST:.0e} to {LARGEST:.0e}: scale the keys")
     return found
-
-
-def alike(phasors: Phasors, ladder: Ladder) -> Flags:
-    """Tell (tokens,) whether the pairs are as long as those of the reference."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        off: Float64Array = (np.abs(phasors) - 1) ** 2 @ ladder.weight
-        return off <= ALIKE**2
 
 
 def _check_floats(name: str, array: Any) -> None:

@@ -17,17 +17,23 @@ Flags = npt.NDArray[np.bool_]
 REACH = 2**18
 """Ids up to which differences are searched: those of ids within ±131,072."""
 
-SPAN = 4096
-"""Ids of a search that one table of phases serves."""
+SPAN = 512
+"""Ids of a search that one table of phases serves, and that are left out together."""
 
-SEARCH_PAIRS = 24
-"""Pairs that a search compares at first; all of them decide."""
+SPANS = 16
+"""Spans that are searched at a time, the most promising first."""
 
 STEP_PAIRS = 10
 """Fastest pairs, by which steps between neighbours are told."""
 
 NEAR_STEPS = 64
 """Steps that are known from the beginning; longer ones are learned."""
+
+NEAR = 0.995
+"""Least agreement of a usual step for which no other is tried."""
+
+USUAL = 8
+"""Most steps that are tried before the others."""
 
 FITS = 0.8
 """Least agreement, the mean cosine of what is left over, of an id that explains its phases."""
@@ -40,6 +46,9 @@ FUTILE = 256
 
 FEW = 64
 """Last digits of ids, to the base of this number, whose phases are kept."""
+
+ROUNDED = 2.0**-22
+"""What angles that are made in float32 are off at most, relative: frequency, product, and some more for the power."""
 
 LEAST_NOISE = 1e-6
 """Noise of float32 keys in rad, which covers the rounding of the phases here."""
@@ -75,6 +84,16 @@ class Ladder:
         """How far an id is off, in ids, per rad of noise on every phase."""
         return float(np.sqrt((self.slope.astype(np.float64) ** 2).sum()))
 
+    @cached_property
+    def ids_per_rounding(self) -> float:
+        """The same per rad of noise that grows with frequency, as the rounding of angles does."""
+        return float(np.sqrt(((self.slope * self.inv_freq) ** 2).sum()) / max(self.stiffness**0.5, 1e-300))
+
+    @cached_property
+    def stiffness(self) -> float:
+        """Mean of squared rad that an id off by one adds to the noise."""
+        return float(self.weight @ self.inv_freq**2)
+
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
         whole = np.floor(ids)
@@ -83,9 +102,9 @@ class Ladder:
             others, last = np.divmod(whole.astype(np.int64), FEW)
             first = others.min()
             count = int(others.max() - first) + 1
-            if 4 * count < ids.size:
-                table = self.phases(np.arange(first, first + count) * float(FEW))
-                return table[others - first] * self._last_digits[last]
+            if count * FEW <= 2 * ids.size:
+                table = self.phases(np.arange(first, first + count) * float(FEW))[:, None] * self._last_digits
+                return np.take(table.reshape(-1, self.turns.size), (others - first) * FEW + last, axis=0)
         turn = whole.astype(np.int64).astype(np.uint64)[:, None] * self.turns[pairs]
         angle = turn.view(np.int64).astype(np.float32)
         angle *= np.float32(2 * np.pi * 2.0**-64)
@@ -107,38 +126,77 @@ class Ladder:
         return np.argsort(-np.abs(self.inv_freq), kind="stable")[:STEP_PAIRS]
 
     @cached_property
-    def _searched(self) -> IntArray:
-        count = min(SEARCH_PAIRS, self.turns.size)
-        return np.unique(np.linspace(0, self.turns.size - 1, count).round().astype(np.int64))
-
-    @cached_property
     def _span(self) -> Float32Array:
-        """(2·pairs, SPAN) cos and sin of the ids of a span."""
-        return _planes(self.phases(np.arange(SPAN, dtype=np.float64), self._searched)).T.copy()
+        """(2·pairs, SPAN) cosines and sines of ids from −SPAN / 2 on."""
+        return self.phases(np.arange(-SPAN // 2, SPAN // 2, dtype=np.float64)).view(np.float32).T.copy()
 
     @cached_property
-    def _starts(self) -> Float64Array:
-        return np.arange(-REACH, REACH + 1, SPAN, dtype=np.float64)
+    def _centres(self) -> Phasors:
+        """(spans, pairs) phasors that turn back by the middle of each span."""
+        return self.phases(np.arange(REACH, -REACH - 1, -SPAN, dtype=np.float64))
 
     def search(self, phasors: Phasors) -> Float64Array:
-        """Find (tokens,) ids within ±REACH that explain (tokens, pairs) phasors best: integers, nothing presumed."""
-        found = np.empty(len(phasors))
-        back = self.phases(self._starts, self._searched).conj()
-        for i, one in enumerate(phasors):
-            scores = _planes((one * self.weight)[self._searched] * back) @ self._span
-            best = self._starts + scores.argmax(axis=1)
-            found[i] = best[((one * self.phases(best).conj()).real @ self.weight).argmax()]
+        """Find (tokens,) ids within ±REACH that explain (tokens, pairs) phasors best: integers, nothing presumed.
+
+        Within a span a pair fits no better than at the nearest angle that it reaches there. Spans whose pairs all
+        together fit worse than an id that was found, or too badly for any, are left out. Where no id fits, the one that
+        is given is not the best.
+        """
+        found = np.zeros(len(phasors))
+        half = np.minimum(np.abs(self.inv_freq) * (SPAN / 2), np.pi).astype(np.float32)
+        cos, sin = np.cos(half), np.sin(half)
+        for i, one in enumerate(phasors * self.weight):
+            rest, length = one * self._centres, np.abs(one)
+            nearest = rest.real * cos + np.abs(rest.imag) * sin
+            bound = np.where(rest.real >= length * cos, length, nearest).sum(axis=1)
+            order = np.argsort(-bound)
+            best, least = -np.inf, FITS * float(length.sum())
+            for start in range(0, order.size, SPANS):
+                spans = order[start : start + SPANS]
+                if start and bound[spans[0]] < max(best, least) - 1e-4:
+                    break
+                scores = rest[spans].view(np.float32) @ self._span
+                top = int(scores.argmax())
+                if scores.flat[top] > best:
+                    best = float(scores.flat[top])
+                    found[i] = spans[top // SPAN] * SPAN - REACH + top % SPAN - SPAN // 2
         return found
 
-    def step(self, steps: Phasors, known: Float64Array) -> Float64Array:
-        """Estimate (tokens,) steps from (tokens, fastest) phasors between neighbours: the best known one, refined."""
-        fast = self.fastest
-        table = self.phases(known, fast)
-        few = steps * self.weight[fast]
-        best = (_planes(few) @ _planes(table).T).argmax(axis=1)
-        heavy = self.inv_freq[fast]
-        rest = (few * table.conj()[best]).imag @ heavy
-        return known[best] + rest / max(float((self.weight[fast] * heavy**2).sum()), 1e-300)
+    def step(self, moved: Phasors, known: Float64Array) -> tuple[IntArray, Float64Array, Flags]:
+        """Tell steps by (tokens, fastest) phasors between neighbours.
+
+        Returns:
+            (tokens,) which known steps come nearest, (tokens,) these refined, and (tokens,) whether they fit so well
+            that no other is worth a try.
+        """
+        weight, inv_freq = self.weight[self.fastest], self.inv_freq[self.fastest]
+        table, parts = self.phases(known, self.fastest) * weight, moved.view(np.float32)
+        scores = parts @ table.view(np.float32).T
+        best = scores.argmax(axis=1)
+        across = table * (1j * inv_freq / max(float(weight @ inv_freq**2), 1e-300)).astype(np.complex64)
+        rest = np.einsum("tp,tp->t", parts, np.take(across.view(np.float32), best, axis=0))
+        return best, known[best] + rest, scores[np.arange(best.size), best] >= NEAR * weight.sum()
+
+    def lengths(self, phasors: Phasors) -> Float32Array:
+        """Compute (2, tokens) the mean length of phasors, and the mean square of what their lengths are off 1."""
+        off = np.abs(phasors) - np.float32(1)
+        return np.stack([1 + off @ self.weight, np.square(off, out=off) @ self.weight])
+
+    def left(self, phasors: Phasors, ids: Float64Array) -> Float64Array:
+        """Compute (3, tokens) what ids leave: mean cosine, ids to where phasors would fit best, mean squared sine."""
+        rest = (phasors * self.phases(-ids)).view(np.float32)
+        return np.stack([*(rest @ self._sums).T, np.square(rest, out=rest) @ self._sines], dtype=np.float64)
+
+    @cached_property
+    def _sums(self) -> Float32Array:
+        """(2·pairs, 2) weights of cosines and the slope of sines, for phasors viewed as pairs of reals."""
+        none = np.zeros_like(self.weight)
+        return np.stack([self.weight, none, none, self.slope], axis=1).reshape(-1, 2)
+
+    @cached_property
+    def _sines(self) -> Float32Array:
+        """(2·pairs,) weights of squared sines."""
+        return np.stack([np.zeros_like(self.weight), self.weight], axis=1).ravel()
 
     @cached_property
     def _distances(self) -> Float32Array:
@@ -175,31 +233,34 @@ class Follower:
     Args:
         ladder: the pairs of the axis.
         known: steps that occurred.
+        usual: those of them that are tried first.
         last_id: id of the last token that was read.
         last: (pairs,) its phasors.
         searches: tokens that were searched.
         found: those of them whose id was found.
-        trusted: noise in rad up to which an id that steps led to needs no search.
+        trusted: noise in rad up to which an id that steps led to needs no search, whatever the lengths of pairs show.
     """
 
     ladder: Ladder
     last: Phasors
     known: Float64Array = field(default_factory=lambda: np.arange(-NEAR_STEPS, NEAR_STEPS + 1, dtype=np.float64))
+    usual: Float64Array = field(default_factory=lambda: np.arange(2.0))
     last_id: float = 0.0
     searches: int = 0
     found: int = 0
-    trusted: float = 0.1
+    trusted: float = 0.01
 
     @property
     def futile(self) -> bool:
         """Whether searches have failed so often that others would."""
         return self.searches >= FUTILE and self.found < self.searches / 10
 
-    def read(self, phasors: Phasors, alike: Flags) -> Float64Array:
+    def read(self, phasors: Phasors, lengths: Float32Array, alike: Flags) -> Float64Array:
         """Read a block of tokens.
 
         Args:
             phasors: (tokens, pairs) how far they turned.
+            lengths: (2, tokens) of ``Ladder.lengths``.
             alike: (tokens,) whether they can be read at all.
 
         Returns:
@@ -207,42 +268,53 @@ class Follower:
         """
         found = np.full((3, len(phasors)), np.inf)
         found[0] = np.nan
-        at = np.flatnonzero(alike)
-        restarts = 0
-        while at.size:
-            part = phasors[at]
-            fast = part[:, self.ladder.fastest]
-            steps = fast * np.concatenate([self.last[None, self.ladder.fastest], fast[:-1]]).conj()
-            guess = self.last_id + np.cumsum(self.ladder.step(steps, self.known))
-            found[:, at], fits = self.settle(part, guess)
-            failed = np.flatnonzero(~fits | (found[1, at] > self.trusted))
-            good = failed[0] if failed.size else at.size
-            if good:
-                self.last, self.last_id = part[good - 1], float(found[0, at[good - 1]])
-            if not failed.size:
+        if not alike.all():
+            if alike.any():
+                found[:, alike] = self.read(phasors[alike], lengths[:, alike], alike[alike])
+            return found
+        start, restarts = 0, 0
+        while start < len(phasors):
+            guess = self.last_id + np.cumsum(self._steps(phasors[start:]))
+            found[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
+            found[0, start:][~fits] = np.nan
+            doubted = found[1, start:] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1, start:]))
+            failed = start + np.flatnonzero(~fits | doubted)
+            good = int(failed[0]) if failed.size else len(phasors)
+            if good > start:
+                self.last, self.last_id = phasors[good - 1], float(found[0, good - 1])
+            if not failed.size or self.futile:
                 break
-            first = at[failed[0]]
-            tracked = found[0, first]
-            found[0, at[failed]] = np.nan
-            if self.futile:
-                break
+            tracked = found[0, good]
             restarts += 1
-            tried = failed if restarts > 32 else failed[:1]
-            self._search(phasors, at[tried], found)
-            if found[0, first] == tracked:  # so large is the noise
-                self.trusted = max(self.trusted, 1.5 * found[1, first])
+            self._search(phasors, lengths, failed if restarts > 32 else failed[:1], found)
+            if found[0, good] == tracked:  # so large is the noise
+                self.trusted = max(self.trusted, 1.5 * found[1, good])
             if restarts > 32:
                 break
-            at = at[good + 1 :]
+            start = good + 1
         return found
 
-    def _search(self, phasors: Phasors, at: IntArray, found: Float64Array) -> None:
+    def _steps(self, phasors: Phasors) -> Float64Array:
+        """Estimate (tokens,) steps from each token to the next, from the last one on."""
+        fast = np.take(phasors, self.ladder.fastest, axis=1)
+        moved = fast * np.concatenate([self.last[None, self.ladder.fastest], fast[:-1]]).conj()
+        _, steps, near = self.ladder.step(moved, self.usual)
+        others = np.flatnonzero(~near)
+        if others.size:
+            best, steps[others], _ = self.ladder.step(moved[others], self.known)
+            if 8 * others.size > near.size:
+                often = np.argsort(-np.bincount(best, minlength=self.known.size), kind="stable")[: USUAL - 2]
+                self.usual = np.concatenate([[0.0, 1.0], self.known[often]])
+        return steps
+
+    def _search(self, phasors: Phasors, lengths: Float32Array, at: IntArray, found: Float64Array) -> None:
         for one in range(0, at.size, 64):
             if self.futile:
                 return
             few = at[one : one + 64]
-            found[:, few], fits = self.settle(phasors[few], self.ladder.search(phasors[few]))
-            found[0, few[~fits]] = np.nan
+            searched, fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
+            better = fits & (np.isnan(found[0, few]) | (found[1, few] > 1.5 * searched[1]))
+            found[:, few[better]] = searched[:, better]
             self.searches += few.size
             self.found += int(fits.sum())
             if fits[-1]:
@@ -254,7 +326,7 @@ class Follower:
             near, learned = np.split(self.known, [2 * NEAR_STEPS + 1])
             self.known = np.concatenate([near, learned[-255:], [step]])
 
-    def settle(self, phasors: Phasors, guess: Float64Array) -> tuple[Float64Array, Flags]:
+    def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
         """Move guesses to where the phases fit best, to integers where those do.
 
         Returns:
@@ -263,34 +335,24 @@ class Follower:
         """
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
-        noise, away, fits = np.empty(len(ids)), np.empty(len(ids)), np.empty(len(ids), np.bool_)
-        moving = np.arange(len(ids))
-        for _ in range(16):
-            rest = phasors[moving] * self.ladder.phases(ids[moving]).conj()
-            off = away[moving] = (rest.imag @ self.ladder.slope).astype(np.float64)
-            length = np.abs(rest)
-            across = rest.imag**2 @ self.ladder.weight
-            along = np.maximum((length - 1) ** 2 @ self.ladder.weight, LEAST_NOISE**2)  # whatever the id
-            noise[moving] = np.sqrt(np.maximum(across, along))
-            fits[moving] = (rest.real @ self.ladder.weight) >= FITS * (length @ self.ladder.weight)
-            moves = np.abs(off) > 6 * np.sqrt(along) * self.ladder.ids_per_rad
-            if not moves.any():
+        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # whatever the id
+        within = 6 * np.sqrt(along) * self.ladder.ids_per_rad
+        left = self.ladder.left(phasors, ids)
+        moving = np.arange(ids.size)
+        for _ in range(15):
+            moving = moving[np.abs(left[1, moving]) > within[moving]]
+            if not moving.size:
                 break
-            there = np.clip(ids[moving[moves]] + off[moves], -FAR, FAR)
-            without = np.maximum(across - off**2 * self._stiffness, along)[moves]
-            near = np.abs(there - np.rint(there)) <= 6 * np.sqrt(without) * self.ladder.ids_per_rad
+            _, off, across = left[:, moving]
+            there = np.clip(ids[moving] + off, -FAR, FAR)
+            without = np.maximum(across - off**2 * self.ladder.stiffness, along[moving])
+            scatter = 6 * np.sqrt(without)
+            rounded = np.minimum(scatter * self.ladder.ids_per_rounding, ROUNDED * min(np.abs(ids).max(), REACH))
+            near = np.abs(there - np.rint(there)) <= np.maximum(scatter * self.ladder.ids_per_rad, rounded)
             there = np.where(near, np.rint(there), there)
-            moving, before = moving[moves], ids[moving[moves]]
-            ids[moving] = there
-            moving = moving[there != before]
-        return np.stack([ids, noise, away]), fits
-
-    @cached_property
-    def _stiffness(self) -> float:
-        """Mean of squared rad that an id off by one adds to the noise."""
-        return float(self.ladder.weight @ self.ladder.inv_freq**2)
-
-
-def _planes(phasors: Phasors) -> Float32Array:
-    """Lay real and imaginary parts side by side: (n, pairs) complex to (n, 2·pairs) reals."""
-    return np.concatenate([phasors.real, phasors.imag], axis=1)
+            moved = there != ids[moving]
+            moving = moving[moved]
+            ids[moving] = there[moved]
+            left[:, moving] = self.ladder.left(phasors[moving], ids[moving])
+        cosine, away, across = left
+        return np.stack([ids, np.sqrt(np.maximum(across, along)), away]), cosine >= FITS * lengths[0]

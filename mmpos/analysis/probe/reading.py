@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis import Diagnosis, diagnose
-from mmpos.analysis.probe.keys import ALIKE, Axis, Keys, alike, read_keys
+from mmpos.analysis.probe.keys import ALIKE, Axis, Keys, read_keys
 from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, Flags, Follower, Phasors
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
@@ -190,15 +190,14 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
         if scale != 1.0:
             phasors = [each / np.float32(scale) for each in phasors]
         same[here] = _unturned_alike(block, plain)
-        for each, moved in zip(axes, phasors, strict=True):
-            if each.columns.size:
-                same[here] &= alike(moved, each.ladder)
-            if each.axis < 0:
-                with np.errstate(invalid="ignore"):
-                    still[here] = np.abs(moved - 1) ** 2 @ each.ladder.weight
+        with np.errstate(invalid="ignore", over="ignore"):
+            lengths = [each.ladder.lengths(moved) for each, moved in zip(axes, phasors, strict=True)]
+            if len(axes) > len(turning):
+                still[here] = np.abs(phasors[-1] - 1) ** 2 @ axes[-1].ladder.weight
+        same[here] &= np.all([off <= ALIKE**2 for _, off in lengths], axis=0)
         for axis, follower in enumerate(followers):
             if turning[axis].columns.size:
-                found[:, axis, here] = follower.read(phasors[axis], same[here])
+                found[:, axis, here] = follower.read(phasors[axis], lengths[axis], same[here])
         if progress is not None:
             progress(at, tokens)
     ids, noise, away = found
@@ -301,6 +300,11 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, misfit: bool
             f"{counted(unlike, 'token')}, the first {first}, have pairs of other lengths than the reference, or NaN: "
             "another hidden state, a normalisation after the rotation, or another pairing or rotary_dim."
         )
+    alone = keys.token is not None and keys.num_tokens == 1
+    if alone:
+        notes.append("The one token is the reference: its ids are 0 from itself, and nothing is told.")
+    if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
+        notes.append("Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?")
     for axis, each in enumerate(raw.axes[: len(ids)]):
         unknown = (ids[axis] == UNKNOWN) & raw.alike
         count = int(unknown.sum())

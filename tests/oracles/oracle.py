@@ -364,8 +364,9 @@ def _every_grid(frames: int, separators: bool, side: int) -> st.SearchStrategy[G
     """One draw a grid, since draws are what these tests spend their time on."""
     sides = range(side, 4 * side + 1, side)
     each = product(sides, sides, range(1, frames + 1), (False, True)[: 1 + separators], SECONDS)
-    names = ("frames", "row_separator", "seconds_per_frame")
-    return st.sampled_from([Grid(h, w, **dict(zip(names, more, strict=True))) for h, w, *more in each])
+    return st.sampled_from(
+        [Grid(h, w, frames=t, row_separator=rows, seconds_per_frame=seconds) for h, w, t, rows, seconds in each]
+    )
 
 
 def grids(case: Case) -> st.SearchStrategy[Grid]:

@@ -517,6 +517,14 @@ def test_a_constant_from_some_token_on() -> None:
     assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
 
 
+def test_the_same_too_much_in_runs_of_tokens() -> None:
+    ids = ids_of("30")
+    ids[:, [21, 22, 23, 25, 26, 27]] += 1
+    assert why(ids, "30") == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    ids[:, 25:28] += 1
+    assert why(ids, "30") is None
+
+
 def test_nothing_equals_nothing() -> None:
     nothing = SegmentTable.from_documents([])
     assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."

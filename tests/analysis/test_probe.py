@@ -378,6 +378,29 @@ def test_drafts_one_place_too_far() -> None:
     assert found.cause == "from the first difference to the end of the document, ids are 1 too large"
 
 
+def test_drafts_of_several_steps() -> None:
+    """Two windows: each begins with a token that is right; ids that are wrong blame no rotation."""
+    segments = SegmentTable.from_documents([[Text(4), Grid(6, 9), Text(12)]])
+    ids = place(segments, "mrope-qwen3").dense()
+    ids[:, [63, 64, 65, 67, 68, 69]] += 1
+    keys = QWEN3_VL.turn(ids).astype(np.float32)
+    found = check(read(keys, QWEN3_VL.rotary), segments, "mrope-qwen3")
+    assert (found.token, found.explained, found.different_tokens) == (63, 6, 6)
+    assert found.cause == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    named = identify(keys, QWEN3_VL.rotary, place(segments, "mrope-qwen3"))
+    assert named.cause == "no rotation that is known explains the keys"
+
+
+def test_tokens_are_counted_as_compared_where_an_axis_is_unknown() -> None:
+    segments = SegmentTable.from_documents([[Text(4), Grid(5, 7), Text(9)]])
+    ids = place(segments, "mrope").dense()
+    case = CASES["vector"]  # whose first axis turns no pair
+    assert check(read(case.turn(ids), case.rotary), segments, "mrope").num_tokens == 0
+    ids[1, 20:] += 7
+    found = check(read(case.turn(ids), case.rotary), segments, "mrope")
+    assert (found.different_tokens, found.num_tokens) == (28, 48)
+
+
 MISTAKES: dict[str, tuple[Case, str]] = {
     "pairing": (
         Case(Rotary(128, 5e6, allocation="mrope-interleaved", pairing="adjacent"), QWEN3, ladder(64, 5e6)),

@@ -126,7 +126,7 @@ def identify(
         if found < 0.9 * least and (least > FITS or found < 0.5 * least):
             best, least = suspect, found
     if ids is not None and (best is first or least > 3 * judged.noise + 1e-4):
-        share = 1.0 if best is first or least > FITS else 0.5  # slow pairs fit whatever they are said to do
+        share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
         for suspect in (*judged.by_pair(meant), *judged.ladders(meant)):
             found = judged.residual(suspect)
             if found < share * least:

@@ -750,3 +750,13 @@ def test_chunks_that_begin_with_the_first_ids() -> None:
     assert why(every, "3,3x3,6", scheme="mrope-qwen3") == said
     once = right[:, [*range(7), *range(11)]]
     assert why(once, "3,3x3,6", scheme="mrope-qwen3") == said
+
+
+def test_keys_in_the_slots_of_their_ids() -> None:
+    ids = ids_of("2,6x9,12", scheme="mrope")
+    ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text goes on at 2 + 9 after 54 patches
+    assert why(ids, "2,6x9,12", scheme="mrope") == (
+        "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
+    )
+    ids[:, 24] += 5
+    assert why(ids, "2,6x9,12", scheme="mrope") is None

@@ -391,6 +391,19 @@ def test_drafts_of_several_steps() -> None:
     assert named.cause == "no rotation that is known explains the keys"
 
 
+@pytest.mark.parametrize("seed", [0, 30])
+def test_slow_pairs_of_bfloat16_do_not_hide_which_axes_were_dropped(seed: int) -> None:
+    """A rotation like that of Qwen3.5: several leave little, and the one that leaves least is named."""
+    meant = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
+    table = place(SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]]), "mrope-qwen3")
+    for axis, cause in (
+        (blocks(32), "all pairs turn by axis 0 (frame): the other axes are dropped"),
+        (blocks(11, 11, 10), "pairs are allocated as 'sections', not as 'mrope-interleaved'"),
+    ):
+        keys = torch.tensor(Case(meant, axis, ladder(32, 1e7)).turn(table.dense(), heads=1, seed=seed)).bfloat16()
+        assert identify(keys, meant, table).cause == cause
+
+
 def test_tokens_are_counted_as_compared_where_an_axis_is_unknown() -> None:
     segments = SegmentTable.from_documents([[Text(4), Grid(5, 7), Text(9)]])
     ids = place(segments, "mrope").dense()

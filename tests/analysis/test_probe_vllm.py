@@ -32,8 +32,19 @@ from mmpos.rotary import Rotary
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 CHUNK, BLOCK = 64, 32
-TEXT = {"vocab_size": 600, "hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128}
-TOKENS = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
+TEXT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 1280,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+TOKENS: dict[str, Any] = {
+    "image_token_id": 555,
+    "video_token_id": 556,
+    "vision_start_token_id": 552,
+    "vision_end_token_id": 553,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     "qwen3_vl": {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
@@ -164,12 +175,11 @@ def drafting(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Eng
 
 
 def test_chunks_and_prefix_hits_of_qwen25_raise_no_alarm(plain: Engine) -> None:
-    documents = [Text(4), Grid(7, 11), Text(9)], [Text(4), Grid(7, 11), Text(69)]
-    for document, prompt, hit in zip(documents, (PROMPT, PROMPT + 60 * "x"), (0, 64), strict=True):
-        keys, cached = plain.serve(prompt, WIDE)
-        assert cached == hit  # five rows of the image and six columns more
-        assert plain.check(keys, [document]).equal
-        assert plain.identify(keys, [document]).as_meant
+    for tail, hit in ((0, 0), (60, 64)):
+        keys, cached = plain.serve(PROMPT + tail * "x", WIDE)
+        assert cached == hit  # text before the image, and five of its rows and five patches more
+        assert plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).equal
+        assert plain.identify(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).as_meant
 
 
 def test_drafts_of_qwen3_raise_no_alarm(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +191,8 @@ def test_drafts_of_qwen3_raise_no_alarm(drafting: Engine, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(RopeState, "prepare_positions", count)
     keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
-    document = [Text(4), Grid(6, 9), Text(15)]
-    assert drafting.check(keys, [document]).equal
-    assert drafting.identify(keys, [document]).as_meant
+    assert drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]]).equal
+    assert drafting.identify(keys, [[Text(4), Grid(6, 9), Text(15)]]).as_meant
     assert steps == [62, 4, 4, 4]  # the prompt, and a token with three drafts
 
 
@@ -244,7 +253,7 @@ def test_a_delta_of_the_request_before(plain: Engine, monkeypatch: pytest.Monkey
     use_delta(monkeypatch, lambda deltas: deltas[0])
     before, _ = plain.serve(f"hello {IMAGE}!", HIGH)
     keys, _ = plain.serve(PROMPT, WIDE)
-    documents = [[Text(7), Grid(5, 3), Text(7)], [Text(4), Grid(7, 11), Text(9)]]
+    documents: Documents = [[Text(7), Grid(5, 3), Text(7)], [Text(4), Grid(7, 11), Text(9)]]
     found = plain.check(np.concatenate([before, keys], axis=1), documents)
     assert (found.document, found.token) == (1, 85)
     assert found.cause == "the delta -10 of documents[0] is used for documents[1], from the first difference on"

@@ -123,7 +123,7 @@ def identify(
     best, least = first, own
     for suspect in (*_others(others), *_suspects(meant, ids is not None)):
         found = judged.residual(suspect)
-        if found < 0.9 * least and (least > FITS or found < 0.5 * least):
+        if found < 0.9 * least and (best is not first or least > FITS or found < 0.5 * least):
             best, least = suspect, found
     if ids is not None and (best is first or least > 3 * judged.noise + 1e-4):
         share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
@@ -220,7 +220,7 @@ def _allocations(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
     section = meant.mrope_section or _shares(meant.pair_axis, meant.axes)
     remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
     names, axis = axis_names(meant.axes), meant.pair_axis
-    for name in ALLOCATIONS:
+    for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
         if name not in (meant.allocation, HEADS):
             told = section if name in ("sections", "mrope-interleaved") else None
             change = {"allocation": name, "mrope_section": told, "axes_dim": None}

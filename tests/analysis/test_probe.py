@@ -302,7 +302,7 @@ def said(ids: npt.ArrayLike, segments: SegmentTable = PROMPT, **options: Any) ->
 
 
 def test_a_fused_kernel_that_drops_height_and_width() -> None:
-    """sglang#36762: ids are right, and all pairs turn by the first axis."""
+    """sglang#34446, #36762: ids are right, and all pairs turn by the first axis."""
     dropped = QWEN3_VL.turn(IDS[[0, 0, 0]]).astype(np.float32)
     found = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == 31  # the first patch whose column is not the frame's id
@@ -312,7 +312,7 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
 
 
 def test_sections_instead_of_interleaved_pairs() -> None:
-    """sglang#34446: sections of the config, pairs in blocks."""
+    """vllm-gaudi#1437: sections of the config, pairs in blocks."""
     mixed = Case(QWEN3_VL.rotary, blocks(24, 20, 20), ladder(64, 5e6))
     for positions in (MEANT, None):
         named = identify(mixed.turn(IDS).astype(np.float32), QWEN3_VL.rotary, positions)

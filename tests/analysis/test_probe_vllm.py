@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import engine_of_vllm  # noqa: F401
 import numpy as np
 import pytest
-
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-import engine_of_vllm  # noqa: F401
 import torch
 import transformers
 import vllm
@@ -71,7 +68,7 @@ class Engine:
         with TemporaryDirectory() as folder:
             config = {"num_hidden_layers": 2, "bos_token_id": 300, "eos_token_id": None}
             rope = {"rope_parameters": {"rope_type": "default", **ROPES[name]}}
-            kind = transformers.CONFIG_MAPPING[name]
+            kind: Any = transformers.CONFIG_MAPPING[name]
             write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **TOKENS).to_dict(), folder)
             self.llm = vllm.LLM(
                 folder,
@@ -137,31 +134,27 @@ class Engine:
     def attention(self, layer: Attention, query: Any, key: Any) -> Any:
         """Keep keys in their slots, and give zeros: the checkpoint discards what attention gives."""
         metadata: Any = get_forward_context().attn_metadata
-        if metadata is not None:
-            mine = metadata[layer.layer_name]
-            page = self.pages.setdefault(layer.layer_name, {})
-            rows = key.float().view(-1, layer.num_kv_heads, layer.head_size).numpy().copy()
-            page.update(zip(mine.slot_mapping.tolist(), rows, strict=False))  # further slots are padding
-            self.blocks = mine.block_table[0].tolist()
+        mine = metadata[layer.layer_name]
+        rows = key.view(-1, layer.num_kv_heads, layer.head_size).numpy().copy()
+        page = self.pages.setdefault(layer.layer_name, {})
+        page.update(zip(mine.slot_mapping.tolist(), rows, strict=False))  # further slots are padding
+        self.blocks = mine.block_table[0].tolist()
         return torch.zeros_like(query)
 
 
 @pytest.fixture(scope="module")
-def without_kernels() -> Iterator[pytest.MonkeyPatch]:
-    """Do without the kernels of a build for CPUs."""
+def engines() -> Iterator[dict[str, Engine]]:
+    """Make Qwen2.5-VL, and Qwen3-VL with drafts by ngram, without the kernels of a build for CPUs."""
     library = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "init_cpu_memory_env"):
         library.define("init_cpu_memory_env(int[] nodes) -> ()")
         library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setattr(vllm._custom_ops, "cpu_attn_get_scheduler_metadata", lambda *_, **__: torch.zeros(1))
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def engines(without_kernels: pytest.MonkeyPatch) -> dict[str, Engine]:
-    """Make Qwen2.5-VL, and Qwen3-VL with drafts by ngram."""
-    return {"plain": Engine("qwen2_5_vl"), "drafting": Engine("qwen3_vl", speculative_config=DRAFTS)}
+        patch.setattr(Attention, "forward", lambda layer, query, *_, **__: torch.zeros_like(query))
+        yield {"plain": Engine("qwen2_5_vl"), "drafting": Engine("qwen3_vl", speculative_config=DRAFTS)}
 
 
 @pytest.fixture

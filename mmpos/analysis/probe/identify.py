@@ -30,6 +30,8 @@ THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
 FITS = 0.1
 """Most of noise, in rad, that a rotation leaves which the keys were turned by."""
 
+UNEXPLAINED = "no rotation that is known explains the keys"
+
 ROUNDED = 0.02
 """Most, in rad, that angles in float32 may be off."""
 
@@ -63,7 +65,7 @@ class Identification:
     @property
     def named(self) -> bool:
         """Whether a rotation explains the keys."""
-        return self.residual <= FITS
+        return self.residual <= FITS and self.cause != UNEXPLAINED
 
     def __str__(self) -> str:
         if self.as_meant:
@@ -138,11 +140,10 @@ def identify(
         if best.cast and ids is not None:
             cause = f"{cause}: they err by up to {judged.error(best):.2g} rad at id {np.abs(ids).max():g}"
         return Identification(False, best.rotary if plain else None, cause, best.remedy, least, own)
-    cause = "no rotation that is known explains the keys"
     remedy = "look whether all tokens had one hidden state and whether the ids are right"
     if ids is None:
         remedy = "give the ids that are right as positions"
-    return Identification(False, None, cause, remedy, least, own)
+    return Identification(False, None, UNEXPLAINED, remedy, least, own)
 
 
 def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Float64Array:

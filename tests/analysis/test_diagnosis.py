@@ -517,6 +517,14 @@ def test_a_constant_from_some_token_on() -> None:
     assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
 
 
+def test_the_same_too_much_in_runs_of_tokens() -> None:
+    ids = ids_of("30")
+    ids[:, [21, 22, 23, 25, 26, 27]] += 1
+    assert why(ids, "30") == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    ids[:, 25:28] += 1
+    assert why(ids, "30") is None
+
+
 def test_nothing_equals_nothing() -> None:
     nothing = SegmentTable.from_documents([])
     assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."
@@ -742,3 +750,13 @@ def test_chunks_that_begin_with_the_first_ids() -> None:
     assert why(every, "3,3x3,6", scheme="mrope-qwen3") == said
     once = right[:, [*range(7), *range(11)]]
     assert why(once, "3,3x3,6", scheme="mrope-qwen3") == said
+
+
+def test_keys_in_the_slots_of_their_ids() -> None:
+    ids = ids_of("2,6x9,12", scheme="mrope")
+    ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text goes on at 2 + 9 after 54 patches
+    assert why(ids, "2,6x9,12", scheme="mrope") == (
+        "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
+    )
+    ids[:, 24] += 5
+    assert why(ids, "2,6x9,12", scheme="mrope") is None

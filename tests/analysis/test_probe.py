@@ -338,7 +338,7 @@ def said(ids: npt.ArrayLike, segments: SegmentTable = PROMPT, **options: Any) ->
 
 
 def test_a_fused_kernel_that_drops_height_and_width() -> None:
-    """sglang#36762: ids are right, and all pairs turn by the first axis."""
+    """sglang#34446, #36762: ids are right, and all pairs turn by the first axis."""
     dropped = QWEN3_VL.turn(IDS[[0, 0, 0]]).astype(np.float32)
     found = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == 31  # the first patch whose column is not the frame's id
@@ -349,7 +349,7 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
 
 
 def test_sections_instead_of_interleaved_pairs() -> None:
-    """sglang#34446: sections of the config, pairs in blocks."""
+    """vllm-gaudi#1437: sections of the config, pairs in blocks."""
     mixed = Case(QWEN3_VL.rotary, blocks(24, 20, 20), ladder(64, 5e6))
     for positions in (MEANT, None):
         named = identify(mixed.turn(IDS).astype(np.float32), QWEN3_VL.rotary, positions)
@@ -432,6 +432,44 @@ def test_drafts_one_place_too_far() -> None:
     found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == ids.shape[1] - 4
     assert found.cause == "from the first difference to the end of the document, ids are 1 too large"
+
+
+def test_drafts_of_several_steps() -> None:
+    """Two windows: each begins with a token that is right; ids that are wrong blame no rotation."""
+    segments = SegmentTable.from_documents([[Text(4), Grid(6, 9), Text(12)]])
+    ids = place(segments, "mrope-qwen3").dense()
+    ids[:, [63, 64, 65, 67, 68, 69]] += 1
+    keys = QWEN3_VL.turn(ids).astype(np.float32)
+    found = check(read(keys, QWEN3_VL.rotary), segments, "mrope-qwen3")
+    assert (found.token, found.explained, found.different_tokens) == (63, 6, 6)
+    assert found.cause == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    named = identify(keys, QWEN3_VL.rotary, place(segments, "mrope-qwen3"))
+    assert named.cause == "no rotation that is known explains the keys"
+    assert named.residual < 0.1  # six tokens of seventy are turned by one more
+    assert not named.named
+
+
+@pytest.mark.parametrize("seed", [0, 30])
+def test_slow_pairs_of_bfloat16_do_not_hide_which_axes_were_dropped(seed: int) -> None:
+    """A rotation like that of Qwen3.5: several leave little, and the one that leaves least is named."""
+    meant = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
+    table = place(SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]]), "mrope-qwen3")
+    for axis, cause in (
+        (blocks(32), "all pairs turn by axis 0 (frame): the other axes are dropped"),
+        (blocks(11, 11, 10), "pairs are allocated as 'sections', not as 'mrope-interleaved'"),
+    ):
+        keys = torch.tensor(Case(meant, axis, ladder(32, 1e7)).turn(table.dense(), heads=1, seed=seed)).bfloat16()
+        assert identify(keys, meant, table).cause == cause
+
+
+def test_tokens_are_counted_as_compared_where_an_axis_is_unknown() -> None:
+    segments = SegmentTable.from_documents([[Text(4), Grid(5, 7), Text(9)]])
+    ids = place(segments, "mrope").dense()
+    case = CASES["vector"]  # whose first axis turns no pair
+    assert check(read(case.turn(ids), case.rotary), segments, "mrope").num_tokens == 0
+    ids[1, 20:] += 7
+    found = check(read(case.turn(ids), case.rotary), segments, "mrope")
+    assert (found.different_tokens, found.num_tokens) == (28, 48)
 
 
 MISTAKES: dict[str, tuple[Case, str]] = {

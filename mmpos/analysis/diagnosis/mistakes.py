@@ -375,6 +375,26 @@ def constant(case: Case) -> Iterator[Guess]:
     yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
 
 
+def constant_in_runs(case: Case) -> Iterator[Guess]:
+    """Runs of tokens, with right ones between, the same too much or too little, as drafts in the windows of steps."""
+    begins = case.wrong & ~np.concatenate([[False], case.wrong[:-1]])
+    runs = int(begins.sum())
+    if not case.offset or runs < 2:
+        return
+    amount, way = f"{abs(case.offset):g}", "large" if case.offset > 0 else "small"
+    words = f"{runs} runs of tokens have ids that are {amount} too {way}, and tokens between them are right"
+    yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * runs)
+
+
+def slots_by_id(case: Case) -> Iterator[Guess]:
+    """Keys of later tokens over those of tokens whose index is their id, as the cache of an engine would show them."""
+    index = np.where(case.wrong, case.index, case.want)
+    if (case.got[:, case.first] == case.index[case.first]).all():
+        words = "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
+        runs = int((case.wrong & ~np.concatenate([[False], case.wrong[:-1]])).sum())
+        yield Guess(words, index, evidence=2 * runs)
+
+
 def permuted(case: Case) -> Iterator[Guess]:
     """The same rows of ids in another order: each row that came is the axis, not yet taken, that it resembles most."""
     names = axis_names(case.positions.axes)
@@ -621,5 +641,7 @@ SUSPECTS = (
     Suspect(delta_of_another, "keep deltas with their documents, never on the model: positions.deltas"),
     Suspect(one_token_off, "shift labels and not position ids: id and token have the same index"),
     Suspect(constant, "look at what stands before the first difference: it takes another number of ids"),
+    Suspect(constant_in_runs, "place the tokens of a draft after the one before them, as positions.decode does"),
+    Suspect(slots_by_id, "take slots from the index of a token in its request: ids are for the rotation alone"),
 )
 """In the order in which they are tried; casts first, since few bits make the ids of all other mistakes alike."""

@@ -31,6 +31,8 @@ THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
 FITS = 0.1
 """Most of noise, in rad, that a rotation leaves which the keys were turned by."""
 
+UNEXPLAINED = "no rotation that is known explains the keys"
+
 ROUNDED = 0.02
 """Most, in rad, that angles in float32 may be off."""
 
@@ -67,7 +69,7 @@ class Identification:
     @property
     def named(self) -> bool:
         """Whether a rotation explains the keys."""
-        return self.residual <= FITS
+        return self.residual <= FITS and self.cause != UNEXPLAINED
 
     def __str__(self) -> str:
         if self.as_meant:
@@ -128,10 +130,10 @@ def identify(
     best, least = first, own
     for suspect in (*_others(others), *_suspects(meant, ids is not None)):
         found = judged.residual(suspect)
-        if found < 0.9 * least and (least > FITS or found < 0.5 * least):
+        if found < 0.9 * least and (best is not first or least > FITS or found < 0.5 * least):
             best, least = suspect, found
     if ids is not None and (best is first or least > 3 * judged.noise + 1e-4):
-        share = 1.0 if best is first or least > FITS else 0.5  # slow pairs fit whatever they are said to do
+        share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
         for suspect in (*judged.by_pair(meant), *judged.ladders(meant)):
             found = judged.residual(suspect)
             if found < share * least:
@@ -144,12 +146,11 @@ def identify(
             cause = f"{cause}: they err by up to {judged.error(best):.2g} rad at id {np.abs(ids).max():g}"
         wrong = judged.first_wrong(first, best, 3 * max(judged.noise, least) + 1e-4)
         return Identification(False, best.rotary if plain else None, cause, best.remedy, least, own, wrong)
-    cause = "no rotation that is known explains the keys"
     remedy = "look whether all tokens had one hidden state and whether the ids are right"
     if ids is None:
         remedy = "give the ids that are right as positions"
     wrong = judged.first_wrong(first, None, 3 * judged.noise + ROUNDED)
-    return Identification(False, None, cause, remedy, least, own, wrong)
+    return Identification(False, None, UNEXPLAINED, remedy, least, own, wrong)
 
 
 def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Float64Array:
@@ -227,7 +228,7 @@ def _allocations(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
     section = meant.mrope_section or _shares(meant.pair_axis, meant.axes)
     remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
     names, axis = axis_names(meant.axes), meant.pair_axis
-    for name in ALLOCATIONS:
+    for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
         if name not in (meant.allocation, HEADS):
             told = section if name in ("sections", "mrope-interleaved") else None
             change = {"allocation": name, "mrope_section": told, "axes_dim": None}

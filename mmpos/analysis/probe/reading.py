@@ -350,7 +350,8 @@ def check(
 ) -> Diagnosis:
     """Compare a reading with the positions that were meant, in the words of ``diagnose``.
 
-    Ids that could not be told are not compared: the Diagnosis counts the tokens of which all ids are known.
+    Ids that could not be told are not compared: the Diagnosis counts the tokens of which all ids are known, or, if
+    there is a difference, any.
 
     Args:
         reading: of as many tokens as the documents have, padding left out.
@@ -383,7 +384,8 @@ def check(
     if reading.reference is not None:
         ids += want[:, [reading.reference]]
     found = diagnose(np.where(known, ids, want), documents, scheme, start, tolerance=1e-9)
-    return replace(found, num_tokens=int(known.all(axis=0).sum()))
+    compared = known.all(axis=0) if found.equal else known.any(axis=0)
+    return replace(found, num_tokens=int(compared.sum()))
 
 
 def _given(ids: npt.ArrayLike, axes: int) -> PositionTable:

@@ -1,0 +1,332 @@
+"""vLLM's whole engine on a CPU, probed: calm where it is right, and known bugs, made in its functions, are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import engine_of_vllm  # noqa: F401
+import numpy as np
+import pytest
+import torch
+import transformers
+import vllm
+import vllm._custom_ops
+from PIL import Image
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.mm.rope import RopeState
+
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.analysis.diagnosis import Diagnosis
+from mmpos.analysis.probe import Identification, check, identify, read, write_checkpoint
+from mmpos.rotary import Rotary
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+CHUNK, BLOCK = 64, 32
+TEXT: dict[str, Any] = {
+    "vocab_size": 600,
+    "hidden_size": 1280,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+TOKENS: dict[str, Any] = {
+    "image_token_id": 555,
+    "video_token_id": 556,
+    "vision_start_token_id": 552,
+    "vision_end_token_id": 553,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "qwen3_vl": {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+}
+QWEN25 = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
+QWEN3 = Rotary(128, 5e6, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+WIDE, HIGH = (300, 200), (90, 150)
+"""Widths and heights: 7 rows of 11 tokens and 5 of 3 in Qwen2.5-VL; the first is 6 rows of 9 in Qwen3-VL."""
+PROMPT = f"abc{IMAGE}def"
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
+Documents = Sequence[Sequence[Text | Grid]]
+
+
+class Engine:
+    """An engine with a probe checkpoint, which serves one request at a time, and the keys in its paged cache."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.pages: dict[str, dict[int, Any]] = {}
+        self.blocks: list[int] = []
+        self.rotary, self.scheme = (QWEN25, "mrope-qwen2.5") if name == "qwen2_5_vl" else (QWEN3, "mrope-qwen3")
+        with TemporaryDirectory() as folder:
+            config = {"num_hidden_layers": 2, "bos_token_id": 300, "eos_token_id": None}
+            rope = {"rope_parameters": {"rope_type": "default", **ROPES[name]}}
+            kind: Any = transformers.CONFIG_MAPPING[name]
+            write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **TOKENS).to_dict(), folder)
+            self.llm = vllm.LLM(
+                folder,
+                dtype="float32",
+                enforce_eager=True,
+                compilation_config={"custom_ops": ["none"]},
+                max_model_len=512,
+                max_num_batched_tokens=CHUNK,
+                max_num_seqs=2,
+                block_size=BLOCK,
+                kv_cache_memory_bytes=1 << 26,
+                enable_prefix_caching=True,
+                **options,
+            )
+
+    def fresh(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        """Serve the tests that follow, with an empty cache."""
+        monkeypatch.setattr(Attention, "forward", lambda layer, query, key, *_, **__: self.attention(layer, query, key))
+        self.llm.reset_prefix_cache()
+        self.pages.clear()
+        return self
+
+    def serve(self, prompt: str, *sizes: tuple[int, int], tokens: int = 6) -> tuple[Any, int]:
+        """Generate tokens.
+
+        Returns:
+            (layers, tokens, kv_heads, head_dim) keys of all tokens but the last, which no forward has seen, as the
+            cache has them in the end, zero where nothing was written; and the tokens of the prompt whose keys were
+            there before.
+        """
+        data = {"multi_modal_data": {"image": [Image.new("RGB", size) for size in sizes]}} if sizes else {}
+        sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
+        (output,) = self.llm.generate({"prompt": prompt, **data}, sampling, use_tqdm=False)
+        length = len(output.prompt_token_ids) + tokens - 1
+        slots = [self.blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(length)]
+        empty = np.zeros((1, 128), np.float32)
+        keys = np.stack([[page.get(slot, empty) for slot in slots] for page in self.pages.values()])
+        return keys, output.num_cached_tokens
+
+    @property
+    def rope(self) -> MRotaryEmbedding:
+        """The rotation that all layers share."""
+        (modules,) = self.llm.apply_model(
+            lambda model: [it for it in model.modules() if isinstance(it, MRotaryEmbedding)]
+        )
+        assert all(it is modules[0] for it in modules)
+        return modules[0]
+
+    def check(self, keys: Any, documents: Documents) -> Diagnosis:
+        """Compare the second layer, whose diagnosis the first one shares."""
+        segments = SegmentTable.from_documents(documents)
+        first, second = (check(read(layer, self.rotary), segments, self.scheme) for layer in keys)
+        assert (first.document, first.token, first.cause) == (second.document, second.token, second.cause)
+        return second
+
+    def identify(self, keys: Any, documents: Documents, rotary: Rotary | None = None) -> Identification:
+        """Find the rotation of the second layer; the first one's is the same."""
+        positions = place(SegmentTable.from_documents(documents), self.scheme)
+        first, second = (identify(layer, rotary or self.rotary, positions) for layer in keys)
+        assert first.cause == second.cause
+        return second
+
+    def attention(self, layer: Attention, query: Any, key: Any) -> Any:
+        """Keep keys in their slots, and give zeros: the checkpoint discards what attention gives."""
+        metadata: Any = get_forward_context().attn_metadata
+        mine = metadata[layer.layer_name]
+        rows = key.view(-1, layer.num_kv_heads, layer.head_size).numpy().copy()
+        page = self.pages.setdefault(layer.layer_name, {})
+        page.update(zip(mine.slot_mapping.tolist(), rows, strict=False))  # further slots are padding
+        self.blocks = mine.block_table[0].tolist()
+        return torch.zeros_like(query)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Engine]]:
+    """Make Qwen2.5-VL, and Qwen3-VL with drafts by ngram, without the kernels of a build for CPUs."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    if not hasattr(torch.ops._C, "init_cpu_memory_env"):
+        library.define("init_cpu_memory_env(int[] nodes) -> ()")
+        library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setattr(vllm._custom_ops, "cpu_attn_get_scheduler_metadata", lambda *_, **__: torch.zeros(1))
+        patch.setattr(Attention, "forward", lambda layer, query, *_, **__: torch.zeros_like(query))
+        yield {"plain": Engine("qwen2_5_vl"), "drafting": Engine("qwen3_vl", speculative_config=DRAFTS)}
+
+
+@pytest.fixture
+def plain(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return engines["plain"].fresh(monkeypatch)
+
+
+@pytest.fixture
+def drafting(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return engines["drafting"].fresh(monkeypatch)
+
+
+def test_chunks_and_prefix_hits_of_qwen25_raise_no_alarm(plain: Engine) -> None:
+    for tail, hit in ((0, 0), (60, 64)):
+        keys, cached = plain.serve(PROMPT + tail * "x", WIDE)
+        assert cached == hit  # text before the image, and five of its rows and five patches more
+        assert plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).equal
+        assert plain.identify(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).as_meant
+
+
+def test_drafts_of_qwen3_raise_no_alarm(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, own = list[int](), RopeState.prepare_positions
+
+    def count(self: RopeState, rows: Tensor, starts: Tensor, *rest: Tensor) -> None:
+        steps.append(int(starts[len(rows)]))
+        own(self, rows, starts, *rest)
+
+    monkeypatch.setattr(RopeState, "prepare_positions", count)
+    keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
+    assert drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]]).equal
+    assert drafting.identify(keys, [[Text(4), Grid(6, 9), Text(15)]]).as_meant
+    assert steps == [62, 4, 4, 4]  # the prompt, and a token with three drafts
+
+
+def test_a_rotation_that_reads_one_position_per_token(
+    plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sglang#34446, #36762: the kernel takes positions for 1-D, and reads their first row."""
+    monkeypatch.setattr(
+        MRotaryEmbedding, "forward", lambda self, positions, query, key: self.forward_native(positions[0], query, key)
+    )
+    for engine, grid in ((plain, Grid(7, 11)), (drafting, Grid(6, 9))):
+        with monkeypatch.context() as patch:
+            keys, _ = engine.fresh(patch).serve(PROMPT, WIDE)
+        found = engine.check(keys, [[Text(4), grid, Text(9)]])
+        assert found.token == 5  # the first patch stands where its frame does
+        assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
+        named = engine.identify(keys, [[Text(4), grid, Text(9)]])
+        assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+
+
+def test_sections_in_blocks_where_pairs_are_interleaved(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-gaudi#1437: mrope_interleaved is set, and the rotation does not look."""
+    monkeypatch.setattr(drafting.rope, "mrope_interleaved", False)
+    keys, _ = drafting.serve(PROMPT, WIDE)
+    found = drafting.identify(keys, [[Text(4), Grid(6, 9), Text(9)]])
+    assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+
+
+def test_sections_of_another_model(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain.rope, "mrope_section", [24, 20, 20])
+    keys, _ = plain.serve(PROMPT, WIDE)
+    found = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]])
+    assert found.cause == "12 pairs of 64, the first 16, turn by other axes: 0, 1 instead of 1, 2"
+
+
+def test_half_of_the_frequencies_on_the_wrong_axis(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-omni#1784: frequencies of rows and columns alternate in the model, and lie in two blocks in vLLM."""
+    monkeypatch.setattr(plain.rope, "mrope_section", [0, 32, 32])
+    keys, _ = plain.serve(PROMPT, WIDE)
+    meant = Rotary(128, 1e6, axes=3, allocation=[1, 2] * 32)
+    found = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]], meant)
+    assert found.cause == "pairs are allocated as 'sections', not as 'a vector'"
+    assert found.rotary is not None
+    assert found.rotary.pair_axis.tolist() == [1] * 32 + [2] * 32
+
+
+def test_a_delta_that_is_lost_before_decoding(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-LLM#15661: what decodes gets no delta."""
+    use_delta(monkeypatch, lambda deltas: 0)
+    keys, _ = plain.serve(PROMPT, WIDE)
+    found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9)]])
+    assert found.token == 85  # the first that was generated
+    assert found.cause == "from the first difference on ids are the token's index: the delta -66 is forgotten"
+
+
+def test_a_delta_of_the_request_before(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-vlm#1619, #1983: the delta is the model's, and not the request's."""
+    use_delta(monkeypatch, lambda deltas: deltas[0])
+    before, _ = plain.serve(f"hello {IMAGE}!", HIGH)
+    keys, _ = plain.serve(PROMPT, WIDE)
+    documents: Documents = [[Text(7), Grid(5, 3), Text(7)], [Text(4), Grid(7, 11), Text(9)]]
+    found = plain.check(np.concatenate([before, keys], axis=1), documents)
+    assert (found.document, found.token) == (1, 85)
+    assert found.cause == "the delta -10 of documents[0] is used for documents[1], from the first difference on"
+
+
+def use_delta(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[int]], int]) -> None:
+    """Decode by one of the deltas of the requests so far."""
+    deltas, own = list[int](), RopeState.init_prefill_positions
+
+    def init_prefill_positions(self: RopeState, request: int, *rest: Any, **named: Any) -> None:
+        own(self, request, *rest, **named)
+        deltas.append(int(self.prefill_delta.np[request]))
+        self.prefill_delta.np[request] = choose(deltas)
+
+    monkeypatch.setattr(RopeState, "init_prefill_positions", init_prefill_positions)
+
+
+def test_a_prefix_hit_after_which_ids_begin_at_zero(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#48835: what follows a cached prefix is placed as a prompt of its own."""
+    plain.serve(70 * "a")
+    begin_prompts_at(monkeypatch, 64)
+    keys, cached = plain.serve(70 * "a" + 60 * "b")
+    assert cached == 64
+    found = plain.check(keys, [[Text(135)]])
+    assert found.token == 64
+    assert found.cause == "ids are reset inside a document: they begin anew at this token"
+
+
+def test_a_chunk_that_takes_the_first_positions_of_its_prompt(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-vlm#1741: every chunk is given the positions of the whole prompt, and takes their beginning."""
+    begin_prompts_at(monkeypatch, None)
+    for tail in (0, 60):
+        keys, cached = plain.fresh(monkeypatch).serve(PROMPT + tail * "x", WIDE)
+        assert cached == 0
+        found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]])
+        assert found.token == CHUNK
+        assert found.cause == "from token 64 on ids are those of the document's beginning again"
+
+
+def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> None:
+    """Count tokens of prompts from those that a step has computed, all of them or so many."""
+    own = RopeState.prepare_positions
+
+    def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
+        left = done - (done if computed is None else computed)
+        own(self, rows, starts, lengths, torch.where(done < lengths, left, done))
+
+    monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
+
+
+def test_drafts_one_place_too_far(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#54498: tokens of a draft are not where the one before them leads."""
+    own = RopeState.prepare_positions
+
+    def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
+        own(self, rows, starts, lengths, done)
+        if done[rows[0]] >= lengths[rows[0]]:
+            self.positions[:, 1:4] += 1
+
+    monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
+    keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
+    found = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
+    assert found.token == 63  # 62 is the token that was generated, which comes with drafts
+    assert found.cause == "3 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    assert found.explained == found.different_tokens == 8
+
+
+def test_drafts_in_the_slots_of_their_ids(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#54498: slots of drafts come from their positions on the first axis, and overwrite keys of the prompt."""
+    own = BlockTables.compute_slot_mappings
+
+    def compute_slot_mappings(self: Any, rows: Tensor, starts: Tensor, positions: Tensor, **named: Any) -> Tensor:
+        if int(starts[len(rows)]) == 4:
+            positions = positions.clone()
+            positions[1:4] -= 45  # 58 tokens before the text that follows take 13 ids
+        return own(self, rows, starts, positions, **named)
+
+    monkeypatch.setattr(BlockTables, "compute_slot_mappings", compute_slot_mappings)
+    keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
+    found = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
+    assert found.token == 18  # the slot of 63, the first draft
+    assert found.cause == "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
+    assert found.explained == found.different_tokens == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -23,6 +24,7 @@ from mmpos.support.program import DIFFERENT
 if TYPE_CHECKING:
     from mmpos.analysis.probe import Reading
     from mmpos.integrations.models.settings import ModelSettings
+    from mmpos.rotary import Rotary
 
 probe = typer.Typer(
     no_args_is_help=True,
@@ -88,53 +90,81 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Read the positions that keys were turned by."""
-    from mmpos.analysis.probe import check, identify, read
-
     model = model_of(config, layer_type)
     if model.second_rotary is not None:
         raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
     dump = _dump(keys)
     meant = _meant(dump, ids, documents, start, model)
-    different, found, first = False, dict[str, Any](), None
+    found: dict[str, _Verdict] = {}
     for name, layer in _layers(keys, dump):
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
             options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
-            reading = read(layer, model.rotary, **options)
-            alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
-            words, equal, why, wrong = [*reading.notes], bool(reading.known.any()) and not alone, None, None
-            one_key = reading.num_tokens > 1 and (reading.position_ids == reading.position_ids[:, :1]).all()
-            if meant is None:
-                equal = False
-                words.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
-                first = first or (name, reading)
-                words += _unlike(reading, *first)
-            elif equal:
-                diagnosis = check(reading, meant)
-                equal, why, wrong = diagnosis.equal, diagnosis.cause, diagnosis.token
-                words = [*diagnosis.sentences, *words]
-                if equal and reading.reference is not None:
-                    words.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
-            if one_key and reading.known.all() and not equal:
-                words = [word for word in words if not word.startswith(("Cause", "To do"))]
-                words.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
-                words.append("To do: dump keys as they enter the cache, after their rotation.")
-            elif not alone:
-                identified = identify(layer, model.rotary, meant, **options)  # ids may be read through a wrong rotation
-                right, wrong = equal and identified.as_meant, identified.first_wrong if wrong is None else wrong
-                if (not right or reading.notes) and (identified.named or why is None):
-                    words.append(str(identified))
-                equal = right
-        different |= not equal
-        share = float(reading.known.mean())
-        found[name] = {"equal": equal, "known": share, "first_wrong": wrong, "message": words}
+            verdict = found[name] = _judge(layer, model.rotary, meant, options)
+        if meant is None:
+            first = next(iter(found))
+            verdict.words.extend(_unlike(verdict.reading, first, found[first].reading))
         if not as_json:
+            reading = verdict.reading
             told = f"{int(reading.known.sum()):,} of {reading.known.size:,} ids read"
             typer.echo(f"{name}: {told}, at most {_largest(reading.residual):.2g} rad left")
-            typer.echo("".join(f"  {sentence}\n" for sentence in words), nl=False)
+            typer.echo("".join(f"  {sentence}\n" for sentence in verdict.words), nl=False)
+    equal = all(verdict.equal for verdict in found.values())
     if as_json:
-        typer.echo(json.dumps({"equal": not different, "layers": found}, ensure_ascii=False, indent=1))
-    if different:
+        layers = {name: verdict.as_json() for name, verdict in found.items()}
+        typer.echo(json.dumps({"equal": equal, "layers": layers}, ensure_ascii=False, indent=1))
+    if not equal:
         raise typer.Exit(DIFFERENT)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What is said of one layer: whether it is as meant, the first token that is not, and words."""
+
+    reading: Reading
+    equal: bool
+    first_wrong: int | None
+    words: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        known = float(self.reading.known.mean())
+        return {"equal": self.equal, "known": known, "first_wrong": self.first_wrong, "message": self.words}
+
+
+def _judge(keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]) -> _Verdict:
+    """Read the keys of a layer, and compare ids and rotation with those that were meant."""
+    from mmpos.analysis.probe import check, identify, read
+
+    reading = read(keys, rotary, **options)
+    notes, sentences, why, wrong = [*reading.notes], list[str](), None, None
+    alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
+    equal = bool(meant is not None and reading.known.any() and not alone)
+    if meant is None:
+        notes.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
+    elif equal:
+        diagnosis = check(reading, meant)
+        equal, why, wrong, sentences = diagnosis.equal, diagnosis.cause, diagnosis.token, [*diagnosis.sentences]
+        if equal and reading.reference is not None:
+            notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
+    if alone:
+        return _Verdict(reading, equal, wrong, [*sentences, *notes])
+    ids = reading.position_ids
+    if not equal and reading.num_tokens > 1 and reading.known.all() and (ids == ids[:, :1]).all():
+        notes.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
+        notes.append("To do: dump keys as they enter the cache, after their rotation.")
+        return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
+    identified = identify(keys, rotary, meant, **options)  # ids may be read through a wrong rotation
+    right = equal and identified.as_meant
+    wrong = identified.first_wrong if wrong is None else wrong
+    if identified.named and not identified.as_meant:
+        sentences = _uncaused(sentences)  # what the ids look like through the rotation that was meant
+    if (not right or reading.notes) and (identified.named or why is None):
+        notes.append(str(identified))
+    return _Verdict(reading, right, wrong, [*sentences, *notes])
+
+
+def _uncaused(sentences: list[str]) -> list[str]:
+    """Leave out the cause of a diagnosis, and its remedy."""
+    return [sentence for sentence in sentences if not sentence.startswith(("Cause", "To do"))]
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:

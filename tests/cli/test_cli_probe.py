@@ -129,6 +129,7 @@ def test_pairs_on_other_axes_are_named_with_the_first_token_they_turn_wrong(caps
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
     assert code == 3
     assert "The first token whose key is another is 4. Cause: pairs are allocated as 'sections'" in out
+    assert out.count("Cause") == 1, "the ids look like a dropped axis, through the rotation that was meant"
     layers = json.loads(run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")[1])["layers"]
     assert {name: (layer["equal"], layer["first_wrong"]) for name, layer in layers.items()} == {
         "right": (True, None),

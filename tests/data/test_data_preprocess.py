@@ -637,7 +637,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         raise KeyboardInterrupt
 
     corpus(tmp_path, 1, 1)
-    monkeypatch.setattr("mmpos.data.preprocess.job.write_sequences", interrupt)
+    monkeypatch.setattr("mmpos.data.write_sequences", interrupt)
     assert main(command("s0.jsonl")) == 130
     assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
 

@@ -1,5 +1,6 @@
 """Test set-up: kernels run in Triton's interpreter where there is no GPU; a thread a worker; options of long tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers have a core each, on which th
 
 # Imported once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401
+
+# A channel of grpc.aio waits for its thread when it is collected: for ever in a forked child, which has none.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # A plugin for runs of its own; and what imports other projects, which takes seconds and fails where they are missing.
 collect_ignore = [

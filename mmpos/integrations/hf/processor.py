@@ -84,7 +84,7 @@ class MMPosProcessor(ProcessorMixin):
     ) -> None:
         template = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
         super().__init__(tokenizer, chat_template=template)  # type: ignore[no-untyped-call]
-        self.images = ImageProcessor() if images is None else object_of("images", ImageProcessor, images)
+        self.images = ImageProcessor() if images is None else images  # type: ignore[assignment]  # or its fields
         self.scheme = scheme_of(scheme)
         self.markers = Markers() if markers is None else object_of("markers", Markers, markers)
         self.add_markers = boolean("add_markers", add_markers)
@@ -101,8 +101,13 @@ class MMPosProcessor(ProcessorMixin):
             raise InvalidInputError(f"{want}: got None beside a {got}, want both or none")
         self._videos: VideoSettings | None = None
         if video_processor is not None:
+            made, merge = video_processor_of(video_processor), self.images.spatial_merge_size
+            if made.merge_size != merge:
+                raise InvalidInputError(
+                    f"video_processor.merge_size: got {made.merge_size}, want {merge}, as of images"
+                )
             self._videos = VideoSettings(
-                video_processor_of(video_processor),
+                made,
                 _token_id(video_token, self._adapted),
                 timestamp,
                 getattr(self.scheme, "tokens_per_second", None) is not None,
@@ -182,8 +187,18 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Its images by the names of Transformers: patch_size, merge_size, size, and a call of its own."""
-        return ImagesOfProcessor(self.images, self.temporal_patch_size, self.read_files)
+        """Its images by the names of Transformers, limits that may be assigned, and a call of its own."""
+        return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
+
+    @property
+    def images(self) -> ImageProcessor:
+        """Reads images, with what was assigned to image_processor."""
+        return self.image_processor.images
+
+    @images.setter
+    def images(self, images: ImageProcessor) -> None:
+        self._images = object_of("images", ImageProcessor, images)
+        self._assigned: dict[str, Any] = {}
 
     @property
     def video_processor(self) -> VideoProcessor | None:
@@ -226,8 +241,10 @@ class MMPosProcessor(ProcessorMixin):
                 text.
             audio: None; audio is refused.
             options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the others of
-                ``mmpos.integrations.hf.rows.Options``; ``min_pixels``, ``max_pixels``, ``max_tokens`` and ``size`` of
-                images, also in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``.
+                ``mmpos.integrations.hf.rows.Options``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
+                ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std`` of images, also
+                in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``. What both have goes
+                to both, and is refused where images cannot have it.
 
         Returns:
             A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches of
@@ -264,6 +281,8 @@ class MMPosProcessor(ProcessorMixin):
         texts = _texts(text, images, videos)
         count = None if texts is None else len(texts)
         pixels: dict[str, Any] = {}
+        if images is None and videos is not None:
+            of_images = {}
         grid_thw, counts = self.image_processor.process(images, count, of_images, pixels)
         video_tokens = self._process_videos_of(videos, count, of_videos, pixels)
         batch = {} if texts is None else self._tokens(texts, grid_thw, counts, video_tokens, chosen)
@@ -380,7 +399,8 @@ class MMPosProcessor(ProcessorMixin):
             video_sizes: (frames, height, width) of each.
             options: of a call.
         """
-        _, of_images, of_videos = self._sorted(flat_options(options))
+        of_text, of_images, of_videos = self._sorted(flat_options(options))
+        Options.of(of_text, self.tokenizer)
         merged = self.images.spatial_merge_size**2
         counts: dict[str, list[int]] = {}
         if image_sizes is not None:
@@ -391,14 +411,21 @@ class MMPosProcessor(ProcessorMixin):
             if self._videos is None:
                 raise UnsupportedError("video_sizes: got sizes, want None, or a processor with a video_processor")
             in_video = self._videos.processor.get_num_of_video_patches
-            counts["num_video_tokens"] = [
-                in_video(frames, height, width, of_videos) // merged for frames, height, width in video_sizes
-            ]
+            try:
+                counts["num_video_tokens"] = [
+                    in_video(frames, height, width, of_videos) // merged for frames, height, width in video_sizes
+                ]
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidInputError(f"video_sizes: video: {error}") from error
         return MultiModalData(**counts)
 
     def _sorted(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Sort the arguments of a call into those of text, of images and of videos."""
-        return sort_options(arguments, () if self._videos is None else self._videos.names())
+        by_kind = sort_options(arguments, () if self._videos is None else self._videos.names())
+        merge, want = by_kind[2].get("merge_size"), self.image_processor.merge_size
+        if merge not in (None, want):
+            raise InvalidInputError(f"merge_size: got {merge!r:.80}, want {want}, by which tokens are counted")
+        return by_kind
 
     def _process_videos_of(
         self, videos: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,36 @@ from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import MarkerIds
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
 
-__all__ = ["Options", "Rows", "VideoTokens", "expand", "flat_options", "sort_options"]
+__all__ = [
+    "FIXED",
+    "NORMALISING",
+    "OF_IMAGES",
+    "Options",
+    "Rows",
+    "VideoTokens",
+    "added_tokens",
+    "expand",
+    "flat_options",
+    "sort_options",
+]
 
-_OF_IMAGES = ("min_pixels", "max_pixels", "max_tokens", "size")
+NORMALISING = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+"""Options of images that say what becomes of a byte, as Transformers has them."""
+
+OF_IMAGES = ("min_pixels", "max_pixels", "max_tokens", "size", *NORMALISING)
 """Options of a call that are of its images; size is that of Transformers, shortest_edge and longest_edge."""
+
+FIXED: Mapping[str, object] = MappingProxyType(
+    {
+        "do_resize": True,
+        "do_convert_rgb": True,
+        "resample": 3,
+        **dict.fromkeys(("do_pad", "do_center_crop", "default_to_square"), False),
+        **dict.fromkeys(("crop_size", "data_format", "input_data_format")),
+        **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size")),
+    }
+)
+"""Options of images in Transformers that have one value here; the last three are those of the processor."""
 
 
 def sort_options(
@@ -36,15 +63,17 @@ def sort_options(
     """
     text = dict(arguments)
     groups: dict[str, dict[str, Any]] = {}
-    for group, known in (("images_kwargs", _OF_IMAGES), ("videos_kwargs", of_videos)):
+    takes = {"images_kwargs": {*OF_IMAGES, *FIXED}, "videos_kwargs": set(of_videos)}
+    for group, known in takes.items():
         own = _group(text, group)
-        for name in own.keys() - set(known):
-            want = ", ".join(known) or "none without a video_processor"
+        for name in own.keys() - known:
+            listed = OF_IMAGES if group == "images_kwargs" else of_videos
+            want = ", ".join(listed) or "none without a video_processor"
             raise InvalidInputError(f"{group}: got an argument {name!r}, want {want}")
         groups[group] = own
     known_to_text = {each.name for each in fields(Options)}
     for name in text.keys() - known_to_text:
-        takers = [group for group, known in zip(groups, (_OF_IMAGES, of_videos), strict=True) if name in known]
+        takers = [group for group, known in takes.items() if name in known]
         value = text.pop(name) if takers else None
         for group in takers:
             if name in groups[group]:
@@ -133,7 +162,7 @@ class Options:
         """
         known = [each.name for each in fields(cls)]
         for name in arguments.keys() - set(known):
-            want = ", ".join([*known, *_OF_IMAGES, "images_kwargs", "videos_kwargs"])
+            want = ", ".join([*known, *OF_IMAGES, "images_kwargs", "videos_kwargs"])
             raise InvalidInputError(f"{name}: got an argument of this name, want {want}")
         made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
         defaults = {name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from numbers import Real
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 from transformers import BatchFeature
+from transformers.image_utils import SizeDict
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import FRAMES, Frames, flat, patches_of, process, read_image, without_url
+from mmpos.integrations.hf.rows import FIXED, NORMALISING, OF_IMAGES
 from mmpos.sequence.tokenizers import MarkerIds, Tokenizer
-from mmpos.support.checks import IntArray, integer, naming
+from mmpos.support.checks import IntArray, boolean, finite, integer, naming
 
 __all__ = [
     "ImagesOfProcessor",
@@ -29,7 +33,7 @@ __all__ = [
 
 
 def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int = 1) -> ImageProcessor:
-    """Return the image processor with the options of a call: min_pixels, max_pixels, max_tokens, or size.
+    """Return the image processor with the options of a call, those of ``OF_IMAGES``.
 
     Args:
         images: of the processor.
@@ -39,10 +43,10 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
     Raises:
         InvalidInputError: a value of the wrong type or out of range, or size with other edges than Transformers has.
     """
-    changes = {name: value for name, value in options.items() if value is not None}
+    changes = {name: value for name, value in options.items() if value is not None and name not in NORMALISING}
     size = changes.pop("size", None)
     if size is not None:
-        edges = dict(size) if isinstance(size, Mapping) else {}
+        edges = dict(size) if isinstance(size, Mapping | SizeDict) else {}
         if (
             not edges
             or edges.keys() - {"shortest_edge", "longest_edge"}
@@ -57,67 +61,137 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
             if frames > 1 and integer(f"size: {edge}", value) % frames:
                 raise InvalidInputError(f"size: {edge}: got {value}, want a multiple of {frames}, frames in a patch")
             changes[named[edge]] = value if frames == 1 else value // frames
-    return replace(images, **changes) if changes else images
+    images = replace(images, **changes) if changes else images
+    return _normalised(images, options) if options.keys() & set(NORMALISING) else images
 
 
-@dataclass(frozen=True)
+def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProcessor:
+    """Return the image processor whose mean and std make of bytes what a call wants."""
+    values: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
+    if boolean("do_normalize", options.get("do_normalize", True)):
+        values = {name: options.get(f"image_{name}", getattr(images, name)) for name in values}
+        values = {name: [each] * 3 if isinstance(each, Real) else each for name, each in values.items()}
+    factor = 255 * finite("rescale_factor", options.get("rescale_factor", 1 / 255), above=0)
+    if not boolean("do_rescale", options.get("do_rescale", True)):
+        factor = 255
+    with naming("image_", joint=""):
+        images = replace(images, **values)
+    if factor == 1:
+        return images
+    values = {name: [each / factor for each in getattr(images, name)] for name in values}
+    return replace(images, **values)
+
+
 class ImagesOfProcessor:
     """Image processor inside a processor, by the names that Transformers has for it.
+
+    ``size``, also edge by edge, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` may be assigned, and
+    hold for all later calls, the first of which refuses limits that contradict each other.
 
     Args:
         images: that reads them.
         temporal_patch_size: frames in a patch of pixel_values; None for patches of uint8.
         read_files: whether text may name a file.
+        assigned: values that may be assigned, which several such objects may share; empty for those of images.
     """
 
-    images: ImageProcessor
+    do_resize = do_convert_rgb = do_rescale = do_normalize = True
+    resample, rescale_factor = 3, 1 / 255
     temporal_patch_size: int | None
-    read_files: bool
+    _images: ImageProcessor
+    _read_files: bool
+    _assigned: dict[str, Any]
+    _frames: int  # images whose pixels size counts together
+
+    def __init__(
+        self,
+        images: ImageProcessor,
+        temporal_patch_size: int | None,
+        read_files: bool,
+        assigned: dict[str, Any] | None = None,
+    ) -> None:
+        frames = (temporal_patch_size or 2) if images.small_images == "glm-v" else 1
+        assigned = {} if assigned is None else assigned
+        if not assigned:
+            size = {"shortest_edge": images.min_pixels * frames, "longest_edge": images.max_pixels * frames}
+            assigned |= {"size": size, "image_mean": list(images.mean), "image_std": list(images.std)}
+        vars(self).update(
+            _images=images,
+            temporal_patch_size=temporal_patch_size,
+            _read_files=read_files,
+            _assigned=assigned,
+            _frames=frames,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("min_pixels", "max_pixels"):
+            edge = "shortest_edge" if name == "min_pixels" else "longest_edge"
+            self.size[edge] = integer(name, value, minimum=0) * self._frames
+        elif name in self._assigned:
+            with_options(self._images, {name: value}, self._frames)
+            self._assigned[name] = self.size | dict(value) if name == "size" else value
+        elif name not in self.to_dict() or value != getattr(self, name):
+            raise InvalidInputError(
+                f"image_processor.{name}: got {value!r:.80}, want assignments to size, min_pixels, max_pixels, "
+                f"image_mean or image_std; {', '.join(NORMALISING[:3])} as options of a call; all else in images="
+            )
+
+    @property
+    def images(self) -> ImageProcessor:
+        """The ImageProcessor with what was assigned."""
+        return with_options(self._images, self._assigned, self._frames)
 
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self.images.patch_size
+        return self._images.patch_size
 
     @property
     def merge_size(self) -> int:
         """Patches on a side of the square that becomes one token."""
-        return self.images.spatial_merge_size
+        return self._images.spatial_merge_size
 
     @property
     def min_pixels(self) -> int:
         """Pixels that smaller images are scaled up to."""
-        return self.images.min_pixels
+        return self.size["shortest_edge"] // self._frames
 
     @property
     def max_pixels(self) -> int:
         """Most pixels of an image."""
-        return self.images.max_pixels
+        return self.size["longest_edge"] // self._frames
 
     @property
     def size(self) -> dict[str, int]:
         """Least and most pixels, as Transformers names them; in GLM-V those of all frames in a patch."""
-        return {"shortest_edge": self.min_pixels * self._frames, "longest_edge": self.max_pixels * self._frames}
-
-    @property
-    def _frames(self) -> int:
-        """Images whose pixels size counts together."""
-        return (self.temporal_patch_size or 2) if self.images.small_images == "glm-v" else 1
+        return cast("dict[str, int]", self._assigned["size"])
 
     @property
     def image_mean(self) -> list[float]:
         """Mean of red, green and blue, as parts of 1."""
-        return list(self.images.mean)
+        return cast("list[float]", self._assigned["image_mean"])
 
     @property
     def image_std(self) -> list[float]:
         """Standard deviation of red, green and blue, as parts of 1."""
-        return list(self.images.std)
+        return cast("list[float]", self._assigned["image_std"])
+
+    @property
+    def image_processor_type(self) -> str:
+        """Class of Transformers that resizes likewise."""
+        kinds = {"qwen-vl": "Qwen2VL", "glm-v": "Glm4v", "paddleocr-vl": "PaddleOCRVL"}
+        return f"{kinds[self._images.small_images]}ImageProcessor"
 
     @property
     def model_input_names(self) -> list[str]:
         """Keys of a call's result."""
         return ["patches" if self.temporal_patch_size is None else "pixel_values", "image_grid_thw"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its settings, by which Transformers makes its own image processor."""
+        sizes = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample", "do_resize", "do_convert_rgb")
+        names = ("image_processor_type", *sizes, *NORMALISING)
+        return {name: copy(getattr(self, name)) for name in names}
 
     def __call__(self, images: object, return_tensors: str | None = None, **options: Any) -> BatchFeature:
         """Make the patches and grids of images; the arguments and errors are those of the processor's call."""
@@ -141,17 +215,19 @@ class ImagesOfProcessor:
         Returns:
             (images, 3) frames, height and width after merging; and (texts,) images of each text, or None.
         """
-        used = with_options(self.images, options, self._frames)
+        used = self._told(options)
         named, counts = flat("images", images, texts)
-        processed = process(named, used, self.temporal_patch_size, self.read_files)
+        processed = process(named, used, self.temporal_patch_size, self._read_files)
         grid_thw = np.array([image.grid.extents for image in processed], np.int64).reshape(-1, 3)
         if processed:
             pixels, grid = self.model_input_names
             batch[grid] = grid_thw * (1, self.merge_size, self.merge_size)
             patches = patches_of(processed)
             if patches is not None:
-                if self.images.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
+                if used.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
                     patches = patches.reshape(len(patches), -1, self.patch_size, self.patch_size)
+                if not (options.get("do_rescale", True) or options.get("do_normalize", True)):
+                    patches = patches.astype(np.uint8)  # as Transformers leaves them
                 batch[pixels] = patches
         return grid_thw, counts
 
@@ -159,13 +235,39 @@ class ImagesOfProcessor:
         self, height: int, width: int, images_kwargs: Mapping[str, Any] | None = None
     ) -> int:
         """Count the patches, before merging, of an image of this size; no pixel is needed."""
-        grid = with_options(self.images, images_kwargs or {}, self._frames).grid(height, width)
+        grid = self._told(images_kwargs or {}).grid(height, width)
         return grid.height * grid.width * self.merge_size**2
+
+    def _told(self, options: Mapping[str, Any]) -> ImageProcessor:
+        """Return the ImageProcessor with the options of a call.
+
+        Raises:
+            InvalidInputError: an option that is not known, or has another value than images have here.
+        """
+        own = {name: getattr(self, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        fixed = {**FIXED, **own}
+        for name, value in options.items():
+            if name in OF_IMAGES:
+                continue
+            if name not in fixed:
+                raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(OF_IMAGES)}")
+            if value != fixed[name] and (value is not None or fixed[name]):
+                other = "make another processor for others" if name in own else "prepare them before the call"
+                want = f"{fixed[name]} for images: {other}, and put what is meant for videos alone into videos_kwargs"
+                raise InvalidInputError(f"{name}: got {value!r:.80}, want {want}")
+        if self.temporal_patch_size is None and self._images.dtype == "uint8":
+            for name in options.keys() & set(NORMALISING):
+                raise InvalidInputError(
+                    f"{name}: got one, want none: patches are bytes, normalised where the model runs"
+                )
+        changes = {name: value for name, value in options.items() if name in OF_IMAGES}
+        return with_options(self.images, changes, self._frames)
 
 
 class VideoProcessor(Protocol):
     """Video processor of Transformers whose patches span several frames, as those of Qwen-VL models."""
 
+    merge_size: int
     temporal_patch_size: int
     valid_kwargs: Any
 
@@ -282,7 +384,7 @@ def process_videos(
             )
         except MmposError:
             raise
-        except (TypeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{name}: video: {error}") from error
         values.append(out["pixel_values_videos"].numpy())
         grids.append(out["video_grid_thw"].numpy()[0])

@@ -34,6 +34,9 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
+_VIDEOS_AS_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Models whose preprocessor_config.json is that of videos, too, where no other is."""
+
 _NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # read token by token, which tensors are slow at
 
 
@@ -130,14 +133,16 @@ class MMPosProcessor(ProcessorMixin):
     ) -> Self:
         """Make the processor of a model of Transformers, whose calls give the keys that the model takes.
 
-        Its text is that of the model's own processor: the chat template writes the tokens around images.
+        Its text is that of the model's own processor: the chat template writes the tokens around images. That of a
+        folder is in its chat_template.jinja, chat_template.json or processor_config.json, or else the tokenizer's.
 
         Args:
             config: of the model, or the folder that it is in; see ``mmpos.from_hf_config``.
             tokenizer: of the model; None reads that of the folder.
             images: None reads the folder's preprocessor_config.json.
-            video_processor: None reads the folder's, if it has one that is known, and else takes no videos.
-            settings: other arguments of the processor, such as ``return_positions=True``.
+            video_processor: None reads the folder's, if it has one that is known, and else takes no videos; of Qwen-VL
+                models preprocessor_config.json is enough, as in Transformers.
+            settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
             InvalidInputError: a config of no known model, or one beside which something is missing.
@@ -158,7 +163,7 @@ class MMPosProcessor(ProcessorMixin):
             tokenizer = AutoTokenizer.from_pretrained(folder)
         timed = not model.frames_apart or model.model_type.startswith("qwen3")  # what stands between frames is known
         if video_processor is None and folder is not None and timed and model.video_token_id is not None:
-            video_processor = video_processor_in(folder)
+            video_processor = video_processor_in(folder, model.model_type in _VIDEOS_AS_IMAGES)
         told: dict[str, Any] = {
             "images": images or model.image_processor(),
             "scheme": model.scheme,
@@ -166,6 +171,7 @@ class MMPosProcessor(ProcessorMixin):
             "add_markers": False,
             "temporal_patch_size": frames,
             "return_positions": False,
+            "chat_template": None if folder is None else cls.get_processor_dict(folder)[0].get("chat_template"),
         }
         if video_processor is not None:
             if model.video_token_id is None or not timed:
@@ -303,6 +309,9 @@ class MMPosProcessor(ProcessorMixin):
             InvalidInputError: as for a call; the message names the block of content.
             UnsupportedError: audio, or a video without a video_processor.
         """
+        if chat_template is None and self.chat_template is None:
+            want = "one in the call, of the processor, of its tokenizer or in the folder that it is made of"
+            raise InvalidInputError(f"chat_template: got None, want {want}")
         conversation = read_conversations(conversation, self.read_files, videos=self._videos is not None)
         if kwargs.get("tokenize"):
             call_options = {"add_special_tokens": False, **flat_options(kwargs.get("processor_kwargs") or {})}
@@ -609,11 +618,12 @@ def video_processor_of(source: Any) -> VideoProcessor:
     return made
 
 
-def video_processor_in(folder: Path) -> VideoProcessor | None:
-    """Read the video processor of a folder; None where it has none."""
+def video_processor_in(folder: Path, as_images: bool) -> VideoProcessor | None:
+    """Read the video processor of a folder, which may be that of its images; None where it has none."""
     whole = folder / "processor_config.json"
     inside = whole.is_file() and "video_processor" in json.loads(whole.read_bytes())
-    if not inside and not (folder / "video_preprocessor_config.json").is_file():
+    names = ["video_preprocessor_config.json"] + ["preprocessor_config.json"] * as_images
+    if not inside and not any((folder / name).is_file() for name in names):
         return None
     made: VideoProcessor = import_module("transformers").AutoVideoProcessor.from_pretrained(folder)
     return made

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from os.path import isdir, isfile
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, overload
@@ -580,14 +581,20 @@ class Fields:
             InvalidInputError: no config.json there, or none that can be read; or the name of something else, such as a
                 checkpoint: nothing is downloaded.
         """
-        if isinstance(config, str | PurePath) and str(config) and Path(config).is_dir():
-            path = Path(config, "config.json")
-            if not path.exists():
-                raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
-            config = read_json(path)
-        if config is None or isinstance(config, str | bytes | PurePath):
+        got = type(config).__name__
+        if isinstance(config, str | PurePath) and str(config):
+            if isdir(config):
+                path = Path(config, "config.json")
+                if not path.exists():
+                    raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
+                config = read_json(path)
+            else:
+                got = f"{str(config)!r}, {'a file' if isfile(config) else 'where there is no folder'}"
+        if not isinstance(config, Mapping | type) and (
+            isinstance(config, PurePath) or type(config).__module__ == "builtins"
+        ):
             raise InvalidInputError(
-                f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json, "
+                f"config: got {got}, want a config object, or the mapping of a config.json, "
                 "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
             )
         return cls("config", config, _model_type(config))

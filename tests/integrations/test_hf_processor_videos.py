@@ -575,6 +575,8 @@ def test_a_folder_is_all_that_a_processor_needs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved/processor_config.json").read_text())["return_positions"] is False
     again = MMPosProcessor.from_pretrained(tmp_path / "saved")
     assert_same(again(text=chats, padding=True, return_tensors="pt"), want, 0)
+    with pytest.raises(InvalidInputError, match=r"^markers: got int, want Markers or its fields$"):
+        MMPosProcessor.from_pretrained(tmp_path / "saved", markers=5)
     images = MMPosProcessor.from_hf_config(str(tmp_path), return_positions=True, video_processor=None)
     assert "positions" in images(text="A")
 
@@ -622,6 +624,12 @@ def test_a_folder_as_qwen2_vl_and_qwen2_5_vl_were_released_gives_the_batches_of_
     (tmp_path / "tokenizer.json").write_text(chat_tokenizer(QWENS).backend_tokenizer.to_str())
     written = json.dumps({"chat_template": TEMPLATE}) if template.endswith("json") else TEMPLATE
     (tmp_path / template).write_text(written)
+    with pytest.raises(
+        InvalidInputError,
+        match=r"^pretrained_model_name_or_path: got '.*', with no MMPosProcessor \(ma"
+        r"rkers\.begin: .*\), want one that it saved, or MMPosProcessor\.from_hf_config\(…\) of the folder of a model$",
+    ):
+        MMPosProcessor.from_pretrained(tmp_path)
     ours, theirs = MMPosProcessor.from_hf_config(tmp_path), transformers.AutoProcessor.from_pretrained(tmp_path)
     assert ours.chat_template == theirs.chat_template == TEMPLATE
     assert type(ours.video_processor) is type(theirs.video_processor) is transformers.Qwen2VLVideoProcessor

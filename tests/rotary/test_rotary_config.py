@@ -567,12 +567,29 @@ def test_a_field_that_a_rope_type_needs_is_named_as_transformers_asks_for_it(rop
     assert refused({**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}) == want
 
 
-@pytest.mark.parametrize("config", ["config.json", Path("config.json"), None], ids=["str", "path", "none"])
-def test_a_config_is_not_read_from_a_file(config: object) -> None:
-    message = f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json"
+@pytest.mark.parametrize(
+    ("config", "got"),
+    [
+        ("no/such", "'no/such', where there is no folder"),
+        (Path("no/such"), "'no/such', where there is no folder"),
+        (__file__, f"{__file__!r}, a file"),
+        (Path(__file__), f"{__file__!r}, a file"),
+        ("", "str"),
+        (b"llama", "bytes"),
+        (None, "NoneType"),
+        (5, "int"),
+        ([], "list"),
+        (False, "bool"),
+    ],
+)
+def test_what_is_no_config_and_no_folder_of_one_is_named(config: object, got: str) -> None:
     for read in (Rotary.from_hf_config, from_hf_config):
-        with pytest.raises(InvalidInputError, match=message):
+        with pytest.raises(InvalidInputError) as caught:
             read(config)
+        assert str(caught.value) == (
+            f"config: got {got}, want a config object, or the mapping of a config.json, "
+            "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
+        )
 
 
 def test_part_of_a_head_turns_where_the_code_of_the_model_heeds_it() -> None:

@@ -122,6 +122,22 @@ class MMPosProcessor(ProcessorMixin):
         return ["tokenizer"]
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike[str], *args: Any, **kwargs: Any) -> Self:
+        """Read the processor of a folder that ``save_pretrained`` wrote, as Transformers does.
+
+        Raises:
+            InvalidInputError: no processor of this class was saved there.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except InvalidInputError as error:
+            if "markers" in cls.get_processor_dict(pretrained_model_name_or_path, **kwargs)[0]:
+                raise
+            want = f"one that it saved, or {cls.__name__}.from_hf_config(…) of the folder of a model"
+            got = f"{str(pretrained_model_name_or_path)!r}, with no {cls.__name__} ({error})"
+            raise InvalidInputError(f"pretrained_model_name_or_path: got {got}, want {want}") from error
+
+    @classmethod
     def from_hf_config(
         cls,
         config: object,

@@ -136,6 +136,9 @@ class ImagesOfProcessor:
                 f"image_mean or image_std; {', '.join(NORMALISING[:3])} as options of a call; all else in images="
             )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()})"
+
     @property
     def images(self) -> ImageProcessor:
         """The ImageProcessor with what was assigned."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections import Counter
@@ -15,17 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import transformers.models
+import transformers
 from layouts import FRAME_RATES, random_layout
 from model_configs import CONFIGS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from mmpos import InvalidInputError, MmposError
 from mmpos.integrations.hf import get_rope_index, rope_index
 from mmpos.integrations.hf.get_rope_index import RopeIndex, TimedRopeIndex
 
+TRANSFORMERS: Any = transformers
 FEW, MANY = 60, 2100
 
 LIKE = {
@@ -37,6 +38,7 @@ LIKE = {
     "glm4v": "qwen3_vl",
     "glm4v_moe": "qwen3_vl",
     "glm_ocr": "qwen3_vl",
+    "glmga": "qwen3_vl",
     "paddleocr_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen2_vl": "qwen2_vl",
@@ -48,8 +50,10 @@ LIKE = {
 }
 """Every model type, and that whose random layouts it is given."""
 
-ALONE = ("glm_image", "hunyuan_vl", "minicpmv4_7", "qwen2_5_omni", "qwen3_omni_moe")
+ALONE = ("glm_image", "hunyuan_vl", "minicpmv4_7", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 """Model types with tests in files of their own."""
+WHOLE = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Model types that have a thinker, which has the method."""
 
 
 class Request(NamedTuple):
@@ -131,9 +135,8 @@ def request(random: Random, model: str) -> Request:
 @cache
 def kind_of(model: str) -> Any:
     """The class with the method."""
-    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return next(value for value in own if "get_rope_index" in vars(value))
+    name: Any = MODEL_MAPPING_NAMES[model]
+    return getattr(TRANSFORMERS, name)
 
 
 def theirs(model: str, asked: Request) -> tuple[Tensor, Tensor]:
@@ -210,12 +213,17 @@ def test_sizes_are_those_of_the_config(model: str) -> None:
     assert rope_index(config) == RopeIndex(3, frames, apart)
 
 
-def test_every_method_of_transformers_is_served() -> None:
-    folder = Path(transformers.models.__path__[0])
-    files = sorted(folder.glob("*/modeling_*.py"))
-    with_method = [path.parent.name for path in files if "def get_rope_index" in path.read_text()]
-    assert with_method == sorted([*LIKE, *ALONE])
-    assert set(with_method) <= set(get_rope_index._MODEL_TYPES)
+def test_every_type_whose_class_has_the_method_is_served() -> None:
+    """By the class that the auto map names, which need not be in a file of the type's own."""
+    files = Path(TRANSFORMERS.__path__[0], "models").glob("*/modeling_*.py")
+    with_method = {path.parent.name for path in files if "def get_rope_index" in path.read_text()}
+    kinds = {model: names if isinstance(names, str) else names[0] for model, names in MODEL_MAPPING_NAMES.items()}
+    modules = {model: TRANSFORMERS._class_to_module.get(kind, "").split(".") for model, kind in kinds.items()}
+    found = {model for model, module in modules.items() if not with_method.isdisjoint(module)}
+    assert {modules[model][1] for model in found} == with_method
+    types = [model for model in found if hasattr(kind_of(model), "get_rope_index")]
+    assert sorted(types) == sorted([*LIKE, *ALONE])
+    assert sorted(get_rope_index._MODEL_TYPES) == sorted([*LIKE, *ALONE, *WHOLE])
 
 
 # Quirks that random batches do not hold.

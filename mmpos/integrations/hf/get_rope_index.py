@@ -45,7 +45,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _MODEL_TYPES = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
-    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
+    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
+    *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
     *("glm_image", "hunyuan_vl", "minicpmv4_7"),
     *("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),

@@ -168,13 +168,7 @@ class ModelCollator:
     def __call__(self, examples: Examples) -> dict[str, Any]:
         """Collate these examples, or those of a Pack or of several, and give the model's arguments.
 
-        Raises:
-            MmposError: as for collate and `arguments`.
-        """
-        return self.arguments(self.collate(examples))
-
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Give the arguments for a batch, on its device.
+        Of a Batch that is there already, ``batch.as_dict(model=…)`` gives them.
 
         Returns:
             use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
@@ -184,9 +178,13 @@ class ModelCollator:
             of videos. Shifted labels are shift_labels too.
 
         Raises:
-            InvalidInputError: positions of another scheme, or placeholders of another model.
+            InvalidInputError: positions of another scheme, or placeholders of another model; or as for collate.
             UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
         """
+        return self._arguments(self.collate(examples))
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """Make the arguments for a batch, on its device."""
         self._check(batch)
         text = batch.text_positions.long()
         ids = batch.position_ids(torch.int64, text_row=batch.packed) if self.inputs.text_row else text

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 import mmpos
-from mmpos.data import ModelCollator, PaddedCollator, ProcessedInputs
+from mmpos.data import ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
 from mmpos.data.examples import IGNORE_INDEX, Example, Location
 from mmpos.data.model_inputs import MODEL_INPUTS
 from mmpos.errors import UnsupportedError
@@ -88,6 +88,19 @@ def test_a_pack_with_images_trains_as_its_documents_do(model_type: str) -> None:
     assert config.text_config.use_cache, "what would let documents see each other"
     want = one_by_one(model, [alone(collator, example) for example in examples])
     assert_same(trained(model, pack, pack["labels"]), want)
+
+
+def test_a_model_sees_the_pixels_of_a_batch_that_is_told_the_model() -> None:
+    config, collator, (first, *_) = with_images("qwen2_5_vl")
+    settings = mmpos.from_hf_config(config)
+    builder = mmpos.SequenceBuilder(images=collator.images, scheme=settings.scheme, markers=settings.markers)
+    (other,) = examples_of(builder, ["see ", noise(16, 24, 5), " so"])
+    model = tiny_model(config)
+    with torch.no_grad():
+        one, two = (float(model(**PackedCollator()([each]).as_dict(model=collator)).loss) for each in (first, other))
+        want = float(model(**alone(collator, first)).loss)
+    assert one == pytest.approx(want, rel=HALF)
+    assert one != pytest.approx(two, rel=HALF)
 
 
 @pytest.mark.slow

@@ -54,7 +54,10 @@ _TEXT_TYPES = """
     lighton_ocr llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2
     qwen2_moe qwen3 qwen3_moe smollm3 smolvlm starcoder2
 """
-_IMAGE_TYPES = "glm46v glm4v glm4v_moe glm_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+_IMAGE_TYPES = """
+    cohere_compass cosmos3_edge cosmos3_omni glm46v glm4v glm4v_moe glm_ocr glmga qwen2_5_vl qwen2_vl qwen3_vl
+    qwen3_vl_moe
+"""
 
 MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     {
@@ -66,6 +69,19 @@ MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     }
 )
 """Model types of Transformers 5.23 that keep the documents of a pack apart, and how they take them."""
+
+_OMNI = "its audio goes in as features, which are not passed on"
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "glm_image": "its batches hold the images to generate and images_per_sample, which no Example has",
+        "gpt_oss": "its masks do not read the documents of a row from position_ids",
+        "hunyuan_vl": "it refuses the text row from which its mask would read the documents",
+        "minicpmv4_7": "its images go in as slices with target_sizes, which no Example has",
+        **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI),
+        "qwen4_exp": "n-grams and convolutions of its PLE layers go from one document of a row into the next",
+    }
+)
+"""Model types that are refused, and why."""
 
 
 class Model(Protocol):
@@ -152,13 +168,13 @@ class ModelCollator:
     def __post_init__(self) -> None:
         kind = self.settings.model_type
         if kind not in MODEL_INPUTS:
+            reason = _REFUSED.get(kind, "it is not known to keep the documents of a pack apart")
             want = ", ".join(sorted(MODEL_INPUTS))
-            raise UnsupportedError(
-                f"settings.model_type: got {kind!r}, which is not known to keep the documents of a pack apart, "
-                f"want one of {want}"
-            )
+            raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
         object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
         vision = self.settings.vision_scheme
+        if self.images is not None and vision is None and self.inputs.images:
+            raise UnsupportedError(f"images: got an ImageProcessor, want None: {_OWN_PIXELS} of {kind!r}")
         if self.images is not None and vision is not None:
             sizes: dict[str, object] = {"order": vision.order, "spatial_merge_size": self.settings.spatial_merge_size}
             for name, size in sizes.items():
@@ -276,10 +292,16 @@ class ModelCollator:
             raise UnsupportedError("batch: got images without pixels, want those of an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
             return patches
+        if self.settings.vision_scheme is None:
+            raise UnsupportedError(f"patches: got bytes, want {_OWN_PIXELS} of {self.settings.model_type!r}")
         images = self.settings.image_processor() if self.images is None else self.images
         frames = 1 if self.inputs.planes else self.settings.temporal_patch_size or 1
         pixels = images.pixel_values(patches, temporal_patch_size=frames)
         return pixels.view(-1, 3, images.patch_size, images.patch_size) if self.inputs.planes else pixels
+
+
+_OWN_PIXELS = "ProcessedInputs of what the processor made"
+"""Where patches are in an order that no ImageProcessor makes."""
 
 
 def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:

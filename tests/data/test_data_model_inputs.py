@@ -146,7 +146,7 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(LLAMA)([FIRST]),
             UnsupportedError,
-            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of ern",
+            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of coh",
         ),
         (
             lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),

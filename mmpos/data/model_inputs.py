@@ -112,6 +112,10 @@ class Model(Protocol):
         """Tokens before and after an image."""
 
     @property
+    def video_markers(self) -> tuple[int, int] | None:
+        """Tokens before and after a video whose frames have the placeholder of images."""
+
+    @property
     def spatial_merge_size(self) -> int:
         """Patches merged along each side into one token."""
 
@@ -201,16 +205,17 @@ class ModelCollator:
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         """Make the arguments for a batch, on its device."""
-        self._check(batch)
+        types = self._token_types(batch)
+        self._check(batch, types)
         text = batch.text_positions.long()
         ids = batch.position_ids(torch.int64, text_row=batch.packed) if self.inputs.text_row else text
         rows = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": ids}
         if batch.shifted:
             rows["shift_labels"] = batch.labels
         if self.inputs.images:
-            rows["mm_token_type_ids"] = self._token_types(batch.input_ids)
+            rows["mm_token_type_ids"] = types
         if self.inputs.expert_types:
-            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids)
+            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids, types)
         bounds: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.packed:
             if self.inputs.seq_idx:
@@ -219,16 +224,16 @@ class ModelCollator:
             bounds = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
             bounds |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         # No tensor comes first: see Batch.as_dict.
-        return ModelArguments({"use_cache": False, **rows, **bounds, **self._pixels(batch)})
+        return ModelArguments({"use_cache": False, **rows, **bounds, **self._pixels(batch, types)})
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, types: Tensor) -> None:
         kind = self.settings.model_type
         if batch.world_size > 1:
             raise UnsupportedError("batch: got a context-parallel shard, want the whole batch")
         if not self.inputs.images:
             if len(batch.grid_thw):
                 raise _text_alone("batch", counted(len(batch.grid_thw), "image"), kind)
-            if self._token_types(batch.input_ids).any():
+            if types.any():
                 raise _text_alone("batch", "placeholders of images", kind)
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
@@ -242,33 +247,42 @@ class ModelCollator:
                 f"batch.positions: got scheme {got}, want {want} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
             )
         if self.inputs.images and len(batch.grid_thw):
-            self._check_placeholders(batch.input_ids.view(-1)[batch.image_spans[:, 0]])
+            self._check_placeholders(batch, types)
 
-    def _check_placeholders(self, tokens: Tensor) -> None:
-        wrong = self._token_types(tokens).eq(0)
+    def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
+        wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
             i, want = int(wrong.int().argmax()), self.settings.image_token_id
+            got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             raise InvalidInputError(
-                f"image_spans[{i}]: got the placeholder {int(tokens[i])}, want {want} of {self.settings.model_type!r}: "
+                f"image_spans[{i}]: got the placeholder {got}, want {want} of {self.settings.model_type!r}: "
                 "SequenceBuilder(markers=settings.markers)"
             )
 
-    def _token_types(self, tokens: Tensor) -> Tensor:
+    def _token_types(self, batch: Batch) -> Tensor:
         """0 for text, 1 for patches of images and 2 for those of videos."""
+        tokens = batch.input_ids
         types = torch.zeros_like(tokens)
         for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
             if placeholder is not None:
                 types += kind * tokens.eq(placeholder)
+        if self.settings.video_markers is not None:
+            begin, end = (tokens.eq(marker).long() for marker in self.settings.video_markers)
+            inside = (begin - end).cumsum(-1)
+            if batch.packed:  # of each document alone
+                before = (inside - begin + end)[batch.cu_seqlens[:-1].long()]
+                inside -= before.repeat_interleave(batch.cu_seqlens.diff(), output_size=tokens.numel())
+            types += types.eq(1) & (inside > 0)
         return types
 
-    def _expert_types(self, tokens: Tensor) -> Tensor:
+    def _expert_types(self, tokens: Tensor, types: Tensor) -> Tensor:
         """As _token_types, and 1 for the markers around images."""
-        types = self._token_types(tokens)
+        types = types.clone()
         for marker in self.settings.image_markers or ():
             types += tokens.eq(marker)
         return types
 
-    def _pixels(self, batch: Batch) -> dict[str, Tensor]:
+    def _pixels(self, batch: Batch, types: Tensor) -> dict[str, Tensor]:
         if not len(batch.grid_thw):
             return {}
         side = self.settings.spatial_merge_size
@@ -277,8 +291,9 @@ class ModelCollator:
         counts = grid_thw.prod(dim=1)
         if len(pixels) != int(counts.sum()):
             raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())}, those of grid_thw")
-        video = self._token_types(batch.input_ids.view(-1)[batch.image_spans[:, 0]]).eq(2)
-        if not video.any():
+        video = types.view(-1)[batch.image_spans[:, 0]].eq(2)
+        # GLM puts images at all placeholders or videos at all: where there are both, frames go as images, as inside it.
+        if not video.any() or (self.settings.video_markers is not None and not video.all()):
             return {"pixel_values": pixels, "image_grid_thw": grid_thw}
         of_video = video.repeat_interleave(counts)
         videos = {"pixel_values_videos": pixels[of_video], "video_grid_thw": grid_thw[video]}
@@ -365,6 +380,10 @@ class ProcessedInputs:
         spans = np.stack([stops - segments.lengths, stops], axis=1)[grid]
         grid_thw = segments.extents[:, grid].T.copy()
         types = token_types(segments)
+        video = input_ids == self.settings.video_token_id
+        if self.settings.video_markers is not None:
+            begun, ended = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
+            video = begun > ended
         told = record.get("labels")
         labels = np.where(types, IGNORE_INDEX, input_ids) if told is None else _tokens("labels", told)
         sequence = InterleavedSequence(
@@ -372,7 +391,7 @@ class ProcessedInputs:
             token_type_ids=types,
             segments=segments,
             positions=self.settings.place(segments),
-            patches=self._patches(record, grid_thw, input_ids[spans[:, 0]] == self.settings.video_token_id),
+            patches=self._patches(record, grid_thw, video[spans[:, 0]]),
             grid_thw=grid_thw,
             image_spans=spans,
             image_hashes=(None,) * len(grid_thw),

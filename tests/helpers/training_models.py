@@ -64,6 +64,8 @@ TOKENS = {
     "vision_end_token_id": 303,
     "image_start_token_id": 302,
     "image_end_token_id": 303,
+    "video_start_token_id": 304,
+    "video_end_token_id": 305,
 }
 
 

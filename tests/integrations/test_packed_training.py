@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from training_models import CONFIGS, ENCODER, TEXT, examples_of, noise, tiny_config, tiny_images, tiny_model
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, Glm4vProcessor
 from transformers.masking_utils import flash_attention_mask
 
 import mmpos
@@ -83,6 +84,7 @@ def with_images(model_type: str) -> tuple[Any, ModelCollator, list[Example]]:
 IMAGE_TYPES = sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images)
 PROCESSED = ("cosmos3_edge", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Types whose packs are made of what a processor gives, one of them alone: no ImageProcessor makes its patches."""
+GLM_TYPES = [name for name in IMAGE_TYPES if name.startswith("glm")]
 QUICK = "qwen3_vl"
 
 
@@ -194,6 +196,50 @@ def test_a_pack_of_what_a_processor_gave_trains_as_its_documents_do(model_type: 
     examples = [ProcessedInputs(settings)(each, Location("processed", i)) for i, each in enumerate(records)]
     model, pack = tiny_model(config), ModelCollator(settings)(examples)
     assert_same(trained(model, pack, pack["labels"]), one_by_one(model, records))
+
+
+def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
+    """What a processor of GLM gives for two images, or for a video of two frames, which have their placeholder."""
+    rng = np.random.default_rng(seed)
+    text, image = rng.integers(3, 200, 7).tolist(), [302, *[300] * 4, 303]
+    inside = [*image, *text[:2], *image, *text[:2]]
+    tokens = torch.tensor([[*text, *([304, *inside, 305] if video else inside), *text]])
+    pixels = torch.from_numpy(rng.standard_normal((32, 96), np.float32))
+    processor: Any = SimpleNamespace(image_token_id=300, video_start_id=304, video_end_id=305)
+    types = torch.tensor(Glm4vProcessor.create_mm_token_type_ids(processor, tokens.tolist()))
+    labels = torch.where(types > 0, IGNORE_INDEX, tokens)
+    made = {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types}
+    if video:
+        return {**made, "pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    return {**made, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["glm4v", *(pytest.param(name, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v")]
+)
+@pytest.mark.parametrize("kinds", [(True, True), (True, False, True)])
+def test_videos_of_glm_train_in_packs_as_alone(model_type: str, kinds: tuple[bool, ...]) -> None:
+    config = tiny_config(model_type)
+    settings = mmpos.from_hf_config(config)
+    records = [processed_by_glm(seed, video=video) for seed, video in enumerate(kinds)]
+    examples = [ProcessedInputs(settings)(each, Location("processed", i)) for i, each in enumerate(records)]
+    model, pack = tiny_model(config), ModelCollator(settings)(examples)
+    assert pack["mm_token_type_ids"].tolist() == torch.cat([each["mm_token_type_ids"] for each in records], 1).tolist()
+    assert ("pixel_values_videos" in pack) == all(kinds)
+    assert_same(trained(model, pack, pack["labels"]), one_by_one(model, records))
+    rows = ModelCollator(settings, collate=PaddedCollator(side="left"))(examples)
+    assert (
+        rows["mm_token_type_ids"][0, -len(examples[0].labels) :].tolist() == records[0]["mm_token_type_ids"][0].tolist()
+    )
+
+
+def test_a_part_of_a_video_of_glm_leaves_the_images_of_the_next_document_images() -> None:
+    settings = mmpos.from_hf_config(tiny_config("glm4v"))
+    made = ProcessedInputs(settings)
+    video, images = (made(processed_by_glm(1, video=each), Location("processed", 0)) for each in (True, False))
+    types = ModelCollator(settings)([video.slice(0, 16), images])["mm_token_type_ids"][0].tolist()
+    assert types[:16] == [*[0] * 9, *[2] * 4, 0, 0, 0]
+    assert types[16:] == processed_by_glm(1, video=False)["mm_token_type_ids"][0].tolist()
 
 
 def test_patches_in_an_order_of_their_own_are_taken_from_their_processor_alone() -> None:

@@ -161,7 +161,7 @@ class ModelCollator:
 
     Raises:
         UnsupportedError: models of this type do not keep the documents of a pack apart, or are not known to.
-        InvalidInputError: images and settings differ in the order or size of patches.
+        InvalidInputError: an argument of another class; images and settings differ in the order or size of patches.
     """
 
     settings: Model
@@ -170,6 +170,14 @@ class ModelCollator:
     inputs: ModelInputs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_settings(self.settings)
+        images: object = self.images
+        if images is not None and not isinstance(images, ImageProcessor):
+            raise InvalidInputError(f"images: got {type(images).__name__}, want an ImageProcessor")
+        collate: object = self.collate
+        if not isinstance(collate, PackedCollator | PaddedCollator):
+            got = type(collate).__name__
+            raise InvalidInputError(f"collate: got {got}, want a PackedCollator or a PaddedCollator")
         kind = self.settings.model_type
         if kind not in MODEL_INPUTS:
             reason = _REFUSED.get(kind, "it is not known to keep the documents of a pack apart")
@@ -315,6 +323,12 @@ class ModelCollator:
         return pixels.view(-1, 3, images.patch_size, images.patch_size) if self.inputs.planes else pixels
 
 
+def _check_settings(settings: object) -> None:
+    if not all(hasattr(settings, name) for name in ("model_type", "scheme", "segments", "image_processor")):
+        got = type(settings).__name__
+        raise InvalidInputError(f"settings: got {got}, want those of mmpos.from_hf_config(config)")
+
+
 _OWN_PIXELS = "ProcessedInputs of what the processor made"
 """Where patches are in an order that no ImageProcessor makes."""
 
@@ -343,9 +357,15 @@ class ProcessedInputs:
 
     Args:
         settings: of the model, from `mmpos.from_hf_config`.
+
+    Raises:
+        InvalidInputError: settings of another class.
     """
 
     settings: Model
+
+    def __post_init__(self) -> None:
+        _check_settings(self.settings)
 
     def __call__(self, record: Record, location: Location) -> Example:
         """Make the example of a record.
@@ -358,7 +378,8 @@ class ProcessedInputs:
         try:
             return self._example(key, record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            raise RecordError(f"{key}: {error}") from error
+            said = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # as records name it
+            raise RecordError(f"{key}: {said}") from error
 
     def _example(self, key: str, record: Record) -> Example:
         input_ids = _tokens("input_ids", record.get("input_ids"))

@@ -130,6 +130,7 @@ def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_t
     }
 
 
+WRONG: Any = "x"
 OTHER = replace(IMAGES, order="raster")
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
 HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
@@ -138,6 +139,14 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
+        (lambda: ModelCollator(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (lambda: ProcessedInputs(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
+        (
+            lambda: ModelCollator(SETTINGS, collate=WRONG),
+            InvalidInputError,
+            "collate: got str, want a PackedCollator or a PaddedCollator",
+        ),
         (
             lambda: ModelCollator(SETTINGS, OTHER),
             InvalidInputError,
@@ -286,6 +295,7 @@ def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
         ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8, those of the grids"),
         ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
         ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
+        ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
         ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), that of input_ids"),
         ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
     ],

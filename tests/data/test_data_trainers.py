@@ -184,6 +184,12 @@ def test_even_is_checked() -> None:
         RankLoader([1], wrong)
 
 
+def test_a_loader_that_is_none_is_refused_at_once() -> None:
+    wrong: Any = 5
+    with pytest.raises(InvalidInputError, match=r"^loader: got int, want a DataLoader or another iterable$"):
+        RankLoader(wrong)
+
+
 def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
     """What follows after so many steps, and what follows in a loader that goes on from the state there."""
     first, second = make(), make()

@@ -276,6 +276,7 @@ def test_no_rows_have_no_ids() -> None:
 
 
 ONE = [[TEXT, IMAGE, TEXT]]
+MOVING = told([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
 REFUSED: dict[str, tuple[RopeIndex, dict[str, Any], str]] = {
     "no grids": (
         PLAIN,
@@ -331,6 +332,22 @@ REFUSED: dict[str, tuple[RopeIndex, dict[str, Any], str]] = {
         told([[VIDEO, TEXT, VIDEO]], video_grid_thw=[[1, 2, 2]] * 2, second_per_grid_ts=[1.0]),
         "second_per_grid_ts: got shape (1,), want at least 2 values, one per video",
     ),
+    **{
+        f"seconds of {seconds!r}": (TIMED, MOVING | {"second_per_grid_ts": seconds}, f"second_per_grid_ts{said}")
+        for seconds, said in (
+            ("ab", ": got str, want a tensor or a list"),
+            (["ab", 1.0], "[0]: got str, want a number"),
+            ([1.0, torch.ones(2)], "[1]: got shape (2,), want a number"),
+            ([1, 2**31], "[1]: got 2147483648, want <= 2147483647"),
+            (torch.tensor([1j, 1]), ": got torch.complex64, want real numbers"),
+            ([1.0, float("nan")], "[1]: got frames that are nan ids apart, want a number >= 0, and ids within int32"),
+            (
+                torch.tensor([1e30, 1]),
+                "[0]: got frames that are 2.5e+31 ids apart, want a number >= 0, and ids within int32",
+            ),
+            ([1.0, -0.04], "[1]: got frames that are -1 ids apart, want a number >= 0, and ids within int32"),
+        )
+    },
 }
 
 

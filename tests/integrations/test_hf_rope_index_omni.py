@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from model_configs import CONFIGS, TEXT, config_of
-from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of
+from test_hf_rope_index import Away, Counting, Request, assert_same, both_ways, mask_of
 from test_models_omni import AUDIO, IMAGE, MODELS, SOUND, SOUND_END, VIDEO, VISION, VISION_END, Prompts, prompts, theirs
 from test_models_peers import padded
 from torch import nn
@@ -74,13 +74,13 @@ def compare(model: str, count: int) -> Counter[str]:
         asked = request(rng, model)
         needed = {} if model == MODEL else {"attention_mask": torch.ones_like(asked.arguments["input_ids"])}
         want = method(stand_in, **needed | asked.arguments)
-        assert_same(FUNCTIONS[model](**asked.arguments), want, asked)
+        for got in both_ways(FUNCTIONS[model], asked.arguments):
+            assert_same(got, want, asked)
         whole = torch.equal(want[1], want[1].round())
         traits.update([*asked.traits, "whole deltas" if whole else "fractions of deltas"])
     return traits
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("model", MODELS)
 def test_ids_and_deltas_have_the_bits_of_the_method(model: str) -> None:
     compare(model, FEW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import methodcaller
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
 
+if TYPE_CHECKING:
+    from mmpos.data.model_inputs import ModelCollator
+
 __all__ = ["Batch", "MaskMod", "ModelArguments", "mask_mod"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -32,8 +35,19 @@ _SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
 
 
+class _WholeType(type):
+    """Type that says in the messages of others what to do.
+
+    accelerate's dispatcher and torch's default_collate want tensors, and name the type of what they got instead.
+    """
+
+    def __format__(cls, spec: str) -> str:
+        remedy = "mmpos.data.RankLoader(DataLoader(dataset, batch_size=None)), which accelerate leaves as it is"
+        return f"{cls!r}, which stays whole: load it through {remedy}"
+
+
 @dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(metaclass=_WholeType):
     """Documents packed in one row, or padded to rows of one length; all numbers but pixels are integers.
 
     Nothing here changes under FSDP2's mixed precision, which casts floating tensors: positions travel as the
@@ -269,7 +283,12 @@ class Batch:
         )
 
     def as_dict(
-        self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
+        self,
+        positions: Literal["ids", "table"] = "ids",
+        *,
+        text_row: bool = False,
+        batched: bool = False,
+        model: ModelCollator | None = None,
     ) -> dict[str, Any]:
         """Give the batch as keyword arguments for a model or a trainer, without those that are None.
 
@@ -277,18 +296,32 @@ class Batch:
             positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
             text_row: as for ``position_ids``.
             batched: whether a packed batch gets a batch dimension of 1, as Transformers wants.
+            model: collator of an unpatched model of Transformers: exactly the arguments that it makes of examples.
 
         Returns:
             max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
-            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are shift_labels too, which
-            keeps Transformers' losses from shifting them again.
+            attention_mask, patches, audio_spans and audio_feature_spans; or those of model. Shifted labels are
+            shift_labels too, which keeps Transformers' losses from shifting them again.
 
         Raises:
-            UnsupportedError: ids that may be fractions, which mixed precision would round; later, if accelerate's
+            InvalidInputError: positions, text_row or batched beside model, which decides them; or as model.
+            UnsupportedError: patches in the shape of Transformers' text, whose models take pixel_values and ignore
+                them; ids that may be fractions, which mixed precision would round; or as model. Later, if accelerate's
                 dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
-        add = boolean("batched", batched) and self.packed
+        shaped = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
+        if model is not None:
+            if positions == "table" or any(shaped.values()):
+                raise InvalidInputError("model: got it beside positions, text_row or batched, want it alone")
+            return model._arguments(self)
+        if self.patches is not None and any(shaped.values()):
+            name = next(name for name, value in shaped.items() if value)
+            raise UnsupportedError(
+                f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
+                "as_dict(model=ModelCollator(settings)), or neither text_row nor batched for a model of your own"
+            )
+        add = batched and self.packed
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
             arguments["shift_labels"] = self.labels
@@ -305,6 +338,19 @@ class Batch:
         table = {"positions": self.device_positions} if positions == "table" else {}
         # An integer comes first: the dispatcher counts rows in what is first and fails, also where this was copied.
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
+
+    def __getitem__(self, name: object) -> NoReturn:
+        """Refuse to be read as a mapping of arguments, which Trainer does; iterating comes here, too.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "batch: got a Batch in the place of a model's arguments, want ModelCollator(settings) as the data_collator "
+            "of Trainer, or batch.as_dict(model=ModelCollator(settings))"
+        )
+
+    __contains__ = __getitem__
 
     def _each(self, move: methodcaller) -> Batch:
         names = _PER_TOKEN + _PER_BATCH

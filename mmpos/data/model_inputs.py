@@ -54,7 +54,10 @@ _TEXT_TYPES = """
     lighton_ocr llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2
     qwen2_moe qwen3 qwen3_moe smollm3 smolvlm starcoder2
 """
-_IMAGE_TYPES = "glm46v glm4v glm4v_moe glm_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+_IMAGE_TYPES = """
+    cohere_compass cosmos3_edge cosmos3_omni glm46v glm4v glm4v_moe glm_ocr glmga qwen2_5_vl qwen2_vl qwen3_vl
+    qwen3_vl_moe
+"""
 
 MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     {
@@ -66,6 +69,19 @@ MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     }
 )
 """Model types of Transformers 5.23 that keep the documents of a pack apart, and how they take them."""
+
+_OMNI = "its audio goes in as features, which are not passed on"
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "glm_image": "its batches hold the images to generate and images_per_sample, which no Example has",
+        "gpt_oss": "its masks do not read the documents of a row from position_ids",
+        "hunyuan_vl": "it refuses the text row from which its mask would read the documents",
+        "minicpmv4_7": "its images go in as slices with target_sizes, which no Example has",
+        **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI),
+        "qwen4_exp": "n-grams and convolutions of its PLE layers go from one document of a row into the next",
+    }
+)
+"""Model types that are refused, and why."""
 
 
 class Model(Protocol):
@@ -94,6 +110,10 @@ class Model(Protocol):
     @property
     def image_markers(self) -> tuple[int, int] | None:
         """Tokens before and after an image."""
+
+    @property
+    def video_markers(self) -> tuple[int, int] | None:
+        """Tokens before and after a video whose frames have the placeholder of images."""
 
     @property
     def spatial_merge_size(self) -> int:
@@ -141,7 +161,7 @@ class ModelCollator:
 
     Raises:
         UnsupportedError: models of this type do not keep the documents of a pack apart, or are not known to.
-        InvalidInputError: images and settings differ in the order or size of patches.
+        InvalidInputError: an argument of another class; images and settings differ in the order or size of patches.
     """
 
     settings: Model
@@ -150,15 +170,23 @@ class ModelCollator:
     inputs: ModelInputs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_settings(self.settings)
+        images: object = self.images
+        if images is not None and not isinstance(images, ImageProcessor):
+            raise InvalidInputError(f"images: got {type(images).__name__}, want an ImageProcessor")
+        collate: object = self.collate
+        if not isinstance(collate, PackedCollator | PaddedCollator):
+            got = type(collate).__name__
+            raise InvalidInputError(f"collate: got {got}, want a PackedCollator or a PaddedCollator")
         kind = self.settings.model_type
         if kind not in MODEL_INPUTS:
+            reason = _REFUSED.get(kind, "it is not known to keep the documents of a pack apart")
             want = ", ".join(sorted(MODEL_INPUTS))
-            raise UnsupportedError(
-                f"settings.model_type: got {kind!r}, which is not known to keep the documents of a pack apart, "
-                f"want one of {want}"
-            )
+            raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
         object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
         vision = self.settings.vision_scheme
+        if self.images is not None and vision is None and self.inputs.images:
+            raise UnsupportedError(f"images: got an ImageProcessor, want None: {_OWN_PIXELS} of {kind!r}")
         if self.images is not None and vision is not None:
             sizes: dict[str, object] = {"order": vision.order, "spatial_merge_size": self.settings.spatial_merge_size}
             for name, size in sizes.items():
@@ -168,13 +196,7 @@ class ModelCollator:
     def __call__(self, examples: Examples) -> dict[str, Any]:
         """Collate these examples, or those of a Pack or of several, and give the model's arguments.
 
-        Raises:
-            MmposError: as for collate and `arguments`.
-        """
-        return self.arguments(self.collate(examples))
-
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """Give the arguments for a batch, on its device.
+        Of a Batch that is there already, ``batch.as_dict(model=…)`` gives them.
 
         Returns:
             use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
@@ -184,19 +206,24 @@ class ModelCollator:
             of videos. Shifted labels are shift_labels too.
 
         Raises:
-            InvalidInputError: positions of another scheme, or placeholders of another model.
+            InvalidInputError: positions of another scheme, or placeholders of another model; or as for collate.
             UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
         """
-        self._check(batch)
+        return self._arguments(self.collate(examples))
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """Make the arguments for a batch, on its device."""
+        types = self._token_types(batch)
+        self._check(batch, types)
         text = batch.text_positions.long()
         ids = batch.position_ids(torch.int64, text_row=batch.packed) if self.inputs.text_row else text
         rows = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": ids}
         if batch.shifted:
             rows["shift_labels"] = batch.labels
         if self.inputs.images:
-            rows["mm_token_type_ids"] = self._token_types(batch.input_ids)
+            rows["mm_token_type_ids"] = types
         if self.inputs.expert_types:
-            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids)
+            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids, types)
         bounds: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.packed:
             if self.inputs.seq_idx:
@@ -205,16 +232,16 @@ class ModelCollator:
             bounds = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
             bounds |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         # No tensor comes first: see Batch.as_dict.
-        return ModelArguments({"use_cache": False, **rows, **bounds, **self._pixels(batch)})
+        return ModelArguments({"use_cache": False, **rows, **bounds, **self._pixels(batch, types)})
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, types: Tensor) -> None:
         kind = self.settings.model_type
         if batch.world_size > 1:
             raise UnsupportedError("batch: got a context-parallel shard, want the whole batch")
         if not self.inputs.images:
             if len(batch.grid_thw):
                 raise _text_alone("batch", counted(len(batch.grid_thw), "image"), kind)
-            if self._token_types(batch.input_ids).any():
+            if types.any():
                 raise _text_alone("batch", "placeholders of images", kind)
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
@@ -228,33 +255,42 @@ class ModelCollator:
                 f"batch.positions: got scheme {got}, want {want} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
             )
         if self.inputs.images and len(batch.grid_thw):
-            self._check_placeholders(batch.input_ids.view(-1)[batch.image_spans[:, 0]])
+            self._check_placeholders(batch, types)
 
-    def _check_placeholders(self, tokens: Tensor) -> None:
-        wrong = self._token_types(tokens).eq(0)
+    def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
+        wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
             i, want = int(wrong.int().argmax()), self.settings.image_token_id
+            got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             raise InvalidInputError(
-                f"image_spans[{i}]: got the placeholder {int(tokens[i])}, want {want} of {self.settings.model_type!r}: "
+                f"image_spans[{i}]: got the placeholder {got}, want {want} of {self.settings.model_type!r}: "
                 "SequenceBuilder(markers=settings.markers)"
             )
 
-    def _token_types(self, tokens: Tensor) -> Tensor:
+    def _token_types(self, batch: Batch) -> Tensor:
         """0 for text, 1 for patches of images and 2 for those of videos."""
+        tokens = batch.input_ids
         types = torch.zeros_like(tokens)
         for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
             if placeholder is not None:
                 types += kind * tokens.eq(placeholder)
+        if self.settings.video_markers is not None:
+            begin, end = (tokens.eq(marker).long() for marker in self.settings.video_markers)
+            inside = (begin - end).cumsum(-1)
+            if batch.packed:  # of each document alone
+                before = (inside - begin + end)[batch.cu_seqlens[:-1].long()]
+                inside -= before.repeat_interleave(batch.cu_seqlens.diff(), output_size=tokens.numel())
+            types += types.eq(1) & (inside > 0)
         return types
 
-    def _expert_types(self, tokens: Tensor) -> Tensor:
+    def _expert_types(self, tokens: Tensor, types: Tensor) -> Tensor:
         """As _token_types, and 1 for the markers around images."""
-        types = self._token_types(tokens)
+        types = types.clone()
         for marker in self.settings.image_markers or ():
             types += tokens.eq(marker)
         return types
 
-    def _pixels(self, batch: Batch) -> dict[str, Tensor]:
+    def _pixels(self, batch: Batch, types: Tensor) -> dict[str, Tensor]:
         if not len(batch.grid_thw):
             return {}
         side = self.settings.spatial_merge_size
@@ -263,8 +299,9 @@ class ModelCollator:
         counts = grid_thw.prod(dim=1)
         if len(pixels) != int(counts.sum()):
             raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())}, those of grid_thw")
-        video = self._token_types(batch.input_ids.view(-1)[batch.image_spans[:, 0]]).eq(2)
-        if not video.any():
+        video = types.view(-1)[batch.image_spans[:, 0]].eq(2)
+        # GLM puts images at all placeholders or videos at all: where there are both, frames go as images, as inside it.
+        if not video.any() or (self.settings.video_markers is not None and not video.all()):
             return {"pixel_values": pixels, "image_grid_thw": grid_thw}
         of_video = video.repeat_interleave(counts)
         videos = {"pixel_values_videos": pixels[of_video], "video_grid_thw": grid_thw[video]}
@@ -278,10 +315,22 @@ class ModelCollator:
             raise UnsupportedError("batch: got images without pixels, want those of an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
             return patches
+        if self.settings.vision_scheme is None:
+            raise UnsupportedError(f"patches: got bytes, want {_OWN_PIXELS} of {self.settings.model_type!r}")
         images = self.settings.image_processor() if self.images is None else self.images
         frames = 1 if self.inputs.planes else self.settings.temporal_patch_size or 1
         pixels = images.pixel_values(patches, temporal_patch_size=frames)
         return pixels.view(-1, 3, images.patch_size, images.patch_size) if self.inputs.planes else pixels
+
+
+def _check_settings(settings: object) -> None:
+    if not all(hasattr(settings, name) for name in ("model_type", "scheme", "segments", "image_processor")):
+        got = type(settings).__name__
+        raise InvalidInputError(f"settings: got {got}, want those of mmpos.from_hf_config(config)")
+
+
+_OWN_PIXELS = "ProcessedInputs of what the processor made"
+"""Where patches are in an order that no ImageProcessor makes."""
 
 
 def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
@@ -308,9 +357,15 @@ class ProcessedInputs:
 
     Args:
         settings: of the model, from `mmpos.from_hf_config`.
+
+    Raises:
+        InvalidInputError: settings of another class.
     """
 
     settings: Model
+
+    def __post_init__(self) -> None:
+        _check_settings(self.settings)
 
     def __call__(self, record: Record, location: Location) -> Example:
         """Make the example of a record.
@@ -323,7 +378,8 @@ class ProcessedInputs:
         try:
             return self._example(key, record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            raise RecordError(f"{key}: {error}") from error
+            said = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # as records name it
+            raise RecordError(f"{key}: {said}") from error
 
     def _example(self, key: str, record: Record) -> Example:
         input_ids = _tokens("input_ids", record.get("input_ids"))
@@ -345,6 +401,10 @@ class ProcessedInputs:
         spans = np.stack([stops - segments.lengths, stops], axis=1)[grid]
         grid_thw = segments.extents[:, grid].T.copy()
         types = token_types(segments)
+        video = input_ids == self.settings.video_token_id
+        if self.settings.video_markers is not None:
+            begun, ended = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
+            video = begun > ended
         told = record.get("labels")
         labels = np.where(types, IGNORE_INDEX, input_ids) if told is None else _tokens("labels", told)
         sequence = InterleavedSequence(
@@ -352,7 +412,7 @@ class ProcessedInputs:
             token_type_ids=types,
             segments=segments,
             positions=self.settings.place(segments),
-            patches=self._patches(record, grid_thw, input_ids[spans[:, 0]] == self.settings.video_token_id),
+            patches=self._patches(record, grid_thw, video[spans[:, 0]]),
             grid_thw=grid_thw,
             image_spans=spans,
             image_hashes=(None,) * len(grid_thw),

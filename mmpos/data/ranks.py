@@ -75,10 +75,13 @@ class RankLoader(Generic[_Item]):
             counts steps alone, and would begin again with the first epoch when a run goes on.
 
     Raises:
-        InvalidInputError: even is something else; in the first step and on every rank, one has no batch to repeat.
+        InvalidInputError: loader is no iterable, or even is something else; in the first step and on every rank, one
+            has no batch to repeat.
     """
 
     def __init__(self, loader: Iterable[_Item], even: Even | None = None, *, endless: bool = False) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise InvalidInputError(f"loader: got {type(loader).__name__}, want a DataLoader or another iterable")
         self.loader = loader
         self.even = one_of("even", even, (None, *get_args(Even)))
         self.endless = boolean("endless", endless)

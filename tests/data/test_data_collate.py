@@ -17,6 +17,7 @@ from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
 from tolerance import assert_within, rounding
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.data.batch import Batch
@@ -330,6 +331,17 @@ def test_arguments_by_name() -> None:
     assert "patches" in collate_packed(with_photos()).as_dict()
 
 
+@pytest.mark.parametrize("name", ["text_row", "batched"])
+def test_patches_that_a_model_of_transformers_would_ignore_are_refused(name: Any) -> None:
+    batch = collate_packed(with_photos())
+    told: dict[str, Any] = {name: True}
+    message = (
+        f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want as_dict\\(m"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        batch.as_dict(**told)
+
+
 def test_ids_come_in_the_dtypes_that_hold_them() -> None:
     batch = collate_packed([FIRST, SECOND])
     assert batch.position_ids().dtype == torch.int32
@@ -359,7 +371,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    assert same(batch.pin_memory(), batch)
+    assert same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 

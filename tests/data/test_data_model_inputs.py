@@ -100,9 +100,21 @@ def test_padded_rows_have_a_mask_and_no_bounds() -> None:
     }
 
 
+def test_a_batch_gives_exactly_the_arguments_of_the_model_that_it_is_told() -> None:
+    collator = ModelCollator(SETTINGS, IMAGES)
+    batch = PackedCollator()([FIRST, SECOND])
+    got, want = batch.as_dict(model=collator), collator([FIRST, SECOND])
+    assert list(got) == list(want)
+    assert listed(got) == listed(want)
+    wrong: list[dict[str, Any]] = [{"batched": True}, {"text_row": True}, {"positions": "table"}]
+    for told in wrong:
+        with pytest.raises(InvalidInputError, match=r"^model: got it beside positions, text_row or batched, want it a"):
+            batch.as_dict(model=collator, **told)
+
+
 def test_text_alone_has_no_images_and_shifted_labels_are_not_shifted_again() -> None:
     collator = ModelCollator(SETTINGS)
-    arguments = collator.arguments(PackedCollator()([SECOND]).shift_labels())
+    arguments = PackedCollator()([SECOND]).shift_labels().as_dict(model=collator)
     assert not any("pixel" in name or "grid" in name for name in arguments)
     assert arguments["shift_labels"].tolist() == arguments["labels"].tolist() == [[80, -100]]
     assert listed(pickle.loads(pickle.dumps(collator))([SECOND])) == listed(collator([SECOND]))
@@ -118,6 +130,7 @@ def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_t
     }
 
 
+WRONG: Any = "x"
 OTHER = replace(IMAGES, order="raster")
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
 HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
@@ -126,6 +139,14 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
+        (lambda: ModelCollator(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (lambda: ProcessedInputs(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
+        (
+            lambda: ModelCollator(SETTINGS, collate=WRONG),
+            InvalidInputError,
+            "collate: got str, want a PackedCollator or a PaddedCollator",
+        ),
         (
             lambda: ModelCollator(SETTINGS, OTHER),
             InvalidInputError,
@@ -134,7 +155,7 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(LLAMA)([FIRST]),
             UnsupportedError,
-            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of ern",
+            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of coh",
         ),
         (
             lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
@@ -158,12 +179,12 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
             "batch: got 1 run of audio for 'qwen2_vl', want none: no features of it are passed on",
         ),
         (
-            lambda: ModelCollator(SETTINGS).arguments(_shard()),
+            lambda: _shard().as_dict(model=ModelCollator(SETTINGS)),
             UnsupportedError,
             "batch: got a context-parallel shard, want the whole batch",
         ),
         (
-            lambda: ModelCollator(SETTINGS, IMAGES).arguments(_without_a_patch()),
+            lambda: _without_a_patch().as_dict(model=ModelCollator(SETTINGS, IMAGES)),
             InvalidInputError,
             "patches: got 7, want 8, those of grid_thw",
         ),
@@ -274,6 +295,7 @@ def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
         ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8, those of the grids"),
         ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
         ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
+        ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
         ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), that of input_ids"),
         ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
     ],

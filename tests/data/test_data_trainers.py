@@ -100,6 +100,26 @@ def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
             dispatch([plain], 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_itself_on_a_dispatcher_fails_in_accelerate_with_the_remedy(ranks: int) -> None:
+    verb = "find the batch size of" if ranks == 1 else "concatenate"
+    remedy = r"which stays whole: load it through mmpos\.data\.RankLoader\(DataLoader\(dataset, batch_size=None\)\)"
+    with pytest.raises(
+        TypeError, match=rf"^Can only {verb} tensors but got <class 'mmpos\.data\.batch\.Batch'>, {remedy}"
+    ):
+        dispatch([collate_packed(examples())] * ranks, 0)
+
+
+def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
+    batch: Any = collate_packed(examples())
+    reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
+    for read in reads:
+        with pytest.raises(
+            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as the d"
+        ):
+            read()
+
+
 def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
     arguments = collate_packed(examples()).as_dict(batched=True)
     moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
@@ -162,6 +182,12 @@ def test_even_is_checked() -> None:
     wrong: Any = "pad"
     with pytest.raises(InvalidInputError, match="even: got 'pad', want one of None, 'drop', 'repeat'"):
         RankLoader([1], wrong)
+
+
+def test_a_loader_that_is_none_is_refused_at_once() -> None:
+    wrong: Any = 5
+    with pytest.raises(InvalidInputError, match=r"^loader: got int, want a DataLoader or another iterable$"):
+        RankLoader(wrong)
 
 
 def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:

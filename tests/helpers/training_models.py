@@ -64,6 +64,8 @@ TOKENS = {
     "vision_end_token_id": 303,
     "image_start_token_id": 302,
     "image_end_token_id": 303,
+    "video_start_token_id": 304,
+    "video_end_token_id": 305,
 }
 
 
@@ -75,10 +77,13 @@ def tiny_config(model_type: str, **text: Any) -> Any:
     kind = default.text_config.model_type
     arguments: dict[str, Any] = {"text_config": {**TEXT, "model_type": kind, **text}}
     if MODEL_TYPES[model_type].scheme.startswith("mrope"):
-        section = [3, 3, 2] if kind.startswith(("ernie", "qwen3")) else [2, 3, 3]
+        section = [3, 3, 2] if kind.startswith(("cohere", "cosmos3", "ernie", "qwen3", "qwen4")) else [2, 3, 3]
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, "partial_rotary_factor": 1.0}
-        arguments["text_config"]["rope_parameters"] = rope
+        by_type = {"sliding_attention": rope, "full_attention": None}
+        arguments["text_config"]["rope_parameters"] = by_type if model_type == "cohere_compass" else rope
         arguments |= TOKENS
+    if model_type == "cohere_compass":  # one layer turns, the other does not
+        arguments["text_config"]["layer_types"] = list(by_type)
     if model_type == "ernie4_5_vl_moe":  # text and images have experts of their own, of two sizes
         arguments["text_config"] |= {"moe_intermediate_size": [32, 16], "mlp_layer_types": ["dense", "sparse"]}
     vision = getattr(default, "vision_config", None)

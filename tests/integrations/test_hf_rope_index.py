@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 import torch
-import transformers.models
+import transformers
 from layouts import FRAME_RATES, random_layout
 from model_configs import CONFIGS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from mmpos import InvalidInputError, MmposError
 from mmpos.integrations.hf import get_rope_index, rope_index
 from mmpos.integrations.hf.get_rope_index import RopeIndex, TimedRopeIndex
+from mmpos.support import native
 
+TRANSFORMERS: Any = transformers
 FEW, MANY = 60, 2100
 
 LIKE = {
@@ -37,6 +40,7 @@ LIKE = {
     "glm4v": "qwen3_vl",
     "glm4v_moe": "qwen3_vl",
     "glm_ocr": "qwen3_vl",
+    "glmga": "qwen3_vl",
     "paddleocr_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen2_vl": "qwen2_vl",
@@ -48,8 +52,10 @@ LIKE = {
 }
 """Every model type, and that whose random layouts it is given."""
 
-ALONE = ("glm_image", "hunyuan_vl", "minicpmv4_7", "qwen2_5_omni", "qwen3_omni_moe")
+ALONE = ("glm_image", "hunyuan_vl", "minicpmv4_7", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 """Model types with tests in files of their own."""
+WHOLE = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Model types that have a thinker, which has the method."""
 
 
 class Request(NamedTuple):
@@ -70,13 +76,9 @@ def grids_of(random: Random, grids: list[list[int]] | None, merge: int, frames: 
 
 def mask_of(random: Random, real: Any, kinds: Any) -> tuple[Tensor, bool]:
     """A mask of any dtype; at times with holes, each of them after a token of text that stays."""
-    mask, (rows, seq) = torch.from_numpy(real.astype(np.int64)), real.shape
-    holes = [
-        (row, token)
-        for row in range(rows)
-        for token in range(2, seq, 2)
-        if real[row, token - 1 : token + 1].all() and not kinds[row, token - 1 : token + 1].any()
-    ]
+    mask, kept = torch.from_numpy(real.astype(np.int64)), (real != 0) & (kinds == 0)
+    rows, tokens = np.nonzero(kept[:, 2::2] & kept[:, 1:-1:2])
+    holes = list(zip(rows.tolist(), (2 + 2 * tokens).tolist(), strict=True))
     made = [hole for hole in holes if random.random() < 0.3] if random.random() < 0.3 else []
     for row, token in made:
         mask[row, token] = 0
@@ -131,9 +133,8 @@ def request(random: Random, model: str) -> Request:
 @cache
 def kind_of(model: str) -> Any:
     """The class with the method."""
-    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return next(value for value in own if "get_rope_index" in vars(value))
+    name: Any = MODEL_MAPPING_NAMES[model]
+    return getattr(TRANSFORMERS, name)
 
 
 def theirs(model: str, asked: Request) -> tuple[Tensor, Tensor]:
@@ -149,6 +150,17 @@ def ours(model: str, asked: Request) -> tuple[Tensor, Tensor]:
     """The result of the function that is made from the same config."""
     result: tuple[Tensor, Tensor] = rope_index({"model_type": model, "vision_config": asked.vision})(**asked.arguments)
     return result
+
+
+Answer = TypeVar("Answer")
+
+
+def both_ways(function: Callable[..., Answer], arguments: Mapping[str, Any]) -> tuple[Answer, Answer]:
+    """The answers with the extension in C, if it was built, and without it."""
+    with pytest.MonkeyPatch.context() as patched:
+        first = function(**arguments)
+        patched.setattr(native, "core", None)
+        return first, function(**arguments)
 
 
 def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], said: object = "") -> None:
@@ -182,7 +194,9 @@ def test_ids_and_deltas_have_the_bits_of_get_rope_index(model: str) -> None:
 def test_many_ids_and_deltas_have_the_bits_of_get_rope_index(model: str) -> None:
     traits: Counter[str] = Counter()
     for asked, want in answered(model, MANY):
-        assert_same(ours(model, asked), want, asked)
+        function = rope_index({"model_type": model, "vision_config": asked.vision})
+        for got in both_ways(function, asked.arguments):
+            assert_same(got, want, asked)
         traits.update(asked.traits)
     wanted = ["attention_mask", "holes", "image_grid_thw", "video_grid_thw", "surplus image", "surplus video"]
     wanted += [name for name in traits if name.startswith("seconds: ")]
@@ -210,12 +224,17 @@ def test_sizes_are_those_of_the_config(model: str) -> None:
     assert rope_index(config) == RopeIndex(3, frames, apart)
 
 
-def test_every_method_of_transformers_is_served() -> None:
-    folder = Path(transformers.models.__path__[0])
-    files = sorted(folder.glob("*/modeling_*.py"))
-    with_method = [path.parent.name for path in files if "def get_rope_index" in path.read_text()]
-    assert with_method == sorted([*LIKE, *ALONE])
-    assert set(with_method) <= set(get_rope_index._MODEL_TYPES)
+def test_every_type_whose_class_has_the_method_is_served() -> None:
+    """By the class that the auto map names, which need not be in a file of the type's own."""
+    files = Path(TRANSFORMERS.__path__[0], "models").glob("*/modeling_*.py")
+    with_method = {path.parent.name for path in files if "def get_rope_index" in path.read_text()}
+    kinds = {model: names if isinstance(names, str) else names[0] for model, names in MODEL_MAPPING_NAMES.items()}
+    modules = {model: TRANSFORMERS._class_to_module.get(kind, "").split(".") for model, kind in kinds.items()}
+    found = {model for model, module in modules.items() if not with_method.isdisjoint(module)}
+    assert {modules[model][1] for model in found} == with_method
+    types = [model for model in found if hasattr(kind_of(model), "get_rope_index")]
+    assert sorted(types) == sorted([*LIKE, *ALONE])
+    assert sorted(get_rope_index._MODEL_TYPES) == sorted([*LIKE, *ALONE, *WHOLE])
 
 
 # Quirks that random batches do not hold.
@@ -268,6 +287,7 @@ def test_no_rows_have_no_ids() -> None:
 
 
 ONE = [[TEXT, IMAGE, TEXT]]
+MOVING = told([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
 REFUSED: dict[str, tuple[RopeIndex, dict[str, Any], str]] = {
     "no grids": (
         PLAIN,
@@ -323,6 +343,22 @@ REFUSED: dict[str, tuple[RopeIndex, dict[str, Any], str]] = {
         told([[VIDEO, TEXT, VIDEO]], video_grid_thw=[[1, 2, 2]] * 2, second_per_grid_ts=[1.0]),
         "second_per_grid_ts: got shape (1,), want at least 2 values, one per video",
     ),
+    **{
+        f"seconds of {seconds!r}": (TIMED, MOVING | {"second_per_grid_ts": seconds}, f"second_per_grid_ts{said}")
+        for seconds, said in (
+            ("ab", ": got str, want a tensor or a list"),
+            (["ab", 1.0], "[0]: got str, want a number"),
+            ([1.0, torch.ones(2)], "[1]: got shape (2,), want a number"),
+            ([1, 2**31], "[1]: got 2147483648, want <= 2147483647"),
+            (torch.tensor([1j, 1]), ": got torch.complex64, want real numbers"),
+            ([1.0, float("nan")], "[1]: got frames that are nan ids apart, want a number >= 0, and ids within int32"),
+            (
+                torch.tensor([1e30, 1]),
+                "[0]: got frames that are 2.5e+31 ids apart, want a number >= 0, and ids within int32",
+            ),
+            ([1.0, -0.04], "[1]: got frames that are -1 ids apart, want a number >= 0, and ids within int32"),
+        )
+    },
 }
 
 

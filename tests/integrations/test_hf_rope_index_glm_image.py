@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from model_configs import config_of, settings_of
-from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of
+from test_hf_rope_index import Away, Counting, Request, assert_same, both_ways, mask_of
 from test_models_rope_index import Rows, glm_image_row, unbound
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -62,18 +62,17 @@ def compare(count: int) -> Counter[str]:
     for _ in range(count):
         asked = request(random, settings)
         want = kind.get_rope_index(stand_in, **asked.arguments)
-        got, ahead = FUNCTION.with_generated(**asked.arguments)
-        assert_same(got, want, asked)
         left = stand_in._cached_decode_position_ids
-        assert (left is None) == (ahead is None), asked
-        if ahead is not None:
-            assert_same((ahead,), (left,), asked)
-            traits.update(["images to generate"] * (ahead.shape[2] > 1))
+        for got, ahead in both_ways(FUNCTION.with_generated, asked.arguments):
+            assert_same(got, want, asked)
+            assert (left is None) == (ahead is None), asked
+            if ahead is not None:
+                assert_same((ahead,), (left,), asked)
+        traits.update(["images to generate"] * (left is not None and left.shape[2] > 1))
         traits.update(asked.traits)
     return traits
 
 
-@pytest.mark.usefixtures("way")
 def test_ids_and_those_of_images_to_come_have_the_bits_of_the_method() -> None:
     compare(FEW)
 

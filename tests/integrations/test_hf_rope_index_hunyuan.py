@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of, told
+from test_hf_rope_index import Away, Counting, Request, assert_same, both_ways, mask_of, told
 from test_models_rope_index import Rows, hunyuan, hunyuan_row, unbound
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -54,12 +54,13 @@ def compare(axes: int, count: int) -> Counter[str]:
     function, traits = rope_index(config), Counter[str]()
     for _ in range(count):
         asked = request(random, settings)
-        assert_same(function(**asked.arguments), kind.get_rope_index(stand_in, **asked.arguments), asked)
+        want = kind.get_rope_index(stand_in, **asked.arguments)
+        for got in both_ways(function, asked.arguments):
+            assert_same(got, want, asked)
         traits.update(asked.traits)
     return traits
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("axes", [3, 4, 5])
 def test_ids_and_deltas_of_hunyuan_vl_have_the_bits_of_its_method(axes: int) -> None:
     compare(axes, FEW)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from model_configs import ARGUMENTS, config_of, settings_of
-from test_hf_rope_index import Answered, Away, Counting, Request, assert_same, mask_of
+from test_hf_rope_index import Answered, Away, Counting, Request, assert_same, both_ways, mask_of
 from test_models_rope_index import Rows, minicpm_row, unbound
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -32,10 +32,9 @@ IMAGE, VIDEO, BEGIN, END, SLICE, LAST, NEWLINE = range(20, 27)
 FUNCTION = CanvasRopeIndex(CropMarkers(BEGIN, END, SLICE, LAST, NEWLINE), 4)
 
 
-def request(random: Random) -> Request:
+def request(random: Random, settings: Any) -> Request:
     """Images and frames of videos, padded, masked with holes, of any dtype, merged as the config or a call says."""
     grids: dict[int, list[list[int]]] = {IMAGE: [], VIDEO: []}
-    settings = settings_of(MODEL)
     rows = Rows.padded(random, [minicpm_row(random, settings, grids) for _ in range(random.randint(1, 4))])
     kinds = ((rows.input_ids == IMAGE) + 2 * (rows.input_ids == VIDEO)) * rows.real
     arguments: dict[str, Any] = {
@@ -66,7 +65,8 @@ def request(random: Random) -> Request:
 def answered(count: int) -> Answered:
     """As many requests, each with the answer of the method; the same in every run."""
     random, (kind, stand_in) = Random(MODEL), unbound(MODEL, config_of(MODEL))
-    asked = [request(random) for _ in range(count)]
+    settings = settings_of(MODEL)
+    asked = [request(random, settings) for _ in range(count)]
     return [(each, kind.get_rope_index(stand_in, **each.arguments)) for each in asked]
 
 
@@ -81,11 +81,11 @@ def test_ids_and_deltas_of_minicpm_have_the_bits_of_its_method() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("way")
 def test_many_ids_and_deltas_of_minicpm_have_the_bits_of_its_method() -> None:
     function, traits = rope_index(config_of(MODEL)), Counter[str]()
     for asked, want in answered(MANY):
-        assert_same(function(**asked.arguments), want, asked)
+        for got in both_ways(function, asked.arguments):
+            assert_same(got, want, asked)
         traits.update(asked.traits)
     wanted = ["attention_mask", "holes", "padding on the left", "torch.int32", "torch.int64", "4x", "16x"]
     wanted += [f"{surplus}target_sizes{videos}" for surplus in ("", "surplus ") for videos in ("", "_videos")]

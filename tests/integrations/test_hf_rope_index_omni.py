@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import TEXT, config_of
-from test_hf_rope_index import Away, Counting, Request, assert_same, mask_of
+from model_configs import CONFIGS, TEXT, config_of
+from test_hf_rope_index import Away, Counting, Request, assert_same, both_ways, mask_of
 from test_models_omni import AUDIO, IMAGE, MODELS, SOUND, SOUND_END, VIDEO, VISION, VISION_END, Prompts, prompts, theirs
 from test_models_peers import padded
 from torch import nn
@@ -74,13 +74,13 @@ def compare(model: str, count: int) -> Counter[str]:
         asked = request(rng, model)
         needed = {} if model == MODEL else {"attention_mask": torch.ones_like(asked.arguments["input_ids"])}
         want = method(stand_in, **needed | asked.arguments)
-        assert_same(FUNCTIONS[model](**asked.arguments), want, asked)
+        for got in both_ways(FUNCTIONS[model], asked.arguments):
+            assert_same(got, want, asked)
         whole = torch.equal(want[1], want[1].round())
         traits.update([*asked.traits, "whole deltas" if whole else "fractions of deltas"])
     return traits
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("model", MODELS)
 def test_ids_and_deltas_have_the_bits_of_the_method(model: str) -> None:
     compare(model, FEW)
@@ -104,6 +104,25 @@ def test_token_ids_and_rates_are_those_of_the_thinker(model: str, part: str) -> 
     if model == FLOATS:
         thinker.position_id_per_seconds = 13
     assert rope_index(config) == FUNCTIONS[model]
+
+
+@pytest.mark.parametrize("part", ["", "_thinker"])
+def test_no_rotation_is_needed(part: str) -> None:
+    """The class of Qwen3-Omni has heads of 73 channels, which cannot turn."""
+    config = CONFIGS[FLOATS + part]()
+    thinker = config if part else config.thinker_config
+    thinker.vision_start_token_id, thinker.position_id_per_seconds = VISION, 13
+    assert rope_index(config) == FUNCTIONS[FLOATS]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("part", ["vision_config", "thinker_config"])
+def test_a_part_that_is_missing_is_named(model: str, part: str) -> None:
+    config = config_of(model).to_dict()
+    (config if part == "thinker_config" else config["thinker_config"])[part] = None
+    name = part if part == "thinker_config" else f"thinker_config.{part}"
+    with pytest.raises(InvalidInputError, match=f"^config.{name}: got none, want the config of the"):
+        rope_index(config)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -231,6 +250,11 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
         [TEXT, VIDEO, TEXT, VIDEO],
         {"video_grid_thw": [[1, 2, 2]] * 2, "second_per_grids": [1.0, float("nan")]},
         "second_per_grids[1]: got nan, want a number >= 0",
+    ),
+    "seconds beyond the ids": (
+        [TEXT, VIDEO, TEXT, VIDEO, VIDEO],
+        {"video_grid_thw": [[1, 2, 2], [2, 2, 2]], "second_per_grids": [1.0, 1e30]},
+        "second_per_grids[1]: got 1e+30, want ids of its frames within int32",
     ),
     "seconds of fewer videos": (
         [TEXT, VIDEO, TEXT, VIDEO],

@@ -7,14 +7,18 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import trainer_packs
+import transformers
+from torch.utils.data import DataLoader
 from trainer_packs import losses, make_config, make_loader, state_file, train
+from training_models import examples_of
 
-from mmpos.data import RankLoader
+from mmpos import SequenceBuilder
+from mmpos.data import PackedCollator, RankLoader
 from mmpos.errors import UnsupportedError
 
 accelerate = pytest.importorskip("accelerate")
@@ -75,6 +79,26 @@ def test_accelerate_leaves_the_loader_and_refuses_to_cut_its_batches() -> None:
         next(iter(cutting))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
         accelerate.utils.find_batch_size(dict(whole))
+
+
+def test_trainer_and_accelerate_say_what_to_do_with_a_batch_itself(tmp_path: Path) -> None:
+    examples: Any = examples_of(SequenceBuilder(scheme="flatten"), ["one"], ["the second"])
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, remove_unused_columns=False, use_cpu=True, disable_tqdm=True, report_to=[]
+    )
+    model, collate = torch.nn.Linear(1, 1), cast(Any, PackedCollator())
+    trainer = transformers.Trainer(model, arguments, collate, examples)
+    with pytest.raises(
+        UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as the data_col"
+    ):
+        trainer.train()
+    loader = DataLoader(examples, batch_size=2, collate_fn=collate)
+    options: dict[str, Any] = {"device": torch.device("cpu"), "put_on_device": True, "dispatch_batches": True}
+    cutting = accelerate.data_loader.prepare_data_loader(loader, **options)
+    with pytest.raises(
+        TypeError, match=r"^Can only .*Batch'>, which stays whole: load it through mmpos.data.RankLoader"
+    ):
+        next(iter(cutting))
 
 
 def test_batches_are_not_skipped_behind_the_loaders_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,7 @@ from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
 from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
 from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
-from mmpos.integrations.models.from_config import MODEL_TYPES, from_hf_config
-from mmpos.integrations.models.settings import ModelSettings
+from mmpos.integrations.models.from_config import MODEL_TYPES, audio_chunk, from_hf_config
 from mmpos.positions.place import place
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import define_operator
@@ -25,7 +25,7 @@ from mmpos.schemes.base import Grids, Placement
 from mmpos.schemes.mrope import place_frames
 from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
 
 __all__ = [
@@ -45,7 +45,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _MODEL_TYPES = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
-    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
+    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
+    *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
     *("glm_image", "hunyuan_vl", "minicpmv4_7"),
     *("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
@@ -156,6 +157,9 @@ class TimedRopeIndex(RopeIndex):
                 Python's floats, before both meet the frames.
             attention_mask: likewise.
             kwargs: ignored, as there.
+
+        Raises:
+            InvalidInputError: as for RopeIndex, and seconds that are no numbers, below 0 or beyond the ids of int32.
         """
         intervals = None
         if isinstance(video_grid_thw, Tensor):
@@ -168,12 +172,28 @@ def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, vid
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):
+        if seconds.is_complex():
+            raise InvalidInputError(f"second_per_grid_ts: got {seconds.dtype}, want real numbers")
         return rate * seconds
+    if not isinstance(seconds, list | tuple | np.ndarray):
+        raise InvalidInputError(f"second_per_grid_ts: got {type(seconds).__name__}, want a tensor or a list")
+    for video, each in enumerate(seconds):
+        _check_seconds(f"second_per_grid_ts[{video}]", each)
     if any(isinstance(each, Tensor) for each in seconds):
         return rate * torch.stack([torch.as_tensor(each) for each in seconds])
     if all(isinstance(each, int) for each in seconds):
         return rate * torch.tensor(seconds)
     return (rate * torch.tensor(seconds, dtype=torch.float64)).to(torch.get_default_dtype())
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if isinstance(seconds, Tensor):
+        if seconds.dim():
+            raise InvalidInputError(f"{name}: got shape {tuple(seconds.shape)}, want a number")
+    elif isinstance(seconds, int):
+        integer(name, seconds, minimum=0, maximum=INT32_MAX)
+    elif not isinstance(seconds, Real):
+        raise InvalidInputError(f"{name}: got {type(seconds).__name__}, want a number")
 
 
 @dataclass(frozen=True)
@@ -276,37 +296,37 @@ def rope_index(config: object) -> Function:
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
-    if known.scheme in (TMRope.name, TMRopeQwen3.name):
-        return _omni(fields, from_hf_config(config))
+    thinks = known.scheme in (TMRope.name, TMRopeQwen3.name)
+    if thinks:
+        fields = fields.part("thinker_config") or fields
+    if thinks and "thinker_config" in fields.parts:
+        raise fields.missing("thinker_config", "the config of the language model and the encoders")
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
+    if thinks:
+        return _omni(fields, vision, timed_by_token=known.scheme == TMRopeQwen3.name)
     named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
     sizes = {name: vision.integer(name, needed=True, minimum=1) or 1 for name, read in named.items() if read}
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
 
 
-def _omni(fields: Fields, settings: ModelSettings) -> OmniRopeIndex | FloatOmniRopeIndex:
-    scheme = settings.scheme
-    assert isinstance(scheme, TMRope | TMRopeQwen3)
-    tokens = {f"{name}_token_id": getattr(settings, f"{name}_token_id") for name in ("image", "video", "audio")}
-    for name, token in tokens.items():
-        if token is None:
-            raise InvalidInputError(f"config.{name}: got none, want an integer")
-    rate = scheme.tokens_per_second
-    assert isinstance(rate, int), "of a config"
+def _omni(thinker: Fields, vision: Fields, *, timed_by_token: bool) -> OmniRopeIndex | FloatOmniRopeIndex:
+    tokens = {
+        name: thinker.integer(name, needed=True) for name in ("image_token_id", "video_token_id", "audio_token_id")
+    }
+    rate = thinker.integer("position_id_per_seconds", needed=True, minimum=1)
     sizes: dict[str, Any] = {
         **tokens,
-        "spatial_merge_size": settings.spatial_merge_size,
+        "spatial_merge_size": vision.integer("spatial_merge_size", needed=True, minimum=1),
         "tokens_per_second": rate,
     }
-    if isinstance(scheme, TMRope):
-        return OmniRopeIndex(**sizes, tokens_per_chunk=int(rate * scheme.seconds_per_chunk))
-    assert settings.audio_chunk is not None
-    thinker = fields.part("thinker_config") or fields
+    if not timed_by_token:
+        seconds = thinker.integer("seconds_per_chunk", needed=True, minimum=1)
+        return OmniRopeIndex(**sizes, tokens_per_chunk=rate * seconds)
     markers = (f"{name}_start_token_id" for name in ("vision", "audio"))
     sizes |= {name: thinker.integer(name, needed=True) for name in markers}
-    return FloatOmniRopeIndex(**sizes, audio_chunk=settings.audio_chunk)
+    return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinker))
 
 
 def install(model: Model) -> Model:
@@ -420,7 +440,13 @@ def _timed(segments: SegmentTable, tokens: Tokens, intervals: Tensor) -> MRopeTr
     owner, times = ragged_arange(segments.extents[0, grid])
     moving = is_video[owner]
     video = torch.from_numpy((is_video.cumsum() - 1)[owner[moving]])
-    times[moving] = (torch.from_numpy(times[moving]) * intervals[video]).long().numpy()
+    ids = torch.from_numpy(times[moving]) * intervals[video]
+    wide = ids.double()
+    if not (good := (wide >= 0) & (wide <= INT32_MAX)).all():
+        v = int(video[good.logical_not().int().argmax()])
+        got = f"frames that are {intervals[v].item():g} ids apart"
+        raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0, and ids within int32")
+    times[moving] = ids.long().numpy()
     return _FrameTimes(times=times)
 
 

@@ -19,7 +19,7 @@ from mmpos.rotary.operators import define_operator
 from mmpos.schemes import TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import INT32_MAX, IntArray
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["FloatOmniRopeIndex", "OmniRopeIndex"]
@@ -257,6 +257,12 @@ def _omni_times(segments: SegmentTable, tokens: Tokens, seconds: Tensor | None, 
             raise InvalidInputError(f"second_per_grids[{v}]: got {seconds[v].item()}, want a number >= 0")
         between[torch.from_numpy(is_video)] = seconds
     times = torch.from_numpy(frame) * between[torch.from_numpy(owner)] * rate
+    if not (good := times.double() <= INT32_MAX).all():
+        g = owner[int(good.logical_not().int().argmax())]
+        v = int(is_video[:g].sum())
+        raise InvalidInputError(
+            f"second_per_grids[{v}]: got {between[g].item():g}, want ids of its frames within int32"
+        )
     return times, frames.cumsum() - frames
 
 

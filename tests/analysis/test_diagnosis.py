@@ -379,6 +379,25 @@ def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
     assert (diagnosis.cause, diagnosis.explained) == (cause, diagnosis.different_tokens), str(diagnosis)
 
 
+@pytest.mark.parametrize(
+    ("document", "scheme", "token", "what"),
+    [
+        (SLICED, "mrope-canvas", 8, "marker 0 after a tile (segment 2)"),
+        (SOUND, "tmrope", 5, "token 0 of the audio of a clip (segment 1)"),
+    ],
+)
+def test_a_wrong_token_is_named_by_its_own_segment(document: list[Any], scheme: str, token: int, what: str) -> None:
+    segments = SegmentTable.from_documents([document])
+    ids = mmpos.place(segments, scheme).dense()
+    assert mmpos.diagnose(ids, segments, scheme).equal
+    wrong = ids.copy()
+    wrong[0, token] += 50
+    assert mmpos.diagnose(wrong, segments, scheme).what == what
+    text_row = np.arange(len(ids[0]))
+    text_row[token] += 50
+    assert mmpos.diagnose(np.stack([text_row, *ids])[:, None], segments, scheme).what == what
+
+
 def test_the_smallest_seconds_per_frame_have_no_half() -> None:
     clip = mmpos.Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))
     diagnosis = mmpos.diagnose([0, 9], SegmentTable.from_documents([[clip]]), "mrope-qwen2.5")

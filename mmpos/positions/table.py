@@ -634,7 +634,10 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             return f"marker {after} after a {noun} {where}", False
         if kind == CLIP and not self.is_grid[column]:
             return f"token {index} of the audio of a clip {where}", False
-        row, col = divmod(index if kind == CLIP else first - markers, width + separated)
+        patch = index if kind == CLIP else first - markers
+        if self.width[column] != width + separated:  # a scheme may take patches in blocks
+            return f"token {patch} of a {noun} of width {width} {where}", True
+        row, col = divmod(patch, width + separated)
         frame, row = divmod(row, height)
         words = f"row {row}, column {col}" if col < width else f"the separator after row {row}"
         moves = frames > 1 or self.step_frame[:, column].any()

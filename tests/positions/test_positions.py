@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +20,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.schemes import RopeTie
+from mmpos.schemes import Grid2D, RopeTie, Scheme
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
@@ -422,16 +421,26 @@ def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
                 "token 0 of a run of text (segment 1)",
             ],
         ),
+        (
+            Grid2D(order="merged", spatial_merge_size=2),
+            [Grid(2, 4)],
+            [f"token {patch} of a grid of width 4 (segment 0)" for patch in range(8)],
+        ),
     ],
 )
 def test_documents_tell_the_kind_and_the_segment_of_every_token(
-    scheme: str, document: list[Segment], words: list[str]
+    scheme: str | Scheme, document: list[Segment], words: list[str]
 ) -> None:
-    # A document before it, whose segments are counted too.
-    segments = SegmentTable.from_documents([[Text(1)], document])
+    segments = SegmentTable.from_documents([document])
     positions = place(segments, scheme)
-    counted = [re.sub(r"\d+(?=\)$)", lambda number: str(int(number[0]) + 1), each) for each in words]
-    assert [positions.describe(token, segments) for token in range(1, positions.num_tokens)] == counted
+    assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == words
+
+
+def test_segments_are_counted_over_the_batch() -> None:
+    segments = SegmentTable.from_documents([[Text(2), Audio(1)], [Audio(3)]])
+    assert place(segments, "flatten").explain(4, segments) == (
+        "token 4 (documents[1], token 1) is token 1 of a run of audio (segment 2): position (1)"
+    )
 
 
 def test_padding_is_padding_with_the_documents_too() -> None:

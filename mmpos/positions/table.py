@@ -31,7 +31,7 @@ from mmpos.positions.rows import (
     text_columns,
     true_ranges,
 )
-from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, PAD, THUMBNAIL, TILE
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable, token_types
 from mmpos.support import native
 from mmpos.support.checks import (
@@ -617,10 +617,10 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         s = int(lengths.cumsum().searchsorted(token, side="right"))
         kind, where = segments.kind[s], f"(segment {s})"
         first = token - int(lengths[:s].sum())
-        if kind not in _NOUNS:
+        if kind in (TEXT, AUDIO, PAD):
             run = f"token {first} of a run of {'audio' if kind == AUDIO else 'text'}"
             return f"{'padding' if kind == PAD else run} {where}", False
-        noun, markers = _NOUNS[kind]
+        noun, markers = NOUNS[kind], _MARKERS[kind]
         frames, height, width = segments.extents[:, s].tolist()
         separated = segments.row_separator is not None and bool(segments.row_separator[s])
         patches = frames * height * (width + separated)
@@ -709,13 +709,8 @@ class _Location(NamedTuple):
     words: str
 
 
-_NOUNS = {
-    GRID: ("grid", 0),
-    CLIP: ("clip", CLIP_MARKERS),
-    THUMBNAIL: ("thumbnail", CROP_MARKERS // 2),
-    TILE: ("tile", CROP_MARKERS // 2),
-}
-"""What has patches, and the markers before and after these that it holds."""
+_MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
+"""Markers before the patches that a segment holds, and as many after them."""
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:

@@ -703,7 +703,26 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
         (
             np.zeros((3, 11)),
             {},
-            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "with Transformers' text row before the axes, want (3, 1, 11): ids[:, None]",
+        ),
+        (
+            np.zeros((1, 3, 11)),
+            {},
+            "ids: got shape (1, 3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these are batch first, as verl has them: want the 3 rows, with Transformers' text row before the axes, "
+            "first: ids.swapaxes(0, 1)",
+        ),
+        (
+            np.zeros((1, 2, 11)),
+            {},
+            "ids: got shape (1, 2, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these are batch first, as verl has them: want the 2 rows first: ids.swapaxes(0, 1)",
+        ),
+        (
+            np.zeros((3, 1, 10)),
+            {},
+            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
         ),
         (
             np.zeros((2, 29)),

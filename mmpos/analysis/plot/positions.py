@@ -26,7 +26,7 @@ from mmpos.analysis.plot.canvas import (
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, GRID, PATCH, THUMBNAIL, TILE
+from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, GRID, NOUNS, PATCH
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, counted, instance
 
@@ -481,9 +481,6 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
     return Plane(names, points[:, text], points[:, sound], tuple(images), end_point, positions.axes > 1)
 
 
-_NOUNS = {GRID: "image", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
-
-
 def _kinds(positions: PositionTable, segments: SegmentTable | None) -> tuple[IntArray, npt.NDArray[np.uint8]]:
     """Tell (tokens,) in which segment each lies if that is drawn as a whole, else -1, and of which type each is.
 
@@ -509,7 +506,9 @@ def _whole(segments: SegmentTable, segment: int, patches: Points) -> Image:
     frame = patches[:, : height * width].reshape(2, height, width)
     column = (frame[:, 0, -1] - frame[:, 0, 0]) / (width - 1) if width > 1 else np.array([1.0, 0.0])
     row = (frame[:, -1, 0] - frame[:, 0, 0]) / (height - 1) if height > 1 else np.array([0.0, 1.0])
-    return Image(patches, (height, width, frames), column, row, None, (), _NOUNS[int(segments.kind[segment])])
+    kind = int(segments.kind[segment])
+    noun = "image" if kind == GRID else NOUNS[kind]
+    return Image(patches, (height, width, frames), column, row, None, (), noun)
 
 
 def _points(view: PositionTable) -> Points:

@@ -191,7 +191,8 @@ def explain(
     axes: Axes = None,
 ) -> None:
     """Say in one sentence why a token has its position."""
-    typer.echo(place_specs(read_specs([document]), scheme, start, axes).positions.explain(token))
+    placed = place_specs(read_specs([document]), scheme, start, axes)
+    typer.echo(placed.positions.explain(token, placed.segments))
 
 
 @app.command()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import CLIP, GRID, PAD, TEXT
+from mmpos.segments.kinds import CLIP, GRID, NOUNS, PAD, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array, integer, text
 from mmpos.support.ragged import ragged_arange
@@ -73,7 +73,7 @@ def block_keys(
     size = integer("block_size", block_size, minimum=1, maximum=INT32_MAX)
     _check_tables(segments, positions)
     ids = None if input_ids is None else int_array("input_ids", input_ids, (positions.num_tokens,))
-    digests = None if image_hashes is None else _digests(image_hashes, int(_with_content(segments).sum()))
+    digests = None if image_hashes is None else _digests(image_hashes, segments.kind[_with_content(segments)])
     full = positions.lengths // size
     chains = _checked_chains(known, full)
     blocks = Blocks(size, np.array([len(keys) for keys in chains], np.int64), full)
@@ -111,15 +111,17 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {got} tokens in document {d}, want at least {want} as in segments")
 
 
-def _digests(image_hashes: Sequence[str | bytes], grids: int) -> Bytes:
-    """Hash the names of contents, whatever they are, to (grids, 32) bytes."""
+def _digests(image_hashes: Sequence[str | bytes], kinds: npt.NDArray[np.uint8]) -> Bytes:
+    """Hash the names of the contents of segments of these kinds, whatever they are, to (kinds, 32) bytes."""
     listed = _listed("image_hashes", image_hashes)
-    if len(listed) != grids:
-        raise InvalidInputError(f"image_hashes: got {len(listed)}, want {grids}, one per grid")
+    if len(listed) != kinds.size:
+        nouns = [noun for kind, noun in NOUNS.items() if kind in kinds] or ["grid"]
+        want = f"{kinds.size}, one per {' and '.join(nouns)}"
+        raise InvalidInputError(f"image_hashes: got {len(listed)}, want {want}")
     named = [_encoded(f"image_hashes[{i}]", name) for i, name in enumerate(listed)]
     if not all(named):
         raise InvalidInputError(f"image_hashes[{named.index(b'')}]: got nothing, want a hash of the content")
-    return np.frombuffer(b"".join(sha256(name).digest() for name in named), np.uint8).reshape(grids, _KEY_BYTES)
+    return np.frombuffer(b"".join(sha256(name).digest() for name in named), np.uint8).reshape(kinds.size, _KEY_BYTES)
 
 
 def _encoded(name: str, value: object) -> bytes:

@@ -85,16 +85,16 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
         return
     if strict and split.touching:
         _check_touching(scheme, segments)
+    if not scheme.clips:
+        _refuse(scheme, segments, segments.kind == CLIP, "a clip", "its video and its audio apart")
+    if not scheme.tiles:
+        _refuse(scheme, segments, segments.kind == THUMBNAIL, "a thumbnail", "a grid between texts")
     if not scheme.frames and split.moving:
         # Where the axes are a parameter, three of them take frames.
         want = "one grid per frame, or axes=3" if vars(scheme).get("axes") == 2 else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
-    if not scheme.clips:
-        _refuse(scheme, segments, segments.kind == CLIP, "a clip", "its video and its audio apart")
-    if not scheme.tiles:
-        _refuse(scheme, segments, segments.kind == THUMBNAIL, "a thumbnail", "a grid between texts")
 
 
 def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:

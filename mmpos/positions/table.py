@@ -31,7 +31,7 @@ from mmpos.positions.rows import (
     text_columns,
     true_ranges,
 )
-from mmpos.segments.kinds import CLIP
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable, token_types
 from mmpos.support import native
 from mmpos.support.checks import (
@@ -42,6 +42,7 @@ from mmpos.support.checks import (
     counted,
     first_bad,
     host_array,
+    instance,
     int_array,
     integer,
     one_of,
@@ -325,8 +326,7 @@ class PositionTable:
         Raises:
             InvalidInputError: the table is of other documents.
         """
-        if segments.num_tokens != self.num_tokens:
-            raise InvalidInputError(f"segments: got {counted(segments.num_tokens, 'token')}, want {self.num_tokens}")
+        self._check_segments(segments)
         clips = (segments.kind == CLIP).any()
         return token_types(segments, self.is_grid.repeat(self.segment_lengths) if clips else None)
 
@@ -517,15 +517,25 @@ class PositionTable:
         ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
         return ids, table.per_token(~table.is_padding).reshape(shape)
 
-    def explain(self, token: int) -> str:
+    def explain(self, token: int, segments: SegmentTable | None = None) -> str:
         """Explain in one sentence where a token lies and why its position is what it is.
+
+        A table alone knows text and grids: audio is text to it, and a clip, a thumbnail or a grid in pieces is several
+        segments. The documents tell kinds, markers and frames, and their own segments, counted over the batch.
 
         >>> from mmpos import Grid, SegmentTable, Text, place
         >>> place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).explain(4)
         'token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): \
 position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
+
+        Args:
+            token: the token, counted over the table.
+            segments: the documents that are placed here, whole; or None.
+
+        Raises:
+            InvalidInputError: no such token, or a table of other documents.
         """
-        at = self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1))
+        at = self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1), segments)
         d = int(np.searchsorted(self.documents[FIRST_TOKEN], token, side="right")) - 1
         denominator = int(self.denominator[at.segment])
 
@@ -542,14 +552,14 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             f"token {token} (documents[{d}], token {token - int(self.documents[FIRST_TOKEN, d])}) is {at.words}: "
             f"position {vector(position)}"
         )
-        if not self.is_grid[at.segment]:
+        if not at.is_patch:
             return sentence
         terms = [vector(origin)] + [f"{number}·{vector(step)}" for number, step in moves if step.any()]
         return f"{sentence} = {' + '.join(terms)}"
 
-    def describe(self, token: int) -> str:
-        """Describe where a token lies: "row 0, column 1 of a grid of width 3 (segment 1)"."""
-        return self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1)).words
+    def describe(self, token: int, segments: SegmentTable | None = None) -> str:
+        """Describe where a token lies, as ``explain`` does: "row 0, column 1 of a grid of width 3 (segment 1)"."""
+        return self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1), segments).words
 
     def per_token(self, values: Array) -> IntArray:
         """Repeat the number or flag of every segment for its tokens: (tokens,) int64, new."""
@@ -572,17 +582,66 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
         return self.documents[row] if documents is None else self.documents[row, documents]
 
-    def _locate(self, token: int) -> _Location:
+    def _check_segments(self, segments: SegmentTable) -> None:
+        """Raise for documents that cannot be those of the table."""
+        instance("segments", segments, SegmentTable, "SegmentTable.from_documents")
+        if segments.num_tokens != self.num_tokens:
+            raise InvalidInputError(f"segments: got {counted(segments.num_tokens, 'token')}, want {self.num_tokens}")
+
+    def _locate(self, token: int, segments: SegmentTable | None) -> _Location:
         s = int(np.searchsorted(self.offset, token, side="right")) - 1
         index = int(self.skip[s]) + token - int(self.offset[s])
         row, col = divmod(index, int(self.width[s]))
         frame, row = divmod(row, int(self.height[s]))
-        if self.is_grid[s]:
-            words = f"row {row}, column {col} of a grid of width {self.width[s]}"
+        is_patch = bool(self.is_grid[s])
+        if segments is not None:
+            self._check_segments(segments)
+            words, is_patch = self._words(segments, token, s, index)
+        elif is_patch:
+            words = f"row {row}, column {col} of a grid of width {self.width[s]} (segment {s})"
             words = f"frame {frame}, {words}" if self.step_frame[:, s].any() else words
         else:
-            words = "padding" if self.is_padding[s] else f"token {col} of a run of text"
-        return _Location(s, frame, row, col, f"{words} (segment {s})")
+            words = f"{'padding' if self.is_padding[s] else f'token {col} of a run of text'} (segment {s})"
+        return _Location(s, frame, row, col, is_patch, words)
+
+    def _words(self, segments: SegmentTable, token: int, column: int, index: int) -> tuple[str, bool]:
+        """Describe a token by its own segment, and tell whether it is a patch or ends a row of patches.
+
+        Args:
+            segments: the documents.
+            token: counted over them.
+            column: the segment of this table.
+            index: its raster index there, which numbers the patches and the audio of a clip.
+        """
+        lengths = segments.lengths
+        s = int(lengths.cumsum().searchsorted(token, side="right"))
+        kind, where = segments.kind[s], f"(segment {s})"
+        first = token - int(lengths[:s].sum())
+        if kind in (TEXT, AUDIO, PAD):
+            run = f"token {first} of a run of {'audio' if kind == AUDIO else 'text'}"
+            return f"{'padding' if kind == PAD else run} {where}", False
+        noun, markers = NOUNS[kind], _MARKERS[kind]
+        frames, height, width = segments.extents[:, s].tolist()
+        separated = segments.row_separator is not None and bool(segments.row_separator[s])
+        patches = frames * height * (width + separated)
+        audio = int(segments.extra_tokens[s]) if kind == CLIP and segments.extra_tokens is not None else 0
+        after = first - markers - patches - audio
+        if first < markers:
+            return f"marker {first} before a {noun} {where}", False
+        if after >= markers > 0:
+            return f"token {after - markers} behind the marker after a {noun} {where}", False
+        if after >= 0:
+            return f"marker {after} after a {noun} {where}", False
+        if kind == CLIP and not self.is_grid[column]:
+            return f"token {index} of the audio of a clip {where}", False
+        patch = index if kind == CLIP else first - markers
+        if self.width[column] != width + separated:  # a scheme may take patches in blocks
+            return f"token {patch} of a {noun} of width {width} {where}", True
+        row, col = divmod(patch, width + separated)
+        frame, row = divmod(row, height)
+        words = f"row {row}, column {col}" if col < width else f"the separator after row {row}"
+        moves = frames > 1 or self.step_frame[:, column].any()
+        return f"{f'frame {frame}, ' if moves else ''}{words} of a {noun} of width {width} {where}", True
 
     def _check_divisible(self, multiple: int, asked: str, whole: bool) -> None:
         """Raise for the first document, or for the whole sequence, whose tokens are no multiple of this."""
@@ -640,13 +699,18 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
 
 class _Location(NamedTuple):
-    """A token's segment, its frame, row and column in the grid, and all that in words."""
+    """A token's segment, its frame, row and column there, whether these are of a patch, and where it lies in words."""
 
     segment: int
     frame: int
     row: int
     col: int
+    is_patch: bool
     words: str
+
+
+_MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
+"""Markers before the patches that a segment holds, and as many after them."""
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:

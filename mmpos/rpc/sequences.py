@@ -32,7 +32,7 @@ from mmpos.rpc.tensors import (
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.sequence.video import plain_parts
+from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _put_part(name: str, entry: pb.Part, part: object, memory: Memory | None) ->
     if isinstance(part, Audio):
         entry.audio = part.length
         return False, None
+    refuse_crop(name, part)
     with naming(name):
         return True, _put_image(entry, part, memory)
 

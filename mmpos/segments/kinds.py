@@ -20,6 +20,7 @@ __all__ = [
     "CLIP_MARKERS",
     "CROP_MARKERS",
     "GRID",
+    "NOUNS",
     "PAD",
     "PATCH",
     "TEXT",
@@ -45,6 +46,9 @@ TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE = range(7)
 PATCH, AUDIO_TOKEN = 1, 3
 """Token types of a patch and of a token of audio, as Transformers' mm_token_type_ids numbers images and audio (2 are
 videos there); text, markers and row separators have type 0."""
+
+NOUNS = {GRID: "grid", AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
+"""Words for segments with a content that their tokens do not tell."""
 
 CLIP_MARKERS = 2
 """Markers before the merged tokens of a clip, and as many after them: those of the video and, inside, of its audio."""

@@ -19,6 +19,7 @@ from mmpos.segments.kinds import (
     CLIP,
     CLIP_MARKERS,
     GRID,
+    NOUNS,
     PAD,
     PATCH,
     TEXT,
@@ -323,14 +324,10 @@ class SegmentTable:
 
     def __repr__(self) -> str:
         counts = np.bincount(self.kind, minlength=TILE + 1)
-        named = [counted(int(counts[GRID]), "grid")]
-        named += [counted(int(counts[kind]), word) for kind, word in _WORDS.items() if counts[kind]]
+        named = [counted(int(counts[kind]), word) for kind, word in NOUNS.items() if kind == GRID or counts[kind]]
         segments = f"{counted(self.kind.size, 'segment')} ({', '.join(named)})"
         documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
         return f"SegmentTable({documents}, {segments}, {tokens})"
-
-
-_WORDS = {AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
 
 
 def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:

@@ -20,10 +20,23 @@ from mmpos.positions.block_keys import block_keys
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, CLIP, CLIP_MARKERS, TEXT, Audio, Clip, Grid, Segment, Text
+from mmpos.segments.kinds import (
+    AUDIO,
+    AUDIO_TOKEN,
+    CLIP,
+    CLIP_MARKERS,
+    TEXT,
+    THUMBNAIL,
+    TILE,
+    Audio,
+    Clip,
+    Grid,
+    Segment,
+    Text,
+)
 from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
-from mmpos.sequence.video import Video, part_offsets, plain_parts
+from mmpos.sequence.video import Video, part_offsets, plain_parts, refuse_crop
 from mmpos.support import checks
 from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
@@ -82,7 +95,8 @@ class SequenceBuilder:
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some.
+            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; or a part is a
+                Thumbnail or a Tile, into which no ImageProcessor cuts a picture.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -156,6 +170,7 @@ class SequenceBuilder:
                     want = "Audio or a Clip as parts" if marker == "audio" else "images as parts"
                     raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
             return ids
+        refuse_crop(name, part)
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
@@ -270,13 +285,24 @@ class InterleavedSequence:
 
     @property
     def marked_spans(self) -> IntArray:
-        """(images + audios, 2) int64 first token of each image or audio, ascending, and one past, markers included."""
+        """(images + audios, 2) int64 first token of each image or audio, ascending, and one past, markers included.
+
+        A thumbnail and its tiles are one image here, up to the last token that belongs to them.
+        """
         before, after = self.image_margins
         images = self.image_spans + np.array([-before, after])
-        if AUDIO not in self.segments.kind.tobytes():  # packers ask often
+        kind = self.segments.kind
+        if kind.max(initial=0) < AUDIO:  # packers ask often
             return images
+        lengths = self.segments.lengths
+        stops = lengths.cumsum()
+        (head,) = (kind == THUMBNAIL).nonzero()
+        (others,) = np.append(kind != TILE, True).nonzero()
+        last = others[others.searchsorted(head, side="right")] - 1
+        pictures = np.stack([(stops - lengths)[head], stops[last]], axis=1)
+        whole = kind[stops.searchsorted(self.image_spans[:, 0], side="right")] < THUMBNAIL
         before, after = self.audio_margins
-        spans = np.concatenate([images, self.audio_spans + np.array([-before, after])])
+        spans = np.concatenate([images[whole], pictures, self.audio_spans + np.array([-before, after])])
         return spans[spans[:, 0].argsort()]
 
     def span_name(self, span: int) -> str:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.kinds import Audio, Clip, Grid, fraction, rational
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.segments.kinds import Audio, Clip, Grid, Thumbnail, Tile, fraction, rational
 from mmpos.support.checks import INT32_MAX, IntArray, counted, written
 
-__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "timestamps"]
+__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "refuse_crop", "timestamps"]
 
 
 QWEN3_VL = "<{seconds:.1f} seconds>"
@@ -105,6 +105,15 @@ def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
             yield Plain(i, f"parts[{i}].frames[{k}]", frame)
 
 
+def refuse_crop(name: str, part: object) -> None:
+    """Raise for a thumbnail or a tile, which no builder makes: none cuts pictures as their models do."""
+    if isinstance(part, Thumbnail | Tile):
+        raise UnsupportedError(
+            f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+            "which mmpos.from_hf_config(config).segments reads"
+        )
+
+
 def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
     """Give the first token of every part and the total, (parts + 1,), from those of plain parts and their indices."""
     edges = np.diff(np.asarray(indices, np.int64), prepend=-1, append=-1).nonzero()[0]
@@ -123,7 +132,7 @@ def _frames(frames: object) -> tuple[object, ...]:
         raise InvalidInputError("Video.frames: got none, want at least one")
     for k, frame in enumerate(images):
         flat = not isinstance(frame, memoryview) and getattr(frame, "ndim", 2) < 2
-        if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip):
+        if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip | Thumbnail | Tile):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
             raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")

@@ -379,6 +379,25 @@ def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
     assert (diagnosis.cause, diagnosis.explained) == (cause, diagnosis.different_tokens), str(diagnosis)
 
 
+@pytest.mark.parametrize(
+    ("document", "scheme", "token", "what"),
+    [
+        (SLICED, "mrope-canvas", 8, "marker 0 after a tile (segment 2)"),
+        (SOUND, "tmrope", 5, "token 0 of the audio of a clip (segment 1)"),
+    ],
+)
+def test_a_wrong_token_is_named_by_its_own_segment(document: list[Any], scheme: str, token: int, what: str) -> None:
+    segments = SegmentTable.from_documents([document])
+    ids = mmpos.place(segments, scheme).dense()
+    assert mmpos.diagnose(ids, segments, scheme).equal
+    wrong = ids.copy()
+    wrong[0, token] += 50
+    assert mmpos.diagnose(wrong, segments, scheme).what == what
+    text_row = np.arange(len(ids[0]))
+    text_row[token] += 50
+    assert mmpos.diagnose(np.stack([text_row, *ids])[:, None], segments, scheme).what == what
+
+
 def test_the_smallest_seconds_per_frame_have_no_half() -> None:
     clip = mmpos.Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))
     diagnosis = mmpos.diagnose([0, 9], SegmentTable.from_documents([[clip]]), "mrope-qwen2.5")
@@ -684,7 +703,26 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
         (
             np.zeros((3, 11)),
             {},
-            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "with Transformers' text row before the axes, want (3, 1, 11): ids[:, None]",
+        ),
+        (
+            np.zeros((1, 3, 11)),
+            {},
+            "ids: got shape (1, 3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these are batch first, as verl has them: want the 3 rows, with Transformers' text row before the axes, "
+            "first: ids.swapaxes(0, 1)",
+        ),
+        (
+            np.zeros((1, 2, 11)),
+            {},
+            "ids: got shape (1, 2, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these are batch first, as verl has them: want the 2 rows first: ids.swapaxes(0, 1)",
+        ),
+        (
+            np.zeros((3, 1, 10)),
+            {},
+            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
         ),
         (
             np.zeros((2, 29)),

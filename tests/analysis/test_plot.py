@@ -22,12 +22,13 @@ from mmpos.analysis.plot import (
     plot_phase_error,
     plot_positions,
 )
+from mmpos.analysis.plot.canvas import COLOURS
 from mmpos.analysis.plot.positions import read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.place import place
 from mmpos.rotary import Rotary
-from mmpos.schemes import SCHEMES, TMRope
-from mmpos.segments.kinds import Audio, Clip, Grid, Text
+from mmpos.schemes import SCHEMES, Grid2D, TMRope
+from mmpos.segments.kinds import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
 pytest.importorskip("matplotlib")
@@ -319,6 +320,61 @@ def test_legends_name_audio_and_clips(tmp_path: Path) -> None:
     plot_positions([placed, place(SPOKEN, "tmrope-qwen3")], path, segments=SPOKEN)
     names = ["text", "audio", "clip 1", "image 2"]
     assert [word for word in texts(path) if word in names] == names
+
+
+TILED = SegmentTable.from_documents([[Text(3), Thumbnail(4, 4), Tile(3, 3), Tile(3, 3, tokens_after=1), Text(3)]])
+
+
+def test_segments_tell_thumbnails_and_tiles_apart() -> None:
+    plane = read_plane(place(TILED, "mrope-canvas"), 0, TILED)
+    thumbnail, left, right = plane.images
+    names = [(image.noun, image.label, image.square, image.upright) for image in plane.images]
+    assert names == [("thumbnail", "4×4", None, True), *[("tile", "3×3", None, True)] * 2]
+    assert thumbnail.points.tolist() == [[3, 5, 6, 8] * 4, [*[3] * 4, *[4] * 8, *[5] * 4]]
+    assert (thumbnail.column.tolist(), thumbnail.row.tolist()) == ([5 / 3, 0], [0, 2 / 3])
+    assert left.points.tolist() == [[3, 4, 5] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
+    assert right.points.tolist() == [[6, 7, 8] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
+    # Markers of the thumbnail, of each tile, and the token after the last.
+    rows_and_columns = [[2, 6, 3, 5, 3, 5, 3], [2, 9, 3, 5, 6, 8, 3]]
+    assert plane.text.tolist() == [[0, 1, 2, *line, 10, 11, 12] for line in reversed(rows_and_columns)]
+
+
+def test_a_video_in_pieces_is_one_image_with_its_segments() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=3, seconds_per_frame=1), Text(1)]])
+    placed = place(segments, "tmrope")
+    assert [image.label for image in read_plane(placed, 0).images] == ["1×2"] * 3
+    (image,) = read_plane(placed, 0, segments).images
+    assert (image.noun, image.label, image.points.tolist()) == ("image", "3×1×2", [[1, 2] * 3, [1, 1] * 3])
+
+
+def test_patches_in_blocks_are_read_by_blocks() -> None:
+    segments = SegmentTable.from_documents([[Grid(2, 4)]])
+    placed = place(segments, Grid2D(order="merged", spatial_merge_size=2))
+    (band,) = read_plane(placed, 0, segments).images
+    assert (band.label, band.points.tolist()) == ("2×2×2", [[0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 1, 1] * 2])
+
+
+def test_a_thumbnail_is_rings_around_the_patches_of_its_tiles(tmp_path: Path) -> None:
+    figure = plot_positions(place(TILED, "mrope-canvas"), tmp_path / "ids.svg", segments=TILED)
+    words = texts(tmp_path / "ids.svg")
+    assert words[words.index("thumbnail 1: 4×4") :][:3] == ["thumbnail 1: 4×4", "tile 2: 3×3", "tile 3: 3×3"]
+    (axes,) = figure.axes
+    drawn = {len(np.asarray(line.get_xdata())): line for line in axes.lines if line.get_marker() == "o"}
+    ring, dots = drawn[16], drawn[9]
+    assert (ring.get_markerfacecolor(), dots.get_markerfacecolor()) == ("none", COLOURS[2])
+    assert ring.get_markersize() > dots.get_markersize()
+    assert ring.get_zorder() > dots.get_zorder()
+    plot_positions([place(TILED, "mrope-canvas"), place(TILED, "mrope-canvas", 5)], tmp_path / "b.svg", segments=TILED)
+    names = ["thumbnail 1", "tile 2", "tile 3"]
+    assert [word for word in texts(tmp_path / "b.svg") if word in names] == names
+
+
+def test_a_thumbnail_too_fine_for_rings_hides_no_tile(tmp_path: Path) -> None:
+    segments = SegmentTable.from_documents([[Text(900), Thumbnail(8, 8), Tile(8, 8), Text(9)]])
+    figure = plot_positions(place(segments, "mrope-canvas"), tmp_path / "ids.svg", segments=segments)
+    (axes,) = figure.axes
+    rings = [line for line in axes.lines if len(np.asarray(line.get_xdata())) == 64]
+    assert (len(axes.collections), [line.get_markerfacecolor() for line in rings]) == (1, ["none"])  # a block: the tile
 
 
 def test_the_legend_of_panels_stays_on_the_page() -> None:

@@ -166,6 +166,9 @@ def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
     assert found["documents"] == [parts]
     assert found["position_ids"][0] == [0, 1, 2, 2, 3, 15, 3, 4, 5, 6, 6, 7]
     assert "clip 2×1×1 with audio 3" in run("positions", "clip.json", "--scheme", "tmrope")
+    assert run("explain", "clip.json", "7", "--scheme", "tmrope") == (
+        "token 7 (documents[0], token 7) is token 1 of the audio of a clip (segment 1): position (4, 4, 4)\n"
+    )
 
 
 def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Audio and clips in examples, slices, packs, stored sequences and batches."""
+"""Audio, clips, thumbnails and tiles in examples, slices, packs, stored sequences and batches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
 
-from mmpos import Grid, InterleavedSequence, InvalidInputError, MmposError, SegmentTable
+from mmpos import Grid, InterleavedSequence, InvalidInputError, MmposError, SegmentTable, Text, place
 from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
 from mmpos.data.collate import collate_packed, collate_padded
 from mmpos.data.packing import Packer
-from mmpos.segments import Audio
+from mmpos.segments import Audio, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 
 HERE = Location("shard.jsonl", 0)
 IGNORED = -100
@@ -159,3 +160,83 @@ def test_spans_and_features_of_a_batch_belong_together() -> None:
     batch = collate_packed([example((Audio(1), True))])
     with pytest.raises(MmposError, match=r"^audio_feature_spans: got 0 spans, want 1 as in audio_spans$"):
         replace(batch, audio_feature_spans=None)
+
+
+def _tiled() -> Example:
+    """a b <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as the processor of MiniCPM-V gives pictures."""
+    picture: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
+    segments = SegmentTable.from_documents(
+        [[Text(2), *picture, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]
+    )
+    positions = place(segments, "mrope-canvas")
+    grids = segments.extents[:, segments.kind != 0].T
+    sequence = InterleavedSequence(
+        input_ids=np.arange(24),
+        token_type_ids=positions.token_types(segments),
+        segments=segments,
+        positions=positions,
+        patches=np.arange(8, dtype=np.float32)[:, None],
+        grid_thw=grids,
+        image_spans=np.array([[3, 4], [6, 8], [11, 13], [16, 17], [20, 22]]),
+        image_hashes=("a", "b", "c", "d", "e"),
+        part_offsets=np.array([0, 24]),
+    )
+    return Example("r", sequence, np.arange(24))
+
+
+TILED = _tiled()
+
+
+def test_a_thumbnail_and_its_tiles_are_one_image_to_cuts() -> None:
+    assert TILED.sequence.marked_spans.tolist() == [[2, 14], [15, 18], [19, 24]]
+    for edge, name in (
+        (3, "image 0"),
+        (5, "image 0"),
+        (10, "image 0"),
+        (13, "image 0"),
+        (16, "image 3"),
+        (23, "image 4"),
+    ):
+        for start, stop, which in ((edge, 24, "start"), (0, edge, "stop")):
+            with pytest.raises(InvalidInputError, match=f"^{which}: got {edge} inside {name}, want it between parts$"):
+                TILED.slice(start, stop)
+
+
+def test_slices_of_pictures_with_tiles_keep_everything_of_theirs() -> None:
+    part = TILED.slice(1, 15).sequence
+    want = SegmentTable.from_documents([[Text(1), Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2), Text(1)]])
+    assert repr(vars(part.segments)) == repr(vars(want))
+    assert part.positions.dense().tolist() == TILED.sequence.positions.dense()[:, 1:15].tolist()
+    assert part.token_type_ids.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert part.image_spans.tolist() == [[2, 3], [5, 7], [10, 12]]
+    assert part.patches is not None
+    assert part.patches.ravel().tolist() == [0, 1, 2, 3, 4]
+    assert TILED.slice(19, 24).sequence.image_hashes == ("e",)
+
+
+def test_packs_keep_pictures_with_their_tiles_whole() -> None:
+    packer = Packer(12, split_text=True, min_piece=1)
+    packs = [*packer.add(TILED), *packer.flush()]
+    assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[2], [12], [10]]
+    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11; or"):
+        Packer(11, split_text=True).add(TILED)
+
+
+def test_stored_pictures_with_tiles_come_back_and_make_a_batch(tmp_path: Path) -> None:
+    with SequenceWriter(tmp_path / "s.parquet") as writer:
+        writer.write(TILED)
+    (again,) = SequenceShard(tmp_path / "s.parquet").examples()
+    assert arrays(again.sequence) == arrays(TILED.sequence)
+    batch = collate_packed([again, TILED.slice(14, 24)])
+    assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
+    assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]
+    assert batch.patches is not None
+    assert batch.patches.ravel().tolist() == [*range(8), 5, 6, 7]
+
+
+def test_keys_of_blocks_hold_the_tiles_that_they_touch() -> None:
+    sequence = TILED.sequence
+    keys = sequence.block_keys(8)
+    other = replace(sequence, image_hashes=("a", "b", "c", "d", "other")).block_keys(8)
+    assert [one == two for one, two in zip(keys, other, strict=True)] == [True, True, False]
+    assert sequence.block_keys(8)[0] != replace(sequence, image_hashes=("a", "other", *"cde")).block_keys(8)[0]

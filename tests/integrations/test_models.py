@@ -388,11 +388,20 @@ def test_sections_of_hunyuan_vl_that_make_no_rotation_are_refused(rope: dict[str
     assert str(caught.value) == message
 
 
-def test_markers_of_hunyuan_vl_are_not_all() -> None:
-    with pytest.raises(
-        mmpos.UnsupportedError, match="markers: got 'hunyuan_vl', whose images have tokens of their own"
-    ):
-        _ = settings_of("hunyuan_vl").markers
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
+        ("minicpmv4_7", "a thumbnail and tiles, each with markers of its own"),
+    ],
+)
+def test_markers_that_a_builder_cannot_write_are_refused(model: str, what: str) -> None:
+    with pytest.raises(mmpos.UnsupportedError) as caught:
+        _ = settings_of(model).markers
+    assert str(caught.value) == (
+        f"markers: got {model!r}, whose images have {what}, which SequenceBuilder does not make, "
+        "want the input_ids of its processor, which segments reads"
+    )
 
 
 BEGIN, PATCH, END = 16384, 167855, 16385

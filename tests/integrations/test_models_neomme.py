@@ -90,7 +90,7 @@ def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tu
 
 
 def test_markers_are_not_all() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match="markers: got 'neomme', whose images have tokens of their own"):
+    with pytest.raises(mmpos.UnsupportedError, match="'neomme', whose images have a placeholder without a patch"):
         _ = settings_of("neomme").markers
 
 

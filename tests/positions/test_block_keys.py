@@ -334,7 +334,7 @@ PADDED = SegmentTable.from_input_ids([[1, 2, 3], [1, 0, 0]], image_token_id=9, a
         ({"segments": PADDED}, "segments: got padding in segment 2, want documents without"),
         ({"input_ids": [1, 2]}, r"input_ids: got shape \(2,\), want \(7,\)"),
         ({"image_hashes": "x"}, "image_hashes: got str, want a list"),
-        ({"image_hashes": []}, "image_hashes: got 0, want 1, one per grid"),
+        ({"image_hashes": []}, "image_hashes: got 0, want 1, one per grid$"),
         ({"image_hashes": [7]}, r"image_hashes\[0\]: got 7, want str or bytes"),
         ({"image_hashes": [""]}, r"image_hashes\[0\]: got nothing, want a hash of the content"),
         ({"salt": None}, "salt: got None, want str or bytes"),

@@ -20,7 +20,9 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.schemes import RopeTie
+from mmpos.schemes import Grid2D, RopeTie, Scheme
+from mmpos.segments import Audio, Clip, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -363,6 +365,106 @@ def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
         "token 0 (documents[0], token 0) is row 1, column 1 of a grid of width 3 (segment 0): "
         "position (10, 8) = (6, 5) + 1·(4, 0) + 1·(0, 3)"
     )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "document", "words"),
+    [
+        (
+            "tmrope",
+            [Text(1), Audio(2), Clip(1, 2, frames=2, audio=1, seconds_per_frame=Fraction(1, 25)), Text(1)],
+            [
+                "token 0 of a run of text (segment 0)",
+                "token 0 of a run of audio (segment 1)",
+                "token 1 of a run of audio (segment 1)",
+                "marker 0 before a clip (segment 2)",
+                "marker 1 before a clip (segment 2)",
+                "frame 0, row 0, column 0 of a clip of width 2 (segment 2)",
+                "frame 0, row 0, column 1 of a clip of width 2 (segment 2)",
+                "frame 1, row 0, column 0 of a clip of width 2 (segment 2)",
+                "frame 1, row 0, column 1 of a clip of width 2 (segment 2)",
+                "token 0 of the audio of a clip (segment 2)",
+                "marker 0 after a clip (segment 2)",
+                "marker 1 after a clip (segment 2)",
+                "token 0 of a run of text (segment 3)",
+            ],
+        ),
+        (
+            "mrope-canvas",
+            [Thumbnail(2, 1, tokens_after=1), Tile(1, 2, tokens_after=2), Tile(1, 2)],
+            [
+                "marker 0 before a thumbnail (segment 0)",
+                "row 0, column 0 of a thumbnail of width 1 (segment 0)",
+                "row 1, column 0 of a thumbnail of width 1 (segment 0)",
+                "marker 0 after a thumbnail (segment 0)",
+                "token 0 behind the marker after a thumbnail (segment 0)",
+                "marker 0 before a tile (segment 1)",
+                "row 0, column 0 of a tile of width 2 (segment 1)",
+                "row 0, column 1 of a tile of width 2 (segment 1)",
+                "marker 0 after a tile (segment 1)",
+                "token 0 behind the marker after a tile (segment 1)",
+                "token 1 behind the marker after a tile (segment 1)",
+                "marker 0 before a tile (segment 2)",
+                "row 0, column 0 of a tile of width 2 (segment 2)",
+                "row 0, column 1 of a tile of width 2 (segment 2)",
+                "marker 0 after a tile (segment 2)",
+            ],
+        ),
+        (
+            "naive-2d",
+            [Grid(2, 1, row_separator=True), Text(1)],
+            [
+                "row 0, column 0 of a grid of width 1 (segment 0)",
+                "the separator after row 0 of a grid of width 1 (segment 0)",
+                "row 1, column 0 of a grid of width 1 (segment 0)",
+                "the separator after row 1 of a grid of width 1 (segment 0)",
+                "token 0 of a run of text (segment 1)",
+            ],
+        ),
+        (
+            Grid2D(order="merged", spatial_merge_size=2),
+            [Grid(2, 4)],
+            [f"token {patch} of a grid of width 4 (segment 0)" for patch in range(8)],
+        ),
+    ],
+)
+def test_documents_tell_the_kind_and_the_segment_of_every_token(
+    scheme: str | Scheme, document: list[Segment], words: list[str]
+) -> None:
+    segments = SegmentTable.from_documents([document])
+    positions = place(segments, scheme)
+    assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == words
+
+
+def test_segments_are_counted_over_the_batch() -> None:
+    segments = SegmentTable.from_documents([[Text(2), Audio(1)], [Audio(3)]])
+    assert place(segments, "flatten").explain(4, segments) == (
+        "token 4 (documents[1], token 1) is token 1 of a run of audio (segment 2): position (1)"
+    )
+
+
+def test_padding_is_padding_with_the_documents_too() -> None:
+    segments = SegmentTable.from_input_ids([[1, 0]], image_token_id=None, attention_mask=[[1, 0]])
+    assert place(segments, "flatten").describe(1, segments) == "padding (segment 1)"
+
+
+def test_explain_takes_patches_apart_and_no_marker() -> None:
+    segments = SegmentTable.from_documents([[Text(3), Clip(2, 2, frames=2, audio=26), Text(1)]])
+    positions = place(segments, "tmrope")
+    assert [positions.explain(token, segments) for token in (3, 6, 9)] == [
+        "token 3 (documents[0], token 3) is marker 0 before a clip (segment 1): position (3, 3, 3)",
+        "token 6 (documents[0], token 6) is frame 0, row 0, column 1 of a clip of width 2 (segment 1): "
+        "position (4, 4, 5) = (4, 4, 4) + 0·(0, 1, 0) + 1·(0, 0, 1)",
+        "token 9 (documents[0], token 9) is frame 1, row 0, column 0 of a clip of width 2 (segment 1): "
+        "position (29, 4, 4) = (29, 4, 4) + 0·(0, 1, 0) + 0·(0, 0, 1)",
+    ]
+
+
+def test_documents_change_no_word_of_text_and_grids(batch: PositionTable) -> None:
+    documents: list[Document] = [[Text(3), Grid(2, 3), Text(2)], [Text(2)], [Text(1), Grid(1, 1)]]
+    segments = SegmentTable.from_documents(documents)
+    for token in range(batch.num_tokens):
+        assert batch.explain(token, segments) == batch.explain(token)
 
 
 def test_one_rank_alone_holds_everything() -> None:

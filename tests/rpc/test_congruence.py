@@ -296,6 +296,8 @@ WRONG_PARTS: list[Any] = [
     ["a", Video([PHOTO], times=[0], timestamp="\ud800")],
     ["a", Video([PHOTO, PHOTO], times=[0, 1]), b"not a photo"],
     ["a", Grid(1, 2, row_separator=True)],
+    ["a", Thumbnail(1, 2)],
+    ["a", Tile(1, 2)],
 ]
 
 

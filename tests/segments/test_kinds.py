@@ -173,6 +173,7 @@ def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
     ("part", "scheme", "words"),
     [
         (Audio(2), "grid-2d", "documents[0][1]: got audio, want grids only in scheme 'grid-2d'"),
+        (CLIP_OF_3, "rows", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'rows'"),
         (CLIP_OF_3, "mrope", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'mrope'"),
     ],
 )
@@ -256,7 +257,7 @@ def test_a_key_holds_the_audio_of_a_clip_and_of_nothing_else(hashes: list[str] |
 def test_block_keys_take_a_hash_for_all_that_has_content() -> None:
     segments = SegmentTable.from_documents([[Audio(4), CLIP_OF_3, Grid(1, 1), Text(2)]])
     positions = place(segments, "tmrope")
-    with pytest.raises(InvalidInputError, match="image_hashes: got 2, want 3, one per grid"):
+    with pytest.raises(InvalidInputError, match=r"^image_hashes: got 2, want 3, one per grid and audio run and clip$"):
         block_keys(segments, positions, 4, image_hashes=["a", "b"])
     one, other = (block_keys(segments, positions, 4, image_hashes=[first, "b", "c"])[0] for first in "ad")
     assert one[0] != other[0]

@@ -24,7 +24,7 @@ from mmpos import (
     place,
 )
 from mmpos.schemes import TMRopeQwen3
-from mmpos.segments import Audio, Clip
+from mmpos.segments import Audio, Clip, Thumbnail, Tile
 
 
 def test_a_clip_is_one_part_in_the_order_of_the_scheme() -> None:
@@ -122,6 +122,16 @@ def test_markers_around_audio_need_one_for_audio(name: str) -> None:
 def test_schemes_without_clips_refuse_them() -> None:
     with pytest.raises(UnsupportedError, match="its video and its audio apart"):
         replace(BUILDER, scheme="mrope").build([CLIP])
+
+
+@pytest.mark.parametrize("part", [Thumbnail(1, 2), Tile(1, 2)])
+def test_thumbnails_and_tiles_are_refused_with_the_remedy(part: object) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        BUILDER.build(["a", part])
+    assert str(caught.value) == (
+        f"parts[1]: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+        "which mmpos.from_hf_config(config).segments reads"
+    )
 
 
 def test_text_that_spells_a_marker_of_audio_stays_text() -> None:

@@ -27,6 +27,7 @@ from mmpos import (
 )
 from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
+from mmpos.segments import Tile
 from mmpos.sequence.video import timestamps
 
 PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
@@ -178,6 +179,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "Video.frames: got shape (16, 24, 3), want a list of images, or (frames, height, width, channels)",
     ),
     (lambda: Video([GRID, "a"], times=[0, 1]), "Video.frames[1]: got str, want an image or a Grid"),
+    (lambda: Video([Tile(1, 1)], times=[0]), "Video.frames[0]: got Tile, want an image or a Grid"),
     (lambda: Video([[7]], times=[0]), "Video.frames[0]: got list, want an image or a Grid"),
     (lambda: Video([np.array([7])], times=[0]), "Video.frames[0]: got ndarray, want an image or a Grid"),
     (

@@ -336,6 +336,14 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.padded(5), "length: got 5, want >= 11, the length of document 0"),
     (lambda: POSITIONS.explain(15), "token: got 15, want <= 14"),
     (lambda: POSITIONS.explain(-1), "token: got -1, want >= 0"),
+    (
+        lambda: POSITIONS.explain(0, from_documents([[Text(3)]])),
+        "segments: got 3 tokens, want 15",
+    ),
+    (
+        lambda: POSITIONS.describe(0, [[Text(15)]]),
+        "segments: got list, want a SegmentTable, as SegmentTable.from_documents gives it",
+    ),
 ]
 
 

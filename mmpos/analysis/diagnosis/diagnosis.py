@@ -140,7 +140,7 @@ def diagnose(
     whole, segments, how = _placed(documents, scheme, start)
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == whole.axes + 1
-    dump = read_ids(array[1:] if text_row else array, whole, attention_mask, side)
+    dump = read_ids(array[1:] if text_row else array, whole, attention_mask, side, array.shape)
     positions = without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
@@ -213,7 +213,7 @@ def different(case: Case, rows: int) -> Diagnosis:
         different_documents=np.unique(case.document[case.wrong]).size,
         document=document,
         token=int(case.index[token]),
-        what=case.positions.describe(token),
+        what=case.positions.describe(token, case.segments),
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.came[:rows, token].tolist()),
         want=tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist()),
@@ -244,7 +244,7 @@ def _different_text_row(case: Case, text: Array) -> Diagnosis:
         different_documents=np.unique(case.document[wrong]).size,
         document=int(case.document[token]),
         token=int(case.index[token]),
-        what=case.positions.describe(token),
+        what=case.positions.describe(token, case.segments),
         axis=0,
         got=(text[token].item(),),
         want=(Fraction(int(case.index[token])),),
@@ -347,7 +347,13 @@ class Dump:
         return 0 if self.mask is None else self.mask.shape[1]
 
 
-def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.ArrayLike | None, side: Side) -> Dump:
+def read_ids(
+    ids: npt.ArrayLike,
+    positions: PositionTable,
+    attention_mask: npt.ArrayLike | None,
+    side: Side,
+    shape: tuple[int, ...] | None = None,
+) -> Dump:
     """Read the ids of the table's tokens from any of the usual shapes.
 
     Args:
@@ -355,6 +361,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
         positions: the table, which may hold padding.
         attention_mask: (batch, length) of 0 and 1.
         side: where padding is, if neither a mask nor the table says so.
+        shape: in which they came, for errors; None is their own.
 
     Raises:
         InvalidInputError: no numbers, NaN, or a shape that is not that of the table.
@@ -372,7 +379,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
         places = np.stack([document, where - positions.cu_seqlens[document]])
         return Dump(rows[:, tokens], None, rows[:, where], places)
     if batch is None:
-        raise _shape_error(array, positions)
+        raise _shape_error(array.shape if shape is None else shape, positions)
     mask = _mask(positions, tokens, attention_mask, side, batch)
     rows = array.reshape(_rows(array, 2), prod(batch))
     return Dump(rows[:, mask.ravel()], mask, rows[:, ~mask.ravel()], np.stack((~mask).nonzero()))
@@ -427,15 +434,21 @@ def _mask(
     return place >= shape[1] - real[:, None] if side == "left" else place < real[:, None]
 
 
-def _shape_error(array: Array, positions: PositionTable) -> InvalidInputError:
+def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInputError:
     axes, tokens, documents = positions.axes, positions.num_tokens, positions.num_documents
     longest = positions.max_seqlen
     hint = ""
     patches = int(positions.segment_lengths[positions.is_grid].sum())
     for side in (2, 3, 4):
-        if patches and array.ndim and array.shape[-1] == tokens + patches * (side * side - 1):
+        if patches and shape and shape[-1] == tokens + patches * (side * side - 1):
             hint = f"; these are as many tokens as before merging {side}x{side} patches, and grids are told after it"
+    text_row = "with Transformers' text row before the axes"
+    if shape == (axes + 1, tokens):
+        hint = f"; {text_row}, want {(axes + 1, 1, tokens)}: ids[:, None]"
+    elif len(shape) == 3 and shape[0] == documents and shape[1] in (axes, axes + 1):
+        rows = f"{shape[1]} rows" + (f", {text_row}," if shape[1] > axes else "")
+        hint = f"; these are batch first, as verl has them: want the {rows} first: ids.swapaxes(0, 1)"
     return InvalidInputError(
-        f"ids: got shape {array.shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
+        f"ids: got shape {shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
         f"either without axes for 1-D ids{hint}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,7 @@ from mmpos.analysis.plot.canvas import (
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, PATCH
+from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, GRID, NOUNS, PATCH
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, counted, instance
 
@@ -61,8 +61,8 @@ def plot_positions(
             under several schemes, whose documents are drawn side by side, 9 in all. Up to 1,048,576 tokens.
         path: where to write; ends in .png or .svg. None writes nothing.
         title: above the first document, or above all panels; None names the scheme and counts the tokens.
-        segments: the documents of every table, to tell audio from text and to draw a clip as one; None draws audio as
-            text, and every run of patches of a clip as an image.
+        segments: the documents of every table, to tell audio from text and to draw a clip, a thumbnail, a tile and a
+            video each as one; None draws audio as text, and every run of patches as an image.
         pictures: (height, width, 3) pixels to lay under the first images of one table, in order.
         same_scale: whether panels of one kind, side by side, show the same ids.
 
@@ -221,7 +221,7 @@ def _shared_handles(planes: Sequence[Plane], *, frames: bool) -> list[Line2D]:
         handles.append(Line2D([], [], color=INK, label="audio", linestyle="", **_HOLLOW))
     for i, image in enumerate(most[:_PANEL_NAMED]):
         name = f"{image.noun} {i + 1}" if len(most) > 1 else image.noun
-        handles.append(Line2D([], [], color=COLOURS[i], label=name, **dot))
+        handles.append(Line2D([], [], label=name, **{**dot, **_dots(image, COLOURS[i])}))
     if any(image.square for plane in planes for image in plane.images):
         label = "from the text before to the text after"
         handles.append(Line2D([], [], color=FAINT, linestyle="--", linewidth=1, label=label))
@@ -271,7 +271,8 @@ def draw_plane(
         edge = 0.6 if covered else 0.0  # white: points stand out from any picture
         note = _patches(axes, image, colour, 0.7 * gap if covered else gap, thin=plane.diagonal, edge=edge)
         if i < _MAX_NAMED:
-            axes.plot([], [], "o", color=colour, markersize=6, label=f"{image.noun} {i + 1}: {image.label}{note}")
+            label = f"{image.noun} {i + 1}: {image.label}{note}"
+            axes.plot([], [], "o", markersize=6, label=label, **_dots(image, colour))
     if len(plane.images) > _MAX_NAMED:
         axes.plot([], [], " ", label=f"and {counted(len(plane.images) - _MAX_NAMED, 'more image')}")
     if any(image.square for image in plane.images):
@@ -317,14 +318,23 @@ def _patches(axes: Axes, image: Image, colour: str, gap: float, *, thin: bool, e
     every = max(1, int(np.ceil(2 / gap))) if thin else 1
     # An image that is small on the page stays whole: a few points would show another size.
     every = every if 16 * every <= min(image.sides[:2]) else 1
-    if every == 1 and gap < _MELTED and image.upright:
+    if every == 1 and gap < _MELTED and image.upright and image.noun != "thumbnail":
         _block(axes, image, colour)
         return ""
     points = image.points if every == 1 else image.thinned(every)
     size = float(np.clip(0.5 * gap * every, 0.9 if thin else 2.4, 5.5))
-    style: Style = {"markersize": size + edge, "markeredgewidth": edge, "markeredgecolor": "white"}
-    axes.plot(*points, "o", color=colour, zorder=2, **style)
+    style: Style = {"markersize": size + edge, "markeredgewidth": edge, "markeredgecolor": "white", "zorder": 2}
+    if image.noun == "thumbnail":
+        style = {"markersize": 1.6 * size, "zorder": 2.5}
+    axes.plot(*points, "o", **{**style, **_dots(image, colour)})
     return f"\n(1 in {every} rows and columns)" if points.shape < image.points.shape else ""
+
+
+def _dots(image: Image, colour: str) -> Style:
+    """The style of the points of an image: rings for a thumbnail, at whose ids are patches of its tiles."""
+    if image.noun != "thumbnail":
+        return {"color": colour}
+    return {"color": colour, "markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 1}
 
 
 def _block(axes: Axes, image: Image, colour: str) -> None:
@@ -348,16 +358,16 @@ _NAMES = {1: ("token", "position id"), 2: _COLUMN_ROW, 3: _COLUMN_ROW}
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """The patches of one grid, or of a clip.
+    """The patches of one grid, clip, thumbnail or tile.
 
     Args:
         points: x and y of each token.
         sides: height and width in tokens, and the frames that are there.
-        column: (dx, dy) from one column to the next.
-        row: (dx, dy) from one row to the next.
+        column: (dx, dy) from one column to the next, on average where they are not evenly spaced.
+        row: (dx, dy) from one row to the next, likewise.
         square: the id of the text right before and of the text right after, if both lie on the diagonal.
         gaps: the distance from the one to the first patch and from the last patch to the other, (row, column).
-        noun: "image", or "clip" for one with its sound.
+        noun: "image", or "clip" for one with its sound, "thumbnail" and "tile".
     """
 
     points: Points
@@ -414,7 +424,8 @@ class Plane:
         names: of x and y.
         text: its points, those of markers too.
         audio: its points, where segments tell it from text.
-        images: in order; a grid that a scheme cuts into pieces gives several.
+        images: in order; a grid that a scheme cuts into pieces gives several, but with segments those of its own rows
+            are one.
         end: (2, 1) where generation goes on, or (2, 0) if the scheme has no next position.
         diagonal: whether x and y are ids of one kind, so that text lies on the diagonal.
     """
@@ -439,7 +450,7 @@ class Plane:
 
 
 def read_plane(positions: PositionTable, document: int, segments: SegmentTable | None = None) -> Plane:
-    """Take the plane of one document from a table, and what is audio or a clip from its segments."""
+    """Take the plane of one document from a table, and what is audio or lies in several pieces from its segments."""
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     points = _points(positions.slice(first, first + length))
     next_position = int(positions.documents[NEXT_POSITION, document])
@@ -449,15 +460,15 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
     ours = (positions.offset >= first) & (positions.offset < first + length)
     columns = [int(s) for s in np.flatnonzero(ours & ~positions.is_padding)]
     grid, lengths = positions.is_grid, positions.segment_lengths
-    clip, types = (values[first : first + length] for values in _kinds(positions, segments))
+    whole, types = (values[first : first + length] for values in _kinds(positions, segments))
     images = []
-    written = ~(grid | positions.is_padding).repeat(lengths)[first : first + length] & (clip < 0)
+    written = ~(grid | positions.is_padding).repeat(lengths)[first : first + length] & (whole < 0)
     for k, s in enumerate(columns):
         a = int(positions.offset[s]) - first
         b = a + int(lengths[s])
-        if clip[a] >= 0:
-            if a == 0 or clip[a - 1] != clip[a]:
-                images.append(_clip(positions, first, points, (clip == clip[a]) & (types == PATCH)))
+        if segments is not None and whole[a] >= 0:
+            if a == 0 or whole[a - 1] != whole[a]:
+                images.append(_whole(segments, whole[a], points[:, (whole == whole[a]) & (types == PATCH)]))
         elif grid[s]:
             before = points[:, a - 1] if k and not grid[columns[k - 1]] else None
             after = points[:, b] if k + 1 < len(columns) and not grid[columns[k + 1]] else None
@@ -466,23 +477,38 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
             images.append(_image(positions, s, points[:, a:b], before, after))
     names = _NAMES.get(positions.axes, ("id on axis 1", "id on axis 0 (downwards)"))
     sound = types == AUDIO_TOKEN
-    text = (written & ~sound) | ((clip >= 0) & (types == 0))
+    text = (written & ~sound) | ((whole >= 0) & (types == 0))
     return Plane(names, points[:, text], points[:, sound], tuple(images), end_point, positions.axes > 1)
 
 
 def _kinds(positions: PositionTable, segments: SegmentTable | None) -> tuple[IntArray, npt.NDArray[np.uint8]]:
-    """(tokens,) the segment of the clip that a token is in, or -1, and its type; without segments there are none."""
+    """Tell (tokens,) in which segment each lies if that is drawn as a whole, else -1, and of which type each is.
+
+    Clips, thumbnails and tiles are drawn so, and grids that lie in pieces whose rows are theirs. Without segments
+    nothing is, and all types are 0.
+    """
     if segments is None:
         return np.full(positions.num_tokens, -1), np.zeros(positions.num_tokens, np.uint8)
     types = positions.token_types(instance("segments", segments, SegmentTable, "SegmentTable.from_documents"))
-    clip = np.where(segments.kind == CLIP, np.arange(segments.kind.size), -1)
-    return clip.repeat(segments.lengths), types
+    lengths = segments.lengths
+    piece = positions.offset.searchsorted(lengths.cumsum() - lengths, side="right") - 1
+    rows = positions.width[piece] == segments.extents[2] + (
+        0 if segments.row_separator is None else segments.row_separator
+    )
+    cut = (segments.kind == GRID) & (positions.segment_lengths[piece] < lengths) & rows
+    whole = np.where(cut | (segments.kind >= CLIP), np.arange(lengths.size), -1)
+    return whole.repeat(lengths), types
 
 
-def _clip(positions: PositionTable, first: int, points: Points, patches: npt.NDArray[np.bool_]) -> Image:
-    """The patches of a clip, whose runs are of one grid."""
-    s = int(np.searchsorted(positions.offset, first + int(patches.argmax()), side="right")) - 1
-    return replace(_image(positions, s, points[:, patches], None, None), noun="clip")
+def _whole(segments: SegmentTable, segment: int, patches: Points) -> Image:
+    """The patches of a segment, in rows and columns of its own."""
+    frames, height, width = segments.extents[:, segment].tolist()
+    frame = patches[:, : height * width].reshape(2, height, width)
+    column = (frame[:, 0, -1] - frame[:, 0, 0]) / (width - 1) if width > 1 else np.array([1.0, 0.0])
+    row = (frame[:, -1, 0] - frame[:, 0, 0]) / (height - 1) if height > 1 else np.array([0.0, 1.0])
+    kind = int(segments.kind[segment])
+    noun = "image" if kind == GRID else NOUNS[kind]
+    return Image(patches, (height, width, frames), column, row, None, (), noun)
 
 
 def _points(view: PositionTable) -> Points:

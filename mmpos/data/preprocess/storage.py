@@ -17,10 +17,9 @@ from pyarrow import parquet
 
 from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import THUMBNAIL
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, integer, text
@@ -290,8 +289,6 @@ def to_row(example: Example) -> Row:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
         raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
-    if segments.kind.max(initial=0) >= THUMBNAIL:
-        raise UnsupportedError(f"{example.key}: segments: got a thumbnail or a tile, want text, audio, clips and grids")
     row: Row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,

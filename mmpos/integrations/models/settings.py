@@ -213,15 +213,21 @@ class ModelSettings:
         """Tokens around and inside an image, for ``SequenceBuilder``: by id, those that end rows by name.
 
         Raises:
-            UnsupportedError: the config does not name them.
+            UnsupportedError: the config does not name them, or images have tokens that Markers cannot describe
+                (HunYuan-VL, NeoMME, MiniCPM-V 4.7).
         """
         if self.row_markers is not None and self.image_token_id is not None:
             return Markers(None, None, self.image_token_id, *self.row_markers)
-        if self.row_separator or self.crop_markers is not None or self.opening_token_id is not None:
-            raise UnsupportedError(
-                f"markers: got {self.model_type!r}, whose images have tokens of their own beside patches, which "
-                "SequenceBuilder does not make"
-            )
+        for there, what in (
+            (self.row_separator, "placeholders without a patch before, between and after their rows"),
+            (self.opening_token_id is not None, "a placeholder without a patch before their rows"),
+            (self.crop_markers is not None, "a thumbnail and tiles, each with markers of its own"),
+        ):
+            if there:
+                raise UnsupportedError(
+                    f"markers: got {self.model_type!r}, whose images have {what}, which SequenceBuilder does not make, "
+                    "want the input_ids of its processor, which segments reads"
+                )
         if self.image_markers is None or self.image_token_id is None:
             raise UnsupportedError(
                 f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "

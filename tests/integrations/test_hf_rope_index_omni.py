@@ -24,7 +24,7 @@ from mmpos.integrations.hf.get_rope_index import FloatOmniRopeIndex, OmniRopeInd
 
 FEW, MANY = 150, 2100
 MODEL, FLOATS = MODELS
-FUNCTION = OmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 25, 50)
+FUNCTION = OmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 25, VISION, SOUND, 50)
 FUNCTIONS = {MODEL: FUNCTION, FLOATS: FloatOmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 13, VISION, SOUND, 100)}
 
 
@@ -191,6 +191,29 @@ def test_placeholders_without_a_marker_of_their_own_are_refused(row: list[int], 
     assert str(raised.value) == said
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("model", MODELS)
+def test_placeholders_without_grids_and_marker_are_text(model: str) -> None:
+    """Random tokens, as in Transformers' own tests, hold the placeholder of videos, of which there are none."""
+    method, stand_in = theirs(model)
+    rows = [
+        [VIDEO, VISION, IMAGE, VISION_END, TEXT, VIDEO, VIDEO],
+        [TEXT, TEXT, VISION, IMAGE, VISION_END, VIDEO, TEXT],
+    ]
+    asked: dict[str, Any] = {
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+        "attention_mask": torch.ones(2, 7, dtype=torch.int64),
+    }
+    asked["attention_mask"][1, 0] = 0
+    got = FUNCTIONS[model](torch.tensor(rows), **asked)
+    assert_same(got, method(stand_in, torch.tensor(rows), **asked))
+    assert got[0][0].tolist() == [list(range(7)), [int(model == MODEL), *range(6)]]
+    with pytest.raises(InvalidInputError, match=r"^video_grid_thw: got 0 grids, want more for 2 placeholders from"):
+        FUNCTIONS[model](torch.tensor([[VISION, VIDEO, VIDEO]]), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    with pytest.raises(InvalidInputError, match=r"^image_grid_thw: got 0 grids, want more for 1 placeholder from"):
+        FUNCTIONS[model](torch.tensor([[VISION, IMAGE, TEXT]]), video_grid_thw=torch.tensor([[1, 2, 2]]))
+
+
 def test_one_token_that_is_left_is_refused_as_any_without_its_marker() -> None:
     ids, grid = torch.tensor([[TEXT, IMAGE]]), torch.tensor([[1, 2, 2]])
     said = r"^input_ids: got other tokens before the placeholders from document 0, token 0 on, want vision_start_token"
@@ -299,6 +322,9 @@ def stand_in_of(config: Any) -> Any:
 def test_install_takes_the_thinker_and_refuses_the_talker() -> None:
     config = config_of(MODEL)
     thinker = stand_in_of(config.thinker_config)
+    with pytest.raises(InvalidInputError, match=r"^config\.vision_start_token_id: got none, want an integer$"):
+        install(thinker)  # the class of the config has no default
+    config.thinker_config.vision_start_token_id = VISION
     assert install(thinker).get_rope_index == FUNCTION
     assert "get_rope_index" not in vars(uninstall(thinker))
     both = nn.ModuleList([thinker, stand_in_of(config.talker_config)])

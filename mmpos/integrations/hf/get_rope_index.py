@@ -300,12 +300,12 @@ def _omni(fields: Fields, settings: ModelSettings) -> OmniRopeIndex | FloatOmniR
         "spatial_merge_size": settings.spatial_merge_size,
         "tokens_per_second": rate,
     }
-    if isinstance(scheme, TMRope):
-        return OmniRopeIndex(**sizes, tokens_per_chunk=int(rate * scheme.seconds_per_chunk))
-    assert settings.audio_chunk is not None
     thinker = fields.part("thinker_config") or fields
     markers = (f"{name}_start_token_id" for name in ("vision", "audio"))
     sizes |= {name: thinker.integer(name, needed=True) for name in markers}
+    if isinstance(scheme, TMRope):
+        return OmniRopeIndex(**sizes, tokens_per_chunk=int(rate * scheme.seconds_per_chunk))
+    assert settings.audio_chunk is not None
     return FloatOmniRopeIndex(**sizes, audio_chunk=settings.audio_chunk)
 
 

@@ -214,6 +214,25 @@ def test_placeholders_without_grids_and_marker_are_text(model: str) -> None:
         FUNCTIONS[model](torch.tensor([[VISION, IMAGE, TEXT]]), video_grid_thw=torch.tensor([[1, 2, 2]]))
 
 
+def test_an_image_of_qwen2_5_omni_without_its_marker_is_text_to_the_method() -> None:
+    method, stand_in = theirs(MODEL)
+    ids, asked = torch.tensor([[TEXT, IMAGE, IMAGE, TEXT]]), {"image_grid_thw": torch.tensor([[1, 2, 4]])}
+    assert method(stand_in, ids, **asked)[0].tolist() == [[[0, 1, 2, 3]]] * 3
+    assert FUNCTION(ids, **asked)[0].tolist() == [[[0, 1, 1, 3]], [[0, 1, 1, 3]], [[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_silent_video_is_text_to_the_method_where_videos_may_have_sound(model: str) -> None:
+    method, stand_in = theirs(model)
+    ids = torch.tensor([[TEXT, VISION, VIDEO, VIDEO, VISION_END]])
+    asked: dict[str, Any] = {"video_grid_thw": torch.tensor([[2, 2, 2]]), "second_per_grids": torch.tensor([1.0])}
+    asked |= {"attention_mask": torch.ones_like(ids), "use_audio_in_video": True}
+    assert method(stand_in, ids, **asked)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
+    rate = FUNCTIONS[model].tokens_per_second
+    times, rows, columns = [0, 1, 2, 2 + rate, 3 + rate], [0, 1, 2, 2, 3 + rate], [0, 1, 2, 2, 3 + rate]
+    assert FUNCTIONS[model](ids, **asked)[0].tolist() == [[times], [rows], [columns]]
+
+
 def test_one_token_that_is_left_is_refused_as_any_without_its_marker() -> None:
     ids, grid = torch.tensor([[TEXT, IMAGE]]), torch.tensor([[1, 2, 2]])
     said = r"^input_ids: got other tokens before the placeholders from document 0, token 0 on, want vision_start_token"

@@ -216,7 +216,8 @@ def test_placeholders_without_grids_and_marker_are_text(model: str) -> None:
 
 def test_an_image_of_qwen2_5_omni_without_its_marker_is_text_to_the_method() -> None:
     method, stand_in = theirs(MODEL)
-    ids, asked = torch.tensor([[TEXT, IMAGE, IMAGE, TEXT]]), {"image_grid_thw": torch.tensor([[1, 2, 4]])}
+    ids = torch.tensor([[TEXT, IMAGE, IMAGE, TEXT]])
+    asked: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 2, 4]])}
     assert method(stand_in, ids, **asked)[0].tolist() == [[[0, 1, 2, 3]]] * 3
     assert FUNCTION(ids, **asked)[0].tolist() == [[[0, 1, 1, 3]], [[0, 1, 1, 3]], [[0, 1, 2, 3]]]
 

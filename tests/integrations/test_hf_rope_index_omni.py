@@ -104,6 +104,31 @@ def test_token_ids_and_rates_are_those_of_the_thinker(model: str, part: str) -> 
     if model == FLOATS:
         thinker.position_id_per_seconds = 13
     assert rope_index(config) == FUNCTIONS[model]
+    thinker.text_config.rope_parameters["mrope_section"] = [1, 1, 2]  # of no rotation here, and nothing to ids
+    assert rope_index(config) == FUNCTIONS[model]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"model_type": MODEL},
+            "config.thinker_config: got none, want the config of the language model and the encoders",
+        ),
+        (
+            {"model_type": FLOATS, "thinker_config": {}},
+            "config.thinker_config.vision_config: got none, want the config of the encoder",
+        ),
+        (
+            {"model_type": MODEL, "thinker_config": {"vision_config": {}, "vision_start_token_id": 1}},
+            "config.thinker_config.audio_start_token_id: got none, want an integer",
+        ),
+    ],
+)
+def test_a_config_without_what_ids_need_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        rope_index(config)
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -15,8 +15,7 @@ from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
 from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
 from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
-from mmpos.integrations.models.from_config import MODEL_TYPES, from_hf_config
-from mmpos.integrations.models.settings import ModelSettings
+from mmpos.integrations.models.from_config import MODEL_TYPES, ModelType, audio_chunk, from_hf_config
 from mmpos.positions.place import place
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import define_operator
@@ -277,7 +276,7 @@ def rope_index(config: object) -> Function:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
     if known.scheme in (TMRope.name, TMRopeQwen3.name):
-        return _omni(fields, from_hf_config(config))
+        return _omni(fields, known)
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
@@ -286,27 +285,28 @@ def rope_index(config: object) -> Function:
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
 
 
-def _omni(fields: Fields, settings: ModelSettings) -> OmniRopeIndex | FloatOmniRopeIndex:
-    scheme = settings.scheme
-    assert isinstance(scheme, TMRope | TMRopeQwen3)
-    tokens = {f"{name}_token_id": getattr(settings, f"{name}_token_id") for name in ("image", "video", "audio")}
-    for name, token in tokens.items():
-        if token is None:
-            raise InvalidInputError(f"config.{name}: got none, want an integer")
-    rate = scheme.tokens_per_second
-    assert isinstance(rate, int), "of a config"
-    sizes: dict[str, Any] = {
-        **tokens,
-        "spatial_merge_size": settings.spatial_merge_size,
-        "tokens_per_second": rate,
-    }
+def _omni(fields: Fields, known: ModelType) -> OmniRopeIndex | FloatOmniRopeIndex:
+    """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
     thinker = fields.part("thinker_config") or fields
-    markers = (f"{name}_start_token_id" for name in ("vision", "audio"))
-    sizes |= {name: thinker.integer(name, needed=True) for name in markers}
-    if isinstance(scheme, TMRope):
-        return OmniRopeIndex(**sizes, tokens_per_chunk=int(rate * scheme.seconds_per_chunk))
-    assert settings.audio_chunk is not None
-    return FloatOmniRopeIndex(**sizes, audio_chunk=settings.audio_chunk)
+    if "thinker_config" in thinker.parts:
+        raise thinker.missing("thinker_config", "the config of the language model and the encoders")
+    vision = thinker.part("vision_config")
+    if vision is None:
+        raise thinker.missing("vision_config", "the config of the encoder")
+    kinds, markers = ("image", "video", "audio"), ("vision_start", "audio_start")
+    sizes: dict[str, Any] = {
+        **{
+            f"{kind}_token_id": thinker.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True)
+            for kind in kinds
+        },
+        **{f"{marker}_token_id": thinker.integer(f"{marker}_token_id", needed=True) for marker in markers},
+        "spatial_merge_size": vision.integer("spatial_merge_size", needed=True, minimum=1),
+        "tokens_per_second": thinker.integer("position_id_per_seconds", needed=True, minimum=1),
+    }
+    if known.scheme == TMRopeQwen3.name:
+        return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinker))
+    seconds = thinker.integer("seconds_per_chunk", needed=True, minimum=1) or 1
+    return OmniRopeIndex(**sizes, tokens_per_chunk=sizes["tokens_per_second"] * seconds)
 
 
 def install(model: Model) -> Model:

@@ -28,7 +28,7 @@ from mmpos.schemes import (
 from mmpos.segments.kinds import CropMarkers
 from mmpos.support.checks import integer, one_of
 
-__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
+__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "audio_chunk", "from_hf_config"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -344,7 +344,7 @@ def from_hf_config(
         start=known.start,
         crop_markers=_crop_markers(fields, known),
         image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
-        audio_chunk=_audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
+        audio_chunk=audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
         **(settings if vision is None else settings | _encoder(fields, known, scheme, vision)),
     )
 
@@ -390,7 +390,8 @@ def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None
     return vision.integer(*names) if token is None and vision is not None else token
 
 
-def _audio_chunk(fields: Fields) -> int:
+def audio_chunk(fields: Fields) -> int:
+    """Read how many frames of audio the encoder of Qwen3-Omni takes at a time."""
     audio = fields.part("audio_config")
     window = None if audio is None else audio.integer("n_window", minimum=1)
     return 2 * (window or 50)

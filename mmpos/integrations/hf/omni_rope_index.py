@@ -411,7 +411,7 @@ def _compute_float_omni(
     contents = _contents(segments, tokens.types, tokens.cu_seqlens)
     size, batch = 3 * input_ids.numel(), len(input_ids)
     numbers = np.zeros(size + batch, np.float32)
-    numbers[:size].reshape(3, -1)[:, tokens.real], numbers[size:] = contents.ids(times.numpy())
+    numbers[:size].reshape(3, -1)[:, tokens.own], numbers[size:] = contents.ids(times.numpy())
     return moved(numbers, input_ids, 3)
 
 

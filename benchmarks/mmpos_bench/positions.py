@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import Grid
+from mmpos.schemes import MRopeTransformers, Scheme
+from mmpos.segments.kinds import Grid, Segment, Text, Thumbnail, Tile
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.peers.positions import engine_loop, load_rope_index
+from mmpos_bench.peers.positions import engine_loop, load_method, load_rope_index
 from mmpos_bench.results import Point
 from mmpos_bench.suites import Case, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget
@@ -45,6 +47,10 @@ def cases(options: Options) -> Iterator[Case]:
     for group, line_up, unit in groups:
         yield from (Case(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
     yield from curves(options)
+    if options.peer("Transformers", load_rope_index):
+        tokens = 2**12 if options.quick else 2**15
+        for name, beside in _OTHER_METHODS.items():
+            yield Case("rope_index, of other methods", name, partial(beside, tokens))
 
 
 def from_lists(documents: list[Document], options: Options) -> Lineup:
@@ -144,6 +150,89 @@ def in_place_of_theirs(documents: list[Document], options: Options) -> Lineup:
     if theirs := options.peer("Transformers", load_rope_index):
         contestants.append(giving("Transformers", theirs(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
     return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
+
+
+def canvases(tokens: int) -> Lineup:
+    """Line up pictures of MiniCPM-V 4.7, in each 1,310 tokens one of 8×8 over four slices of 16×16."""
+    kinds = "image_token_id", "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
+    patch, begin, end, first, last, newline = range(20, 26)
+    tile = [first, *[patch] * 256, last]
+    picture = [begin, *[patch] * 64, end, *tile, *tile, newline, *tile, *tile]
+    parts: list[Segment] = [Thumbnail(8, 8), Tile(16, 16), Tile(16, 16, tokens_after=1), Tile(16, 16), Tile(16, 16)]
+    count = tokens // 1310
+    rest = tokens - count * len(picture)
+    fields: dict[str, object] = dict(zip(kinds, range(20, 26), strict=True))
+    input_ids = np.array([*picture * count, *[_TEXT] * rest])[None]
+    more = {"mm_token_type_ids": input_ids == patch, "target_sizes": [[32, 32], *[[64, 64]] * 4] * count}
+    return _beside_method("minicpmv4_7", fields, input_ids, more, [*(parts * count), Text(rest)], "mrope-canvas")
+
+
+def generated(tokens: int) -> Lineup:
+    """Line up the prompts of GLM-Image, with an image of 16×16 in every 320 tokens and one to generate."""
+    patch, begin, end = 20, 21, 22
+    count = tokens // 320
+    row = [*[begin, *[patch] * 256, end, *[_TEXT] * 62] * count, *[_TEXT] * (tokens % 320)]
+    fields: dict[str, object] = {"image_token_id": patch, "image_start_token_id": begin, "image_end_token_id": end}
+    grids = [[1, 16, 16]] * (count + 1)
+    more = {"image_grid_thw": grids, "images_per_sample": [count + 1], "attention_mask": np.ones((1, tokens), np.int64)}
+    pair: list[Segment] = [Grid(16, 16), Text(64)]
+    parts = [Text(1), *(pair * count)]
+    parts[-1] = Text(tokens - 1 - 256 * count - 64 * (count - 1))
+    return _beside_method("glm_image", fields, np.array([row]), more, parts, "mrope")
+
+
+def timed(tokens: int) -> Lineup:
+    """Line up eight videos of Qwen2.5-VL of 16 frames, half a second apart, that are three quarters of the tokens."""
+    patch, side = 20, max(1, int((tokens * 3 / 4 / 128) ** 0.5))
+    rest = tokens - 8 * (16 * side * side + 20)
+    row = [*[*[_TEXT] * 20, *[patch] * (16 * side * side)] * 8, *[_TEXT] * rest]
+    more = {
+        "mm_token_type_ids": 2 * (np.array([row]) == patch),
+        "video_grid_thw": [[16, _MERGE * side, _MERGE * side]] * 8,
+        "second_per_grid_ts": np.full(8, 0.5, np.float32),
+    }
+    pair: list[Segment] = [Text(20), Grid(side, side, frames=16, seconds_per_frame=0.5)]
+    parts = [*(pair * 8), Text(rest)]
+    return _beside_method("qwen2_5_vl", {"video_token_id": patch}, np.array([row]), more, parts, MRopeTransformers(4))
+
+
+_OTHER_METHODS: dict[str, Callable[[int], Lineup]] = {
+    "MiniCPM-V 4.7, pictures of four slices": canvases,
+    "GLM-Image, prompts with images": generated,
+    "Qwen2.5-VL, 8 videos": timed,
+}
+
+
+def _beside_method(
+    model_type: str,
+    fields: dict[str, object],
+    input_ids: IntArray,
+    more: dict[str, Any],
+    parts: list[Segment],
+    scheme: str | Scheme,
+) -> Lineup:
+    """Line up ``rope_index`` and the method of a model, whose ids are also those of a table."""
+    import torch
+
+    from mmpos.integrations.hf import rope_index
+
+    config, method = load_method(model_type, fields)
+    function = rope_index(config)
+    asked = {"input_ids": torch.from_numpy(input_ids)} | {key: torch.as_tensor(more[key]) for key in more}
+    asked = {key: value.int() if key == "mm_token_type_ids" else value for key, value in asked.items()}
+    want = place(SegmentTable.from_documents([parts]), scheme).dense()
+    read, written = np.empty_like(input_ids), np.empty(want.shape, np.int64)
+
+    def ids(call: Callable[..., Any]) -> npt.NDArray[np.number]:
+        made: npt.NDArray[np.number] = call(**asked)[0].reshape(3, -1).numpy()
+        return made
+
+    contestants = [
+        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
+        giving("mmpos, rope_index", partial(ids, function), want),
+        giving("Transformers", partial(ids, method), want, Role.PEER),
+    ]
+    return Lineup(contestants, {"tokens": input_ids.size, "bytes": read.nbytes + written.nbytes})
 
 
 def views(documents: list[Document]) -> Lineup:

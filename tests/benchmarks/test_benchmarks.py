@@ -34,6 +34,11 @@ def test_the_positions_suite_takes_every_path_on_toy_sizes() -> None:
         "dense(out=) over the size of images": ["2×2", "4×4"],
         "from lists, over documents": ["1 document", "4 documents"],
         "dense(out=) over axes": ["1", "2", "3"],
+        "rope_index, of other methods": [
+            "MiniCPM-V 4.7, pictures of four slices",
+            "GLM-Image, prompts with images",
+            "Qwen2.5-VL, 8 videos",
+        ],
     }
     peers = {group: [e.name for e in found.group(group)[0].entries if e.role == "peer"] for group in found.groups}
     looped, indexed = ["loop per image"], ["Transformers"]
@@ -42,6 +47,7 @@ def test_the_positions_suite_takes_every_path_on_toy_sizes() -> None:
         "from token ids to dense ids": indexed,
         "from token ids, over tokens": indexed,
         "rope_index, over tokens": indexed,
+        "rope_index, of other methods": indexed,
         "from lists, over images": looped,
         "from lists, over documents": looped,
     }

@@ -149,6 +149,18 @@ def test_rows_of_text_need_no_sizes() -> None:
     assert deltas.tolist() == [[0]]
 
 
+def test_the_method_takes_any_tokens_around_a_picture() -> None:
+    """The token before takes the ids of a marker, whatever it is, and text goes on after the picture."""
+    kind, stand_in = unbound(MODEL, config_of(MODEL))
+    ids = torch.tensor([[5, 6, IMAGE, IMAGE, 7, 8]])
+    asked: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+    asked["target_sizes"] = torch.tensor([[4, 8]])
+    got, _ = kind.get_rope_index(stand_in, **asked)
+    assert got.tolist() == [[[0, 1, 1, 1, 4, 5]], [[0, 0, 1, 1, 4, 5]], [[0, 0, 1, 2, 4, 5]]]
+    with pytest.raises(InvalidInputError, match=r"^crop_markers: got token 6 before the placeholders at document 0, "):
+        FUNCTION(**asked)
+
+
 def without(row: int, token: int) -> Tensor:
     """The rows with text in the place of a token."""
     ids = torch.tensor(ROWS)

@@ -24,7 +24,7 @@ from mmpos.integrations.hf.get_rope_index import FloatOmniRopeIndex, OmniRopeInd
 
 FEW, MANY = 150, 2100
 MODEL, FLOATS = MODELS
-FUNCTION = OmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 25, 50)
+FUNCTION = OmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 25, VISION, SOUND, 50)
 FUNCTIONS = {MODEL: FUNCTION, FLOATS: FloatOmniRopeIndex(IMAGE, VIDEO, AUDIO, 2, 13, VISION, SOUND, 100)}
 
 
@@ -104,6 +104,31 @@ def test_token_ids_and_rates_are_those_of_the_thinker(model: str, part: str) -> 
     if model == FLOATS:
         thinker.position_id_per_seconds = 13
     assert rope_index(config) == FUNCTIONS[model]
+    thinker.text_config.rope_parameters["mrope_section"] = [1, 1, 2]  # of no rotation here, and nothing to ids
+    assert rope_index(config) == FUNCTIONS[model]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"model_type": MODEL},
+            "config.thinker_config: got none, want the config of the language model and the encoders",
+        ),
+        (
+            {"model_type": FLOATS, "thinker_config": {}},
+            "config.thinker_config.vision_config: got none, want the config of the encoder",
+        ),
+        (
+            {"model_type": MODEL, "thinker_config": {"vision_config": {}, "vision_start_token_id": 1}},
+            "config.thinker_config.audio_start_token_id: got none, want an integer",
+        ),
+    ],
+)
+def test_a_config_without_what_ids_need_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        rope_index(config)
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize("part", ["", "_thinker"])
@@ -208,6 +233,49 @@ def test_placeholders_without_a_marker_of_their_own_are_refused(row: list[int], 
     with pytest.raises(InvalidInputError) as raised:
         FUNCTIONS[FLOATS](torch.tensor([row]), image_grid_thw=torch.tensor([[1, 2, 2]]))
     assert str(raised.value) == said
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("model", MODELS)
+def test_placeholders_without_grids_and_marker_are_text(model: str) -> None:
+    """Random tokens, as in Transformers' own tests, hold the placeholder of videos, of which there are none."""
+    method, stand_in = theirs(model)
+    rows = [
+        [VIDEO, VISION, IMAGE, VISION_END, TEXT, VIDEO, VIDEO],
+        [TEXT, TEXT, VISION, IMAGE, VISION_END, VIDEO, TEXT],
+    ]
+    asked: dict[str, Any] = {
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+        "attention_mask": torch.ones(2, 7, dtype=torch.int64),
+    }
+    asked["attention_mask"][1, 0] = 0
+    got = FUNCTIONS[model](torch.tensor(rows), **asked)
+    assert_same(got, method(stand_in, torch.tensor(rows), **asked))
+    assert got[0][0].tolist() == [list(range(7)), [int(model == MODEL), *range(6)]]
+    with pytest.raises(InvalidInputError, match=r"^video_grid_thw: got 0 grids, want more for 2 placeholders from"):
+        FUNCTIONS[model](torch.tensor([[VISION, VIDEO, VIDEO]]), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    with pytest.raises(InvalidInputError, match=r"^image_grid_thw: got 0 grids, want more for 1 placeholder from"):
+        FUNCTIONS[model](torch.tensor([[VISION, IMAGE, TEXT]]), video_grid_thw=torch.tensor([[1, 2, 2]]))
+
+
+def test_an_image_of_qwen2_5_omni_without_its_marker_is_text_to_the_method() -> None:
+    method, stand_in = theirs(MODEL)
+    ids = torch.tensor([[TEXT, IMAGE, IMAGE, TEXT]])
+    asked: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 2, 4]])}
+    assert method(stand_in, ids, **asked)[0].tolist() == [[[0, 1, 2, 3]]] * 3
+    assert FUNCTION(ids, **asked)[0].tolist() == [[[0, 1, 1, 3]], [[0, 1, 1, 3]], [[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_silent_video_is_text_to_the_method_where_videos_may_have_sound(model: str) -> None:
+    method, stand_in = theirs(model)
+    ids = torch.tensor([[TEXT, VISION, VIDEO, VIDEO, VISION_END]])
+    asked: dict[str, Any] = {"video_grid_thw": torch.tensor([[2, 2, 2]]), "second_per_grids": torch.tensor([1.0])}
+    asked |= {"attention_mask": torch.ones_like(ids), "use_audio_in_video": True}
+    assert method(stand_in, ids, **asked)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
+    rate = FUNCTIONS[model].tokens_per_second
+    times, rows, columns = [0, 1, 2, 2 + rate, 3 + rate], [0, 1, 2, 2, 3 + rate], [0, 1, 2, 2, 3 + rate]
+    assert FUNCTIONS[model](ids, **asked)[0].tolist() == [[times], [rows], [columns]]
 
 
 def test_one_token_that_is_left_is_refused_as_any_without_its_marker() -> None:
@@ -323,6 +391,9 @@ def stand_in_of(config: Any) -> Any:
 def test_install_takes_the_thinker_and_refuses_the_talker() -> None:
     config = config_of(MODEL)
     thinker = stand_in_of(config.thinker_config)
+    with pytest.raises(InvalidInputError, match=r"^config\.vision_start_token_id: got none, want an integer$"):
+        install(thinker)  # the class of the config has no default
+    config.thinker_config.vision_start_token_id = VISION
     assert install(thinker).get_rope_index == FUNCTION
     assert "get_rope_index" not in vars(uninstall(thinker))
     both = nn.ModuleList([thinker, stand_in_of(config.talker_config)])

@@ -16,11 +16,12 @@ from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeCanvas
 from mmpos.segments.kinds import CropMarkers
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray, one_of
+from mmpos.support.checks import INT32_MAX, IntArray, one_of
 
 __all__ = ["CanvasRopeIndex"]
 
 _CANVAS = MRopeCanvas()
+_PLACEHOLDER = INT32_MAX - VIDEO  # an id above all of text, to which types of patches are added
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ def _compute_canvas(
     types, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
     assert ids is not None, "the call has looked"
     tokens = Tokens.of(types, mask)
-    text = np.maximum(ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real], 0)
+    text = ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real]
     try:
         segments = SegmentTable.from_input_ids(
-            np.where(tokens.types > 0, -tokens.types, text),
+            np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER)),
             _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
             _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
-            image_token_id=-IMAGE,
-            video_token_id=-VIDEO,
+            image_token_id=_PLACEHOLDER + IMAGE,
+            video_token_id=_PLACEHOLDER + VIDEO,
             crop_markers=CropMarkers(*markers),
             cu_seqlens=tokens.cu_seqlens,
             attention_mask=tokens.real if tokens.cu_seqlens is None else None,

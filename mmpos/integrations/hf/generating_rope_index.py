@@ -131,7 +131,7 @@ def _compute_generating(
     mask = None if attention_mask is None else attention_mask == 1
     markers = torch.zeros_like(input_ids, dtype=torch.uint8)
     for kind, token in enumerate((image_start_token_id, image_end_token_id), 1):
-        markers += kind * (input_ids == token)
+        markers.masked_fill_(input_ids == token, kind)
     kinds, mask, grids, counts = on_host(markers, mask, image_grid_thw, images_per_sample)
     tokens = Tokens.of(kinds, mask).packed()
     assert tokens.cu_seqlens is not None, "packed"
@@ -156,7 +156,7 @@ def _compute_generating(
     )
     size = 3 * input_ids.numel()
     numbers = np.ones(size + 3 * step.size, np.int64)
-    numbers[:size].reshape(3, -1)[:, tokens.real] = positions.dense()
+    numbers[:size].reshape(3, -1)[:, tokens.own] = positions.dense()
     numbers[size:] = ahead.dense()[:, step].transpose(1, 0, 2).ravel()
     moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
     ids, laid = moved.split([size, 3 * step.size])

@@ -16,7 +16,7 @@ from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
 from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
 from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
-from mmpos.integrations.models.from_config import MODEL_TYPES, audio_chunk, from_hf_config
+from mmpos.integrations.models.from_config import MODEL_TYPES, ModelType, audio_chunk, from_hf_config
 from mmpos.positions.place import place
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import define_operator
@@ -296,37 +296,38 @@ def rope_index(config: object) -> Function:
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
-    thinks = known.scheme in (TMRope.name, TMRopeQwen3.name)
-    if thinks:
-        fields = fields.part("thinker_config") or fields
-    if thinks and "thinker_config" in fields.parts:
-        raise fields.missing("thinker_config", "the config of the language model and the encoders")
+    if known.scheme in (TMRope.name, TMRopeQwen3.name):
+        return _omni(fields, known)
     vision = fields.part("vision_config")
     if vision is None:
         raise fields.missing("vision_config", "the config of the encoder")
-    if thinks:
-        return _omni(fields, vision, timed_by_token=known.scheme == TMRopeQwen3.name)
     named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
     sizes = {name: vision.integer(name, needed=True, minimum=1) or 1 for name, read in named.items() if read}
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
 
 
-def _omni(thinker: Fields, vision: Fields, *, timed_by_token: bool) -> OmniRopeIndex | FloatOmniRopeIndex:
-    tokens = {
-        name: thinker.integer(name, needed=True) for name in ("image_token_id", "video_token_id", "audio_token_id")
-    }
-    rate = thinker.integer("position_id_per_seconds", needed=True, minimum=1)
+def _omni(fields: Fields, known: ModelType) -> OmniRopeIndex | FloatOmniRopeIndex:
+    """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
+    thinker = fields.part("thinker_config") or fields
+    if "thinker_config" in thinker.parts:
+        raise thinker.missing("thinker_config", "the config of the language model and the encoders")
+    vision = thinker.part("vision_config")
+    if vision is None:
+        raise thinker.missing("vision_config", "the config of the encoder")
+    kinds, markers = ("image", "video", "audio"), ("vision_start", "audio_start")
     sizes: dict[str, Any] = {
-        **tokens,
+        **{
+            f"{kind}_token_id": thinker.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True)
+            for kind in kinds
+        },
+        **{f"{marker}_token_id": thinker.integer(f"{marker}_token_id", needed=True) for marker in markers},
         "spatial_merge_size": vision.integer("spatial_merge_size", needed=True, minimum=1),
-        "tokens_per_second": rate,
+        "tokens_per_second": thinker.integer("position_id_per_seconds", needed=True, minimum=1),
     }
-    if not timed_by_token:
-        seconds = thinker.integer("seconds_per_chunk", needed=True, minimum=1)
-        return OmniRopeIndex(**sizes, tokens_per_chunk=rate * seconds)
-    markers = (f"{name}_start_token_id" for name in ("vision", "audio"))
-    sizes |= {name: thinker.integer(name, needed=True) for name in markers}
-    return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinker))
+    if known.scheme == TMRopeQwen3.name:
+        return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinker))
+    seconds = thinker.integer("seconds_per_chunk", needed=True, minimum=1) or 1
+    return OmniRopeIndex(**sizes, tokens_per_chunk=sizes["tokens_per_second"] * seconds)
 
 
 def install(model: Model) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,7 +24,7 @@ from mmpos.support.ragged import ragged_arange
 
 __all__ = ["FloatOmniRopeIndex", "OmniRopeIndex"]
 
-_AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # types beside IMAGE and VIDEO; the markers are text to Qwen2.5-Omni
+_AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # types beside IMAGE and VIDEO; segments count the markers as text
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class _OmniRopeIndex(ABC):
     audio_token_id: int
     spatial_merge_size: int
     tokens_per_second: int
+    vision_start_token_id: int
+    audio_start_token_id: int
 
     def __call__(
         self,
@@ -52,7 +54,7 @@ class _OmniRopeIndex(ABC):
         Args:
             input_ids: (batch, seq); None, as no grids at all, counts the tokens of the mask.
             image_grid_thw: (images, 3) frames, height, width before merging; those that no token is left for are
-                passed over.
+                passed over. With None, placeholders without a marker before them are text.
             video_grid_thw: (videos, 3) likewise.
             attention_mask: (batch, seq); tokens under another value than 1 are left out, and have the id of padding.
             use_audio_in_video: whether videos may have their audio between their frames.
@@ -74,15 +76,12 @@ class _OmniRopeIndex(ABC):
         more = {"audio_seqlens": audio_seqlens, "second_per_grids": second_per_grids}
         check_tensors(input_ids=input_ids, **named, **more)
         kinds = torch.zeros_like(input_ids, dtype=torch.uint8)
-        for kind, token in enumerate(self._tokens, 1):
-            kinds += kind * (input_ids == token)
+        markers = self.vision_start_token_id, self.audio_start_token_id
+        tokens = self.image_token_id, self.video_token_id, self.audio_token_id, *markers
+        for kind, token in enumerate(tokens, 1):
+            kinds.masked_fill_(input_ids == token, kind)
         given = (*named.values(), *more.values(), use_audio_in_video)
         return self._place(input_ids, kinds, *given, self.spatial_merge_size, self.tokens_per_second)
-
-    @property
-    def _tokens(self) -> tuple[int, ...]:
-        """Ids whose places count."""
-        return self.image_token_id, self.video_token_id, self.audio_token_id
 
     @abstractmethod
     def _count(self, attention_mask: Tensor) -> Ids:
@@ -106,6 +105,8 @@ class OmniRopeIndex(_OmniRopeIndex):
         audio_token_id: that of audio.
         spatial_merge_size: patches merged along each side into one token.
         tokens_per_second: ids that a second takes.
+        vision_start_token_id: the marker before an image or a video.
+        audio_start_token_id: the marker before audio, inside that of a video where both take turns.
         tokens_per_chunk: ids of a chunk, of which a clip has first the frames and then the audio.
     """
 
@@ -139,14 +140,7 @@ class FloatOmniRopeIndex(_OmniRopeIndex):
         audio_chunk: frames of audio that the encoder takes at a time.
     """
 
-    vision_start_token_id: int
-    audio_start_token_id: int
     audio_chunk: int
-
-    @property
-    def _tokens(self) -> tuple[int, ...]:
-        kinds = self.image_token_id, self.video_token_id, self.audio_token_id  # graphs do not hold super()
-        return (*kinds, self.vision_start_token_id, self.audio_start_token_id)
 
     def _count(self, attention_mask: Tensor) -> Ids:
         ids = (attention_mask.float().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
@@ -220,6 +214,9 @@ def _omni_segments(
     tokens = Tokens.of(types, mask, most=_AUDIO_START)
     if audio_chunk is not None:
         tokens = tokens.packed()
+    for kind, grids in ((IMAGE, images), (VIDEO, videos)):
+        if grids is None:
+            tokens = _text_without_marker(tokens, kind)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     heard = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
     segments = SegmentTable.from_input_ids(
@@ -236,6 +233,15 @@ def _omni_segments(
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
     return tokens, segments, seconds
+
+
+def _text_without_marker(tokens: Tokens, kind: int) -> Tokens:
+    """Take placeholders of a kind without grids for text, as the method does, unless one is right after a marker."""
+    types = tokens.types.ravel()
+    at = np.flatnonzero(types == kind)
+    if not at.size or (types[at[at > 0] - 1] >= _VISION_START).any():
+        return tokens  # to be refused
+    return replace(tokens, types=np.where(tokens.types == kind, 0, tokens.types))
 
 
 def _omni_times(segments: SegmentTable, tokens: Tokens, seconds: Tensor | None, rate: int) -> tuple[Tensor, IntArray]:
@@ -411,7 +417,7 @@ def _compute_float_omni(
     contents = _contents(segments, tokens.types, tokens.cu_seqlens)
     size, batch = 3 * input_ids.numel(), len(input_ids)
     numbers = np.zeros(size + batch, np.float32)
-    numbers[:size].reshape(3, -1)[:, tokens.real], numbers[size:] = contents.ids(times.numpy())
+    numbers[:size].reshape(3, -1)[:, tokens.own], numbers[size:] = contents.ids(times.numpy())
     return moved(numbers, input_ids, 3)
 
 

@@ -129,9 +129,16 @@ class Tokens:
         """Leave padding out."""
         if self.cu_seqlens is not None:
             return self
-        real = np.ones(self.types.shape, np.bool_) if self.real is None else self.real
-        cu_seqlens = np.append(0, real.sum(axis=1).cumsum())
-        return replace(self, types=self.types[real], real=real.ravel(), cu_seqlens=cu_seqlens)
+        if self.real is None:
+            batch, seq = self.types.shape
+            return replace(self, types=self.types.ravel(), cu_seqlens=np.arange(batch + 1) * seq)
+        cu_seqlens = np.append(0, self.real.sum(axis=1).cumsum())
+        return replace(self, types=self.types[self.real], real=self.real.ravel(), cu_seqlens=cu_seqlens)
+
+    @property
+    def own(self) -> npt.NDArray[np.bool_] | slice:
+        """The places of packed tokens among all, as an index."""
+        return slice(None) if self.real is None else self.real
 
 
 def moved(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:

@@ -28,7 +28,7 @@ from mmpos.schemes import (
 from mmpos.segments.kinds import CropMarkers
 from mmpos.support.checks import integer, one_of
 
-__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
+__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "audio_chunk", "from_hf_config"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -391,7 +391,7 @@ def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None
 
 
 def audio_chunk(fields: Fields) -> int:
-    """Read how many frames of audio the encoder of a thinker takes at a time."""
+    """Read how many frames of audio the encoder of Qwen3-Omni takes at a time."""
     audio = fields.part("audio_config")
     window = None if audio is None else audio.integer("n_window", minimum=1)
     return 2 * (window or 50)

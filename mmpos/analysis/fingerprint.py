@@ -194,7 +194,12 @@ class DenseIds:
         ids = self.array[:, columns]
         if ids.dtype.kind == "f":
             return _convergents(ids.astype(np.float64, copy=False))
-        over = np.ones(columns.size, np.int64) if self.denominators is None else self.denominators[columns]
+        over = np.ones(columns.size, np.int64)
+        if self.denominators is not None:
+            over = self.denominators[columns]
+            every = np.ones(self.denominators.size, np.int64)
+            every[columns] = over
+            first_bad("denominators", every, minimum=1, maximum=INT32_MAX)
         beyond = (ids < INT32_MIN * over) | (ids > INT32_MAX * over)
         if beyond.any():
             axis, token = divmod(int(beyond.argmax()), columns.size)
@@ -238,8 +243,7 @@ def read_ids(
     runs = _runs(first, *((first, lengths) if mask is None or mask.all() else _under(mask, edges)))
     if part is not None:
         first_bad("tokens", part, minimum=0, maximum=int(edges[-1]) - 1)
-    if part is not None or over is not None:
-        runs, over = _regrouped(runs, np.arange(array.shape[1]) if part is None else part, over)
+        runs = _regrouped(runs, part)
     return DenseIds(array, over, runs)
 
 
@@ -274,7 +278,7 @@ def _edges(cu_seqlens: npt.ArrayLike | None, shape: tuple[int, ...], part: IntAr
 
 
 def _denominators(denominators: npt.ArrayLike, array: Array) -> IntArray:
-    """(columns,) denominators of integer ids, with anything where there is no token."""
+    """(columns,) denominators of integer ids, with anything where there is no token, not yet checked."""
     if array.dtype.kind == "f":
         raise InvalidInputError(f"denominators: got some for ids of {array.dtype}, want integer numerators, or none")
     given = host_array("denominators", denominators)
@@ -302,8 +306,8 @@ def _runs(starts: IntArray, first: IntArray, tokens: IntArray) -> Runs:
     return Runs(first, tokens, document, index, starts.size)
 
 
-def _regrouped(runs: Runs, part: IntArray, over: IntArray | None) -> tuple[Runs, IntArray | None]:
-    """Find the runs of a part of the tokens, each of one denominator; and these, 1 where there is no token."""
+def _regrouped(runs: Runs, part: IntArray) -> Runs:
+    """Find the runs of a part of the tokens."""
     first, tokens, document, index = (
         np.append(column, 0)  # an empty run for what stands before all others
         for column in (runs.first, runs.tokens, runs.document, runs.index)
@@ -314,15 +318,11 @@ def _regrouped(runs: Runs, part: IntArray, over: IntArray | None) -> tuple[Runs,
     new = ~inside
     new[:1] = True
     new[1:] |= ~inside[:-1] | (document[1:] != document[:-1]) | (index[1:] != index[:-1] + 1)
-    if over is not None:
-        over = np.where(inside, over, 1)
-        first_bad("denominators", over, minimum=1, maximum=INT32_MAX)
-        new[1:] |= over[1:] != over[:-1]
     start = new.nonzero()[0]
     lengths = np.diff(start, append=part.size)
     keep = inside[start]
     start = start[keep]
-    return Runs(start, lengths[keep], document[start], index[start], runs.num_documents), over
+    return Runs(start, lengths[keep], document[start], index[start], runs.num_documents)
 
 
 def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
@@ -389,11 +389,10 @@ def _sums_by_c(source: Array, placed: bool, over: IntArray | None, runs: Runs, a
     """(documents, 2) sums of ids, or of the segments of a table; None where C declines."""
     if native.core is None:
         return None
-    rows = np.empty((5, runs.first.size), np.int64)
+    rows = np.empty((4, runs.first.size), np.int64)
     rows[0], rows[1], rows[2], rows[3] = runs.first, runs.tokens, runs.document, runs.index
-    rows[4] = 1 if over is None else over[runs.first]
     sums = np.zeros((runs.num_documents, 2), np.int64)
-    return sums if native.core.sums(source, placed, rows, _first_powers(), _factors(axes), sums, True) else None
+    return sums if native.core.sums(source, placed, rows, over, _first_powers(), _factors(axes), sums, True) else None
 
 
 def _sums(numerators: IntArray, denominators: IntArray, runs: Runs) -> Field:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,10 +73,10 @@ def fingerprint(
     True
 
     Args:
-        position_ids: a table; or ids on the host: (axes, batch, length), (axes, tokens) packed or of one document, or
-            (tokens,) of one axis; with an attention_mask of its shape also (batch, length) of one axis. Integers, or
-            floats, each of which stands for the first convergent of its continued fraction that is that number in
-            float64: n/d itself, where d² is below 2**52 / |n/d|. Leave out a text row, which is no axis.
+        position_ids: a table; or ids on the host, of numpy or torch: (axes, batch, length), (axes, tokens) packed or of
+            one document, or (tokens,) of one axis; with an attention_mask of its shape also (batch, length) of one
+            axis. Integers, or floats, each of which stands for the first convergent of its continued fraction that is
+            that number in float64: n/d itself, where d² is below 2**52 / |n/d|. Leave out a text row, which is no axis.
         attention_mask: (batch, length), or (tokens,) of packed ids, of 0 and 1; tokens under a 0 are left out, whatever
             stands there.
         cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total, below 2**31;
@@ -216,7 +216,9 @@ def read_ids(
     tokens: npt.ArrayLike | None = None,
 ) -> DenseIds:
     """Read ids from any of the shapes, with the arguments and errors of ``fingerprint``."""
-    array = host_array("position_ids", position_ids)
+    array = host_array("position_ids", _on_host("position_ids", position_ids))
+    attention_mask, cu_seqlens = _on_host("attention_mask", attention_mask), _on_host("cu_seqlens", cu_seqlens)
+    denominators, tokens = _on_host("denominators", denominators), _on_host("tokens", tokens)
     if array.dtype.kind not in "iuf" or not 1 <= array.ndim <= 3:
         got = f"{array.dtype} of shape {array.shape}"
         want = "integers or floats of shape (axes, tokens) or (axes, batch, length)"
@@ -245,6 +247,19 @@ def read_ids(
         first_bad("tokens", part, minimum=0, maximum=int(edges[-1]) - 1)
         runs = _regrouped(runs, part)
     return DenseIds(array, over, runs)
+
+
+def _on_host(name: str, value: Any) -> Any:
+    """Leave the gradient of a tensor out; refuse one that would be copied from a device, or that may be rounded."""
+    if not hasattr(value, "detach"):
+        return value
+    if value.device.type != "cpu":
+        raise InvalidInputError(f"{name}: got a tensor on {value.device}, want one on the host, as its .cpu() is")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype.startswith(("bfloat16", "float8")):
+        got = f"{dtype}, which rounds integers{' above 256' if dtype == 'bfloat16' else ''}"
+        raise InvalidInputError(f"{name}: got {got}, want int32, int64, float32 or float64 that was never cast to it")
+    return value.detach()
 
 
 def _mask(attention_mask: npt.ArrayLike) -> npt.NDArray[np.bool_]:

@@ -314,6 +314,24 @@ def test_what_does_not_fit_is_named(arguments: dict[str, Any], words: str) -> No
     assert str(error.value).startswith(words)
 
 
+def test_tensors_are_taken_from_the_host_alone_and_without_their_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([[0.0, 0.5, 2.0]], requires_grad=True)
+    assert fingerprint(ids, attention_mask=torch.tensor([1, 1, 0])) == fingerprint([[0.0, 0.5]])
+    assert same_positions(ids, [[0.0, 0.5, 2.0]]).equal
+    numbers = {"position_ids": [[1]], "attention_mask": [1], "cu_seqlens": [0, 1], "denominators": [1], "tokens": [0]}
+    for name in numbers:
+        with pytest.raises(InvalidInputError) as error:
+            fingerprint(**{**numbers, name: torch.ones(1, device="meta")})
+        assert str(error.value) == f"{name}: got a tensor on meta, want one on the host, as its .cpu() is"
+    with pytest.raises(InvalidInputError) as error:
+        fingerprint(torch.ones(1, 3, dtype=torch.bfloat16))
+    assert str(error.value) == (
+        "position_ids: got bfloat16, which rounds integers above 256, "
+        "want int32, int64, float32 or float64 that was never cast to it"
+    )
+
+
 def test_parts_that_are_no_digests_are_named() -> None:
     wrong: tuple[tuple[Any, str], ...] = (
         ([], "parts: got none"),

@@ -8,6 +8,8 @@
 #define POINTS 2
 #define MOST_AXES 16
 #define BLOCK 256                 /* powers of a point that are known */
+#define STRETCH 8                 /* least tokens of one denominator that are summed before they are divided by it */
+#define KNOWN 16                  /* denominators whose inverses are kept */
 #define LIMB 31                   /* bits of the lower part of a power; the upper one has 30 */
 #define SMALL 25                  /* bits of ids of which a block's products with a part add up in 64 */
 #define HALF 16                   /* bits of a half of other ids */
@@ -15,7 +17,7 @@
 #define SHIFT ((uint64_t)1 << 31) /* added to int32, to make them positive */
 #define PRIME (((uint64_t)1 << 61) - 1)
 
-enum { FIRST, TOKENS, OWNER, INDEX, OVER, RUN_ROWS }; /* of the runs */
+enum { FIRST, TOKENS, OWNER, INDEX, RUN_ROWS }; /* of the runs */
 
 #ifdef __SIZEOF_INT128__
 __extension__ typedef unsigned __int128 Wide;
@@ -58,6 +60,86 @@ static uint64_t power(uint64_t base, uint64_t exponent) {
         }
     }
     return result;
+}
+
+static inline uint64_t known_power(const Point *point, int64_t exponent) {
+    return point->lower[exponent] | (uint64_t)point->upper[exponent] << LIMB;
+}
+
+/* What the ids of every column are numerators over, if there is anything; and inverses, each where its last bits say. */
+typedef struct {
+    Vector each;
+    int given;
+    int64_t known[KNOWN];
+    uint64_t inverses[KNOWN];
+} Over;
+
+static inline int is_denominator(int64_t value) { return value >= 1 && value <= INT32_MAX; }
+
+/* The inverse of the denominator of a column; 0 if it is none. */
+static uint64_t inverse_at(Over *over, int64_t column) {
+    if (!over->given) {
+        return 1;
+    }
+    int64_t value = item(&over->each, column), slot = value & (KNOWN - 1);
+    if (!is_denominator(value)) {
+        return 0;
+    }
+    if (over->known[slot] != value) {
+        over->known[slot] = value;
+        over->inverses[slot] = power((uint64_t)value, PRIME - 2);
+    }
+    return over->inverses[slot];
+}
+
+/* How many of so many columns come before STRETCH of one denominator; 0 if these are the first. */
+static int64_t mixed_columns(const Over *over, int64_t column, int64_t count) {
+    if (!over->given || over->each.stride == 0) {
+        return 0;
+    }
+    for (int64_t k = 1, same = 1; k < count; k++) {
+        same = item(&over->each, column + k) == item(&over->each, column + k - 1) ? same + 1 : 1;
+        if (same == STRETCH) {
+            return k + 1 - STRETCH;
+        }
+    }
+    return count;
+}
+
+/* How many of so many columns have the denominator of the first. */
+static int64_t equal_columns(const Over *over, int64_t column, int64_t count) {
+    int64_t k = 1;
+    if (!over->given || over->each.stride == 0) {
+        return count;
+    }
+    while (k < count && item(&over->each, column + k) == item(&over->each, column)) {
+        k++;
+    }
+    return k;
+}
+
+/* The powers of every point over the denominators of at most BLOCK columns; 0 if one is none. One inversion serves all:
+ * that of their product, which the others undo, one by one. */
+static int divide_powers(const Over *over, int64_t column, int64_t count, const Point *points,
+                         uint64_t weights[POINTS][BLOCK]) {
+    uint64_t before[BLOCK], product = 1;
+    for (int64_t k = 0; k < count; k++) {
+        int64_t value = item(&over->each, column + k);
+        if (!is_denominator(value)) {
+            return 0;
+        }
+        before[k] = product;
+        product = mul(product, (uint64_t)value);
+    }
+    product = power(product, PRIME - 2);
+    for (int64_t k = count - 1; k >= 0; k--) {
+        uint64_t inverse = mul(before[k], product);
+        product = mul(product, (uint64_t)item(&over->each, column + k));
+        for (int64_t j = 0; j < POINTS; j++) {
+            weights[j][k] = mul(inverse, known_power(&points[j], k));
+        }
+    }
+    return 1;
 }
 
 /* Of a ratio y and n terms: y**n, and the sums of y**k and of k·y**k. */
@@ -192,8 +274,7 @@ static int sum_fractions(const Matrix *source, const char *place, int64_t count,
         }
         uint64_t value = mul(element((int64_t)(number * unit->over + MIDDLE - MIDDLE)), unit->inverse);
         for (int64_t j = 0; j < POINTS; j++) {
-            uint64_t weight = points[j].lower[k] | (uint64_t)points[j].upper[k] << LIMB;
-            sums[j] = add(sums[j], mul(value, weight));
+            sums[j] = add(sums[j], mul(value, known_power(&points[j], k)));
         }
     }
     return 1;
@@ -249,10 +330,27 @@ static ALWAYS_INLINE int sum_block(const Matrix *source, const char *place, int6
     return 1;
 }
 
+/* The sums of the ids of one axis in a block, each times its weight at every point. */
+static ALWAYS_INLINE int sum_weighted(const Matrix *source, const char *place, int64_t count,
+                                      uint64_t weights[POINTS][BLOCK], uint64_t *sums) {
+    uint32_t ids[BLOCK], any;
+    if (!load(source, place, 1, count, ids, &any)) {
+        return 0;
+    }
+    memset(sums, 0, POINTS * sizeof *sums);
+    for (int64_t k = 0; k < count; k++) {
+        uint64_t value = element((int32_t)ids[k]);
+        for (int64_t j = 0; j < POINTS; j++) {
+            sums[j] = add(sums[j], mul(value, weights[j][k]));
+        }
+    }
+    return 1;
+}
+
 /* The sums of a run of dense ids at every point. */
-static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse,
+static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, const int64_t *run, Over *over,
                                    uint64_t *sums) {
-    uint64_t weights[POINTS];
+    uint64_t weights[POINTS], divided[POINTS][BLOCK];
     Unit units[MOST_AXES];
     for (int64_t axis = 0; axis < source->rows; axis++) {
         units[axis] = (Unit){256, (uint64_t)1 << 53}; /* 2**61 is 1 */
@@ -261,12 +359,18 @@ static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, co
         weights[j] = power(points[j].point, (uint64_t)run[INDEX]);
         sums[j] = 0;
     }
-    for (int64_t done = 0; done < run[TOKENS]; done += BLOCK) {
-        int64_t count = run[TOKENS] - done < BLOCK ? run[TOKENS] - done : BLOCK;
-        uint64_t values[POINTS] = {0}, each[POINTS];
+    for (int64_t done = 0, count; done < run[TOKENS]; done += count) {
+        const int64_t column = run[FIRST] + done, most = run[TOKENS] - done < BLOCK ? run[TOKENS] - done : BLOCK;
+        const int64_t mixed = mixed_columns(over, column, most);
+        uint64_t values[POINTS] = {0}, each[POINTS], inverse = mixed ? 1 : inverse_at(over, column);
+        count = mixed ? mixed : equal_columns(over, column, most);
+        if (inverse == 0 || (mixed && !divide_powers(over, column, count, points, divided))) {
+            return 0;
+        }
         for (int64_t axis = 0; axis < source->rows; axis++) {
-            const char *place = source->data + axis * source->row_stride + (run[FIRST] + done) * source->column_stride;
-            if (!sum_block(source, place, count, points, &units[axis], each)) {
+            const char *place = source->data + axis * source->row_stride + column * source->column_stride;
+            if (!(mixed ? sum_weighted(source, place, count, divided, each)
+                        : sum_block(source, place, count, points, &units[axis], each))) {
                 return 0;
             }
             for (int64_t j = 0; j < POINTS; j++) {
@@ -276,19 +380,19 @@ static ALWAYS_INLINE int sum_dense(const Matrix *source, const Point *points, co
         for (int64_t j = 0; j < POINTS; j++) {
             uint64_t shift = mul(points[j].factors[source->rows], points[j].ones[count]);
             sums[j] = add(sums[j], mul(weights[j], add(mul(values[j], inverse), shift)));
-            weights[j] = mul(weights[j], points[j].after);
+            weights[j] = mul(weights[j], count < BLOCK ? known_power(&points[j], count) : points[j].after);
         }
     }
     return 1;
 }
 
-static int sum_ids(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums) {
-    return sum_dense(source, points, run, inverse, sums);
+static int sum_ids(const Matrix *source, const Point *points, const int64_t *run, Over *over, uint64_t *sums) {
+    return sum_dense(source, points, run, over, sums);
 }
 
-static WIDE int sum_ids_wide(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse,
+static WIDE int sum_ids_wide(const Matrix *source, const Point *points, const int64_t *run, Over *over,
                              uint64_t *sums) {
-    return sum_dense(source, points, run, inverse, sums);
+    return sum_dense(source, points, run, over, sums);
 }
 
 /* The sum of a segment of a table at a point: at most a part of a row, rows, frames, rows and a part of a row. */
@@ -347,31 +451,27 @@ static int segment_at(const Matrix *table, const Point *point, const int64_t *ru
     return 1;
 }
 
-static int sum_segment(const Matrix *table, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums) {
-    return segment_at(table, &points[0], run, inverse, &sums[0]) &&
+static int sum_segment(const Matrix *table, const Point *points, const int64_t *run, Over *over, uint64_t *sums) {
+    const uint64_t inverse = inverse_at(over, run[FIRST]);
+    return inverse != 0 && segment_at(table, &points[0], run, inverse, &sums[0]) &&
            segment_at(table, &points[1], run, inverse, &sums[1]);
 }
 
-typedef int Sum(const Matrix *source, const Point *points, const int64_t *run, uint64_t inverse, uint64_t *sums);
+typedef int Sum(const Matrix *source, const Point *points, const int64_t *run, Over *over, uint64_t *sums);
 
-static int sum_runs(const Matrix *source, Sum *sum, const Matrix *runs, const Point *points, const Matrix *out) {
-    uint64_t inverse = 1;
-    for (int64_t r = 0, over = 1; r < runs->columns; r++) {
+static int sum_runs(const Matrix *source, Sum *sum, const Matrix *runs, Over *over, const Point *points,
+                    const Matrix *out) {
+    for (int64_t r = 0; r < runs->columns; r++) {
         int64_t run[RUN_ROWS], room = sum == sum_segment ? 1 : entry(runs, TOKENS, r);
         for (int64_t i = 0; i < RUN_ROWS; i++) {
             run[i] = entry(runs, i, r);
         }
         if (run[FIRST] < 0 || run[TOKENS] < 0 || run[TOKENS] > INT32_MAX + (int64_t)1 || room > source->columns ||
-            run[FIRST] > source->columns - room || run[OWNER] < 0 || run[OWNER] >= out->rows || run[INDEX] < 0 ||
-            run[OVER] < 1 || run[OVER] >= (int64_t)PRIME) {
+            run[FIRST] > source->columns - room || run[OWNER] < 0 || run[OWNER] >= out->rows || run[INDEX] < 0) {
             return 0;
         }
-        if (run[OVER] != over) {
-            over = run[OVER];
-            inverse = power((uint64_t)over, PRIME - 2);
-        }
         uint64_t sums[POINTS];
-        if (!sum(source, points, run, inverse, sums)) {
+        if (!sum(source, points, run, over, sums)) {
             return 0;
         }
         for (int64_t j = 0; j < POINTS; j++) {
@@ -401,40 +501,43 @@ static void fill_points(const Matrix *powers, const Matrix *factors, Point *poin
 }
 #endif
 
-/* sums(source, placed, runs, powers, factors, out, wide) -> bool, whether the sum of every run was added to that of its
+/* sums(source, placed, runs, over, powers, factors, out, wide) -> bool, whether the sum of every run was added to that of its
  * document.
  *
  * source: (axes, tokens) ids within int32, as int32, int64, float32 or float64, or where placed the columns of a table,
- * whose offset and denominator are not read; runs: (5, runs) int64 first token, or the column, tokens, document, index
- * of the first token in its document, and the denominator of its ids; powers: (2, 256) int64 of both points; factors:
+ * whose offset and denominator are not read; runs: (4, runs) int64 first token, or the column, tokens, document, and
+ * index of the first token in its document; over: (tokens,) or (columns,) int64 denominators of ids, or None; powers: (2, 256) int64 of both points; factors:
  * (2, axes + 1) int64; out: (documents, 2) int64; wide: by the widest vectors of the CPU instead of those that all
  * have. If False, out holds anything. */
 PyObject *native_sums(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix source, runs, powers, factors, out;
+    Over over = {0};
     int done = 0;
     (void)self;
-    if (!arguments("sums", 7, count)) {
+    if (!arguments("sums", 8, count)) {
         return NULL;
     }
     buffers.count = 0;
 #ifdef __SIZEOF_INT128__
     const int placed = args[1] == Py_True;
+    over.given = args[3] != Py_None;
     if (take_matrix(&buffers, args[0], 0, &source) && take_matrix(&buffers, args[2], 0, &runs) &&
-        take_matrix(&buffers, args[3], 0, &powers) && take_matrix(&buffers, args[4], 0, &factors) &&
-        take_matrix(&buffers, args[5], PyBUF_WRITABLE, &out)) {
+        (!over.given || take_vector(&buffers, args[3], 'q', 0, &over.each)) &&
+        take_matrix(&buffers, args[4], 0, &powers) && take_matrix(&buffers, args[5], 0, &factors) &&
+        take_matrix(&buffers, args[6], PyBUF_WRITABLE, &out)) {
         int64_t axes = placed ? (source.rows - AXES) / 4 : source.rows;
         Point points[POINTS];
         int known = source.format == 'i' || source.format == 'f' || source.format == 'd';
         int fits = (source.format == 'q' || (known && !placed)) && axes >= 1 && axes <= MOST_AXES &&
                    is_block(&runs, RUN_ROWS) && is_block(&powers, POINTS) && powers.columns == BLOCK &&
                    is_block(&factors, POINTS) && factors.columns == axes + 1 && out.format == 'q' &&
-                   out.columns == POINTS;
+                   out.columns == POINTS && (!over.given || over.each.size == source.columns);
         if (fits) {
-            Sum *sum = placed ? sum_segment : args[6] == Py_True && has_wide() ? sum_ids_wide : sum_ids;
+            Sum *sum = placed ? sum_segment : args[7] == Py_True && has_wide() ? sum_ids_wide : sum_ids;
             fill_points(&powers, &factors, points);
             Py_BEGIN_ALLOW_THREADS
-                done = sum_runs(&source, sum, &runs, points, &out);
+                done = sum_runs(&source, sum, &runs, &over, points, &out);
             Py_END_ALLOW_THREADS
         }
     }

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,10 +73,10 @@ def fingerprint(
     True
 
     Args:
-        position_ids: a table; or ids on the host: (axes, batch, length), (axes, tokens) packed or of one document, or
-            (tokens,) of one axis; with an attention_mask of its shape also (batch, length) of one axis. Integers, or
-            floats, each of which stands for the first convergent of its continued fraction that is that number in
-            float64: n/d itself, where d² is below 2**52 / |n/d|. Leave out a text row, which is no axis.
+        position_ids: a table; or ids on the host, of numpy or torch: (axes, batch, length), (axes, tokens) packed or of
+            one document, or (tokens,) of one axis; with an attention_mask of its shape also (batch, length) of one
+            axis. Integers, or floats, each of which stands for the first convergent of its continued fraction that is
+            that number in float64: n/d itself, where d² is below 2**52 / |n/d|. Leave out a text row, which is no axis.
         attention_mask: (batch, length), or (tokens,) of packed ids, of 0 and 1; tokens under a 0 are left out, whatever
             stands there.
         cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total, below 2**31;
@@ -194,7 +194,12 @@ class DenseIds:
         ids = self.array[:, columns]
         if ids.dtype.kind == "f":
             return _convergents(ids.astype(np.float64, copy=False))
-        over = np.ones(columns.size, np.int64) if self.denominators is None else self.denominators[columns]
+        over = np.ones(columns.size, np.int64)
+        if self.denominators is not None:
+            over = self.denominators[columns]
+            every = np.ones(self.denominators.size, np.int64)
+            every[columns] = over
+            first_bad("denominators", every, minimum=1, maximum=INT32_MAX)
         beyond = (ids < INT32_MIN * over) | (ids > INT32_MAX * over)
         if beyond.any():
             axis, token = divmod(int(beyond.argmax()), columns.size)
@@ -211,7 +216,9 @@ def read_ids(
     tokens: npt.ArrayLike | None = None,
 ) -> DenseIds:
     """Read ids from any of the shapes, with the arguments and errors of ``fingerprint``."""
-    array = host_array("position_ids", position_ids)
+    array = host_array("position_ids", _on_host("position_ids", position_ids))
+    attention_mask, cu_seqlens = _on_host("attention_mask", attention_mask), _on_host("cu_seqlens", cu_seqlens)
+    denominators, tokens = _on_host("denominators", denominators), _on_host("tokens", tokens)
     if array.dtype.kind not in "iuf" or not 1 <= array.ndim <= 3:
         got = f"{array.dtype} of shape {array.shape}"
         want = "integers or floats of shape (axes, tokens) or (axes, batch, length)"
@@ -238,9 +245,21 @@ def read_ids(
     runs = _runs(first, *((first, lengths) if mask is None or mask.all() else _under(mask, edges)))
     if part is not None:
         first_bad("tokens", part, minimum=0, maximum=int(edges[-1]) - 1)
-    if part is not None or over is not None:
-        runs, over = _regrouped(runs, np.arange(array.shape[1]) if part is None else part, over)
+        runs = _regrouped(runs, part)
     return DenseIds(array, over, runs)
+
+
+def _on_host(name: str, value: Any) -> Any:
+    """Leave the gradient of a tensor out; refuse one that would be copied from a device, or that may be rounded."""
+    if not hasattr(value, "detach"):
+        return value
+    if value.device.type != "cpu":
+        raise InvalidInputError(f"{name}: got a tensor on {value.device}, want one on the host, as its .cpu() is")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype.startswith(("bfloat16", "float8")):
+        got = f"{dtype}, which rounds integers{' above 256' if dtype == 'bfloat16' else ''}"
+        raise InvalidInputError(f"{name}: got {got}, want int32, int64, float32 or float64 that was never cast to it")
+    return value.detach()
 
 
 def _mask(attention_mask: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -274,7 +293,7 @@ def _edges(cu_seqlens: npt.ArrayLike | None, shape: tuple[int, ...], part: IntAr
 
 
 def _denominators(denominators: npt.ArrayLike, array: Array) -> IntArray:
-    """(columns,) denominators of integer ids, with anything where there is no token."""
+    """(columns,) denominators of integer ids, with anything where there is no token, not yet checked."""
     if array.dtype.kind == "f":
         raise InvalidInputError(f"denominators: got some for ids of {array.dtype}, want integer numerators, or none")
     given = host_array("denominators", denominators)
@@ -302,8 +321,8 @@ def _runs(starts: IntArray, first: IntArray, tokens: IntArray) -> Runs:
     return Runs(first, tokens, document, index, starts.size)
 
 
-def _regrouped(runs: Runs, part: IntArray, over: IntArray | None) -> tuple[Runs, IntArray | None]:
-    """Find the runs of a part of the tokens, each of one denominator; and these, 1 where there is no token."""
+def _regrouped(runs: Runs, part: IntArray) -> Runs:
+    """Find the runs of a part of the tokens."""
     first, tokens, document, index = (
         np.append(column, 0)  # an empty run for what stands before all others
         for column in (runs.first, runs.tokens, runs.document, runs.index)
@@ -314,15 +333,11 @@ def _regrouped(runs: Runs, part: IntArray, over: IntArray | None) -> tuple[Runs,
     new = ~inside
     new[:1] = True
     new[1:] |= ~inside[:-1] | (document[1:] != document[:-1]) | (index[1:] != index[:-1] + 1)
-    if over is not None:
-        over = np.where(inside, over, 1)
-        first_bad("denominators", over, minimum=1, maximum=INT32_MAX)
-        new[1:] |= over[1:] != over[:-1]
     start = new.nonzero()[0]
     lengths = np.diff(start, append=part.size)
     keep = inside[start]
     start = start[keep]
-    return Runs(start, lengths[keep], document[start], index[start], runs.num_documents), over
+    return Runs(start, lengths[keep], document[start], index[start], runs.num_documents)
 
 
 def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
@@ -389,11 +404,10 @@ def _sums_by_c(source: Array, placed: bool, over: IntArray | None, runs: Runs, a
     """(documents, 2) sums of ids, or of the segments of a table; None where C declines."""
     if native.core is None:
         return None
-    rows = np.empty((5, runs.first.size), np.int64)
+    rows = np.empty((4, runs.first.size), np.int64)
     rows[0], rows[1], rows[2], rows[3] = runs.first, runs.tokens, runs.document, runs.index
-    rows[4] = 1 if over is None else over[runs.first]
     sums = np.zeros((runs.num_documents, 2), np.int64)
-    return sums if native.core.sums(source, placed, rows, _first_powers(), _factors(axes), sums, True) else None
+    return sums if native.core.sums(source, placed, rows, over, _first_powers(), _factors(axes), sums, True) else None
 
 
 def _sums(numerators: IntArray, denominators: IntArray, runs: Runs) -> Field:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import typer
+from rich.console import Console
 
 from mmpos.cli.analysis import model_of, read_array
 from mmpos.cli.commands import SPECS, app
@@ -18,7 +20,7 @@ from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.place import place
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import counted, naming
+from mmpos.support.checks import counted, first_bad, int_array, naming
 from mmpos.support.program import DIFFERENT
 
 if TYPE_CHECKING:
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     from mmpos.integrations.models.settings import ModelSettings
     from mmpos.rotary import Rotary
 
-probe = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Find the positions that an engine really rotates by, from the keys in its cache.",
-)
-app.add_typer(probe, name="probe")
+probe = typer.Typer(name="probe", invoke_without_command=True, rich_markup_mode="rich")
+app.add_typer(probe)
+
+
+@probe.callback()
+def root(context: typer.Context) -> None:
+    """Find the positions that an engine really rotates by, from the keys in its cache."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @probe.command()
@@ -64,8 +69,9 @@ BESIDE = ("position_ids", "lengths", "reference")
 @probe.command(
     help="Read the positions that keys were turned by, and compare them with those that were meant.\n\n"
     "A dump has (tokens, kv_heads, head_dim) floats, or with a batch axis before, of tokens with one hidden state: one "
-    "array of numpy.save, or any number by numpy.savez, one for each layer. Beside them it may have position_ids, "
-    "(axes, tokens) that were meant; lengths, (batch,) tokens of each row that count; and reference, "
+    "array of numpy.save, or any number by numpy.savez, one for each layer. Beside them it may have position_ids that "
+    "were meant, (axes, tokens) without padding or (axes, batch, length) with it; lengths, (batch,) tokens of each row "
+    "that count, the first ones; and reference, "
     f"(kv_heads, head_dim) a key that was not turned.\n\n{SPECS}\n\n"
     f"Exit codes: 0 as meant, {DIFFERENT} other positions, another rotation, or nothing compared."
 )
@@ -99,7 +105,7 @@ def run(
     for name, layer in _layers(keys, dump):
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
             options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
-            verdict = found[name] = _judge(layer, model.rotary, meant, options)
+            verdict = found[name] = _judge(name, layer, model.rotary, meant, options)
         if meant is None:
             first = next(iter(found))
             verdict.words.extend(_unlike(verdict.reading, first, found[first].reading))
@@ -130,11 +136,23 @@ class _Verdict:
         return {"equal": self.equal, "known": known, "first_wrong": self.first_wrong, "message": self.words}
 
 
-def _judge(keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]) -> _Verdict:
+def _judge(name: str, keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]) -> _Verdict:
     """Read the keys of a layer, and compare ids and rotation with those that were meant."""
-    from mmpos.analysis.probe import check, identify, read
+    from mmpos.analysis.probe import read
 
-    reading = read(keys, rotary, **options)
+    with _reporting(name) as progress:
+        reading = read(keys, rotary, progress=progress, **options)
+    try:
+        return _compared(reading, keys, rotary, meant, options)
+    except InvalidInputError as error:  # of keys in another layout, which the notes see
+        raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
+
+
+def _compared(
+    reading: Reading, keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]
+) -> _Verdict:
+    from mmpos.analysis.probe import check, identify
+
     notes, sentences, why, wrong = [*reading.notes], list[str](), None, None
     alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
     equal = bool(meant is not None and reading.known.any() and not alone)
@@ -160,6 +178,21 @@ def _judge(keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str
     if (not right or reading.notes) and (identified.named or why is None):
         notes.append(str(identified))
     return _Verdict(reading, right, wrong, [*sentences, *notes])
+
+
+@contextmanager
+def _reporting(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show on a terminal how many tokens of a layer are read."""
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _uncaused(sentences: list[str]) -> list[str]:
@@ -227,10 +260,16 @@ def _meant(dump: Arrays, ids: Path | None, documents: list[str] | None, start: i
     axes = model.rotary.axes
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
-    if len(array) != axes or array.ndim > 3:
-        hint = "; leave out the text row" if len(array) == axes + 1 else ""
-        name = "position_ids" if ids is None else "--ids"
+    name = "position_ids" if ids is None else "--ids"
+    if array.ndim not in (2, 3) or len(array) != axes:
+        hint = "; leave out the text row" if array.ndim and len(array) == axes + 1 else ""
         raise InvalidInputError(
             f"{name}: got shape {array.shape}, want ({axes}, tokens) or ({axes}, batch, length){hint}"
         )
+    if array.ndim == 3 and "lengths" in dump:
+        batch, length = array.shape[1:]
+        with naming(f"{name} of shape {array.shape}", joint=", "):
+            lengths = int_array("lengths", dump["lengths"], (batch,))
+            first_bad("lengths", lengths, minimum=0, maximum=length)
+        array = array[:, np.arange(length) < lengths[:, None]]
     return array.reshape(axes, -1)

@@ -29,9 +29,9 @@ MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
         0: "done",
-        MISSING: "this machine lacks something: a package, memory, room on a disk, a reader of the output",
+        MISSING: "this machine lacks something: a package, memory, a place or room to write, a reader of the output",
         WRONG: "a wrong argument, option or input",
-        DIFFERENT: "ids differ, as mmpos check or mmpos conformance says",
+        DIFFERENT: "ids differ, as mmpos check, mmpos probe run or mmpos conformance says",
         NO_ANSWER: "a server gave no answer: it is down, too busy or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
     }

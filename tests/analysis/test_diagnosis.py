@@ -790,11 +790,16 @@ def test_chunks_that_begin_with_the_first_ids() -> None:
     assert why(once, "3,3x3,6", scheme="mrope-qwen3") == said
 
 
-def test_keys_in_the_slots_of_their_ids() -> None:
+def test_indexes_among_ids_that_are_right() -> None:
+    said = (
+        "tokens among others that are right have their index as id: "
+        "their delta is forgotten, or keys lie in the slots of their ids"
+    )
     ids = ids_of("2,6x9,12", scheme="mrope")
     ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text goes on at 2 + 9 after 54 patches
-    assert why(ids, "2,6x9,12", scheme="mrope") == (
-        "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
-    )
+    assert why(ids, "2,6x9,12", scheme="mrope") == said
     ids[:, 24] += 5
     assert why(ids, "2,6x9,12", scheme="mrope") is None
+    decoded = ids_of("3,2x4,4", scheme="mrope")
+    decoded[:, 11:14] = [[11, 12, 13]] * 3  # of four tokens the last has its delta
+    assert why(decoded, "3,2x4,4", scheme="mrope") == said

@@ -114,9 +114,9 @@ def test_fractions_may_have_any_denominators_in_any_block() -> None:
     floats = np.array([[float(number) for number in thirds[0]]])
     assert fingerprint(floats) == fingerprint(np.repeat(floats, 2, axis=1)[:, ::2]) == [digest(thirds)]
     if native.core is not None:
-        run = np.array([[0], [700], [0], [0], [1]])
+        run = np.array([[0], [700], [0], [0]])
         powers, factors, sums = np.ones((2, 256), np.int64), np.ones((2, 2), np.int64), np.zeros((1, 2), np.int64)
-        assert native.core.sums(floats, False, run, powers, factors, sums, True)
+        assert native.core.sums(floats, False, run, None, powers, factors, sums, True)
 
 
 @pytest.mark.usefixtures("_core")
@@ -164,6 +164,33 @@ def test_documents_alone_count(documents: list[list[Any]], scheme: str | Scheme,
 def test_numerators_of_any_integers_are_over_denominators(dtype: Any) -> None:
     ids = np.array([[4, 3, -5]], dtype)
     assert fingerprint(ids, denominators=[8, 9, 2]) == [digest([[Fraction(1, 2), Fraction(1, 3), Fraction(-5, 2)]])]
+
+
+@pytest.mark.usefixtures("_core")
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    "over",
+    [
+        np.arange(1, 901),  # another at every token
+        np.resize([3, 3, 5], 900),
+        np.repeat([1, 17, 33, 1, 2**31 - 1], [300, 250, 8, 7, 335]),  # 1, 17 and 33 share a place for their inverses
+        np.repeat(np.arange(1, 31), np.arange(16, 46))[:900],
+        np.full(900, 6),
+    ],
+)
+def test_denominators_may_change_anywhere(dtype: Any, over: Any) -> None:
+    ids = np.arange(2 * 900, dtype=dtype).reshape(2, 900) * 999_983 - 2**29
+    mask = np.arange(900) % 400 > 2
+    rows = [[Fraction(n, d) for n, d in zip(row, over[mask].tolist(), strict=True)] for row in ids[:, mask].tolist()]
+    want = [digest([row[:500] for row in rows]), digest([row[500:] for row in rows])]
+    edges = [0, int(np.flatnonzero(mask)[500]), 900]
+    packed: Any = {"attention_mask": mask, "cu_seqlens": edges}
+    assert fingerprint(ids, denominators=np.where(mask, over, 0), **packed) == want
+    parts = [np.arange(900)[::2], np.arange(900)[1::2]]
+    digests = [fingerprint(ids[:, at], tokens=at, denominators=over[at], **packed) for at in parts]
+    assert merge(digests) == want
+    if (over == over[0]).all():
+        assert fingerprint(ids, denominators=over[0], **packed) == want
 
 
 @pytest.mark.usefixtures("_core")
@@ -274,6 +301,8 @@ def test_the_points_have_more_powers_than_a_document_has_tokens() -> None:
         ({"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]}, "cu_seqlens: got one for a batch of 2 rows"),
         ({"position_ids": [[0.5]], "denominators": 2}, "denominators: got some for ids of float64"),
         ({"position_ids": [[1]], "denominators": 0}, "denominators[0]: got 0, want >= 1"),
+        ({"position_ids": [[1, 1]], "denominators": [1, -1]}, "denominators[1]: got -1, want >= 1"),
+        ({"position_ids": [[1] * 9], "denominators": 2**31}, "denominators[0]: got 2147483648, want <= 2147483647"),
         ({"position_ids": [[1]], "tokens": [0]}, "cu_seqlens: got none with tokens of a part"),
         ({"position_ids": [[1]], "tokens": [4], "cu_seqlens": [0, 4]}, "tokens[0]: got 4, want <= 3"),
         ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]}, "position_ids: got a PositionTable with other"),
@@ -283,6 +312,24 @@ def test_what_does_not_fit_is_named(arguments: dict[str, Any], words: str) -> No
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)
     assert str(error.value).startswith(words)
+
+
+def test_tensors_are_taken_from_the_host_alone_and_without_their_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([[0.0, 0.5, 2.0]], requires_grad=True)
+    assert fingerprint(ids, attention_mask=torch.tensor([1, 1, 0])) == fingerprint([[0.0, 0.5]])
+    assert same_positions(ids, [[0.0, 0.5, 2.0]]).equal
+    numbers = {"position_ids": [[1]], "attention_mask": [1], "cu_seqlens": [0, 1], "denominators": [1], "tokens": [0]}
+    for name in numbers:
+        with pytest.raises(InvalidInputError) as error:
+            fingerprint(**{**numbers, name: torch.ones(1, device="meta")})
+        assert str(error.value) == f"{name}: got a tensor on meta, want one on the host, as its .cpu() is"
+    with pytest.raises(InvalidInputError) as error:
+        fingerprint(torch.ones(1, 3, dtype=torch.bfloat16))
+    assert str(error.value) == (
+        "position_ids: got bfloat16, which rounds integers above 256, "
+        "want int32, int64, float32 or float64 that was never cast to it"
+    )
 
 
 def test_parts_that_are_no_digests_are_named() -> None:
@@ -308,9 +355,10 @@ def test_c_declines_what_would_leave_its_arrays() -> None:
     powers, factors = np.ones((2, 256), np.int64), np.ones((2, 2), np.int64)
     table = np.array([[0], [0], [1], [4], [1], [0], [0], [0], [1]])
     sources = {False: np.arange(4)[None], True: table}
-    for placed_, good in ((False, [0, 4, 0, 0, 1]), (True, [0, 4, 0, 0, 1])):
-        sums = np.zeros((1, 2), np.int64)
-        assert core.sums(sources[placed_], placed_, np.array(good)[:, None], powers, factors, sums, True)
+    good = [0, 4, 0, 0]
+    for placed_ in (False, True):
+        sums, columns = np.zeros((1, 2), np.int64), sources[placed_].shape[1]
+        assert core.sums(sources[placed_], placed_, np.array(good)[:, None], None, powers, factors, sums, True)
         assert sums.tolist() == [[4 + 6, 4 + 6]]
         for row, value in (
             (0, -1),
@@ -321,27 +369,28 @@ def test_c_declines_what_would_leave_its_arrays() -> None:
             (2, 1),
             (2, -1),
             (3, -1),
-            (4, P),
-            (4, 0),
-            (4, -1),
         ):
             bad = np.array(good)[:, None]
             bad[row] = value
-            assert not core.sums(sources[placed_], placed_, bad, powers, factors, sums, True)
-    run = np.array([[0], [4], [0], [0], [1]])
+            assert not core.sums(sources[placed_], placed_, bad, None, powers, factors, sums, True)
+        run, ones = np.array(good)[:, None], np.ones(columns + 1, np.int64)
+        assert core.sums(sources[placed_], placed_, run, ones[:-1], powers, factors, sums, True)
+        for over in (ones, ones[:0], ones[:-1].astype(float), ones[:-1] - 1, -ones[:-1], ones[:-1] << 31):
+            for each in (over, np.broadcast_to(over[:1], columns)) if over.size == columns else (over,):
+                assert not core.sums(sources[placed_], placed_, run, each, powers, factors, sums, True)
     for row in (2, 3):
         for value in (0, -1, 2**31):
             bad = table.copy()
             bad[row] = value
-            assert not core.sums(bad, True, run, powers, factors, np.zeros((1, 2), int), True)
+            assert not core.sums(bad, True, run, None, powers, factors, np.zeros((1, 2), int), True)
     halves = np.array([[0.5, -3, 0.25, 7 / 256]])
     for dtype in (np.float32, np.float64):
         for wide in (False, True):
-            assert core.sums(halves.astype(dtype), False, run, powers, factors, sums, wide)
+            assert core.sums(halves.astype(dtype), False, run, None, powers, factors, sums, wide)
             for beyond in (1e-12, np.pi * 1e-5, 2**31, 2**63, 2**64, 1e30, -(2**31) - 256, np.inf, -np.inf, np.nan):
                 bad = halves.astype(dtype)
                 bad[0, 2] = beyond
-                assert not core.sums(bad, False, run, powers, factors, sums, wide), beyond
+                assert not core.sums(bad, False, run, None, powers, factors, sums, wide), beyond
 
 
 WANT = placed([[Text(3), Grid(2, 3), Text(2)], [Text(4)]], "mrope")

@@ -31,7 +31,9 @@ SIZES: dict[str, Any] = {
 
 def model_of(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[name](**SIZES | changes)
+    kind = transformers.CONFIG_MAPPING[name]
+    sizes = {key: size for key, size in SIZES.items() if not isinstance(getattr(kind, key, None), property)}
+    config = kind(**sizes | changes)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -118,6 +120,39 @@ def test_calls_without_a_cache_are_recorded_too() -> None:
     assert_at(recorder.layers, [range(7)])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_a_backward_pass_computes_anew_are_recorded_once(reentrant: bool) -> None:
+    model = model_of("llama").train()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    with KeyRecorder(model) as recorder:
+        model(IDS).logits.sum().backward()
+        assert len(calls) == 2
+        assert_at(recorder.layers, [range(7)])
+        model(IDS[:, :4])
+    assert_at(recorder.layers, [[*range(7), *range(4)]])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rotary"),
+    [
+        ("gpt_neox", {"rotary_pct": 1.0}, {}),
+        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, {"rotary_dim": 8, "pairing": "adjacent"}),
+        ("falcon", {}, {}),
+    ],
+)
+def test_an_attention_may_call_its_cache_layer_past(name: str, sizes: dict[str, Any], rotary: dict[str, Any]) -> None:
+    from mmpos.analysis.probe import read
+    from mmpos.rotary import Rotary
+
+    model = model_of(name, **sizes)
+    layers = keys_of(model, {"input_ids": IDS[:, :4]}, {"input_ids": IDS[:, 4:]})
+    ids = [read(one.keys[0], Rotary(16, axes=1, **rotary)).position_ids.tolist() for one in layers]
+    assert ids == [[list(range(7))]] * 2
+    assert [one.reference is None for one in layers] == [name != "gptj"] * 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind(fails: bool) -> None:
     model = model_of("llama")
@@ -147,3 +182,8 @@ def test_refusals_name_what_came() -> None:
         keys_of(model, {"input_ids": IDS}, {"input_ids": IDS}, generate=1)
     with pytest.raises(UnsupportedError, match=r"^model: got Linear, want one whose attention takes past_key_values$"):
         keys_of(torch.nn.Linear(1, 1), {})
+    wrong: Any = "x"
+    with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):
+        keys_of(wrong, {"input_ids": IDS})
+    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as a processor gives it$"):
+        keys_of(model, {"input_ids": IDS}, wrong)

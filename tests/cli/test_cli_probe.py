@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,67 @@ def test_keys_as_meant(capsys: pytest.CaptureFixture[str]) -> None:
         assert "\nsecond: 48 of 48 ids read" in out
         assert "All 16 tokens of 1 document have the ids of" in out
         assert "Ids are relative to token 0: what all have too much is not seen." in out
+
+
+def test_padding_of_ids_is_left_out_by_the_lengths_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = np.stack([IDS, np.pad(IDS[:, :11], ((0, 0), (0, 5)), constant_values=-1)], axis=1)
+    keys = np.stack([turned(IDS), turned(ids[:, 1])])
+    np.savez("keys.npz", keys=keys, position_ids=ids, lengths=[16, 11])
+    np.savez("alone.npz", keys=keys, lengths=[16, 11])
+    np.save("ids.npy", ids)
+    for meant in (["keys.npz"], ["alone.npz", "--ids", "ids.npy"]):
+        code, out, _ = run(capsys, *meant, "--config", "config.json")
+        assert code == 0
+        assert out.startswith("keys: 81 of 81 ids read")
+        assert "All 27 tokens of 1 document have the ids of" in out
+    ids[1, 1, 7] = 9
+    np.savez("keys.npz", keys=keys, position_ids=ids, lengths=[16, 11])
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert code == 3
+    assert "token 23, " in out
+    assert "1 of 27 tokens differ" in out
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (
+            2,
+            "reading: got 3 axes and 2 tokens, want 3 axes and 16, as documents have; 1 token, the first 1, have ",
+        ),
+        (4, "positions: got shape (3, 16), want (3, 4), as rotary and keys have; 3 tokens, the first 1, have "),
+    ],
+)
+def test_a_layout_that_is_another_is_told_beside_the_number_of_tokens(
+    heads: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = np.concatenate([turned(IDS), turned(IDS, seed=1)], axis=1)[:, :heads]
+    np.savez("keys.npz", keys=keys.swapaxes(0, 1))
+    code, out, err = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({heads}, 16, 128), {words}")
+    assert heads == 2 or "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?" in err
+
+
+def test_a_terminal_shows_how_many_tokens_are_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez("keys.npz", first=turned(IDS), position_ids=IDS)
+    silent = run(capsys, "keys.npz", "--config", "config.json")
+    assert silent[2] == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes it a terminal
+    code, out, err = run(capsys, "keys.npz", "--config", "config.json")
+    assert (code, out) == silent[:2]
+    said = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", err)
+    assert re.search("first ━+ 16/16 tokens", said)
+
+
+def test_the_group_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "Usage: mmpos probe [OPTIONS] COMMAND [ARGS]..." in out
+    assert "checkpoint" in out
 
 
 def test_keys_alone_are_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +277,21 @@ def test_another_rotation_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> 
             {"keys": turned(IDS), "position_ids": IDS[[0, 0, 1, 2]]},
             [],
             "mmpos: error: position_ids: got shape (4, 16), want (3, tokens) or (3, batch, length); leave out the text",
+        ),
+        (
+            {"keys": turned(IDS), "position_ids": np.int64(3)},
+            [],
+            "mmpos: error: position_ids: got shape (), want (3, tokens) or (3, batch, length)",
+        ),
+        (
+            {"keys": turned(IDS)[None], "position_ids": IDS[:, None], "lengths": [16, 16]},
+            [],
+            "mmpos: error: position_ids of shape (3, 1, 16), lengths: got shape (2,), want (1,)",
+        ),
+        (
+            {"keys": turned(IDS)[None], "position_ids": IDS[:, None], "lengths": [17]},
+            [],
+            "mmpos: error: position_ids of shape (3, 1, 16), lengths[0]: got 17, want <= 16",
         ),
         ({"keys": turned(IDS), "position_ids": IDS}, ["--start", "3"], "mmpos: error: --start: got one without --spec"),
         ({"keys": turned(IDS)}, ["--spec", "3", "--ids", "x"], "mmpos: error: --spec: got one beside --ids"),

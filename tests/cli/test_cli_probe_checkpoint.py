@@ -26,6 +26,14 @@ def test_checkpoint_writes_a_folder_that_an_engine_loads(tmp_path: Path, capsys:
     assert json.loads((output / "config.json").read_text())["head_dim"] == 16
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    output = tmp_path / "config.json" / "probe"
+    assert main(["probe", "checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)]) == 1
+    assert capsys.readouterr().err == f"mmpos: error: {output}: Not a directory\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

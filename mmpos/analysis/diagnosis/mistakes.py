@@ -386,13 +386,13 @@ def constant_in_runs(case: Case) -> Iterator[Guess]:
     yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * runs)
 
 
-def slots_by_id(case: Case) -> Iterator[Guess]:
-    """Keys of later tokens over those of tokens whose index is their id, as the cache of an engine would show them."""
+def index_among_right_ids(case: Case) -> Iterator[Guess]:
+    """Indexes of tokens among ids that are right: a delta lost for some, or keys in the slots of their ids."""
     index = np.where(case.wrong, case.index, case.want)
     if (case.got[:, case.first] == case.index[case.first]).all():
-        words = "keys lie in the slots of their ids: the cache is addressed by ids and not by token indexes"
+        words = "tokens among others that are right have their index as id: their delta is forgotten"
         runs = int((case.wrong & ~np.concatenate([[False], case.wrong[:-1]])).sum())
-        yield Guess(words, index, evidence=2 * runs)
+        yield Guess(f"{words}, or keys lie in the slots of their ids", index, evidence=2 * runs)
 
 
 def permuted(case: Case) -> Iterator[Guess]:
@@ -642,6 +642,9 @@ SUSPECTS = (
     Suspect(one_token_off, "shift labels and not position ids: id and token have the same index"),
     Suspect(constant, "look at what stands before the first difference: it takes another number of ids"),
     Suspect(constant_in_runs, "place the tokens of a draft after the one before them, as positions.decode does"),
-    Suspect(slots_by_id, "take slots from the index of a token in its request: ids are for the rotation alone"),
+    Suspect(
+        index_among_right_ids,
+        "add the delta to the index of every token; take slots of a cache from the index, since ids are for rotations",
+    ),
 )
 """In the order in which they are tried; casts first, since few bits make the ids of all other mistakes alike."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.support.checks import instance
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ __all__ = ["KeyRecorder", "LayerKeys", "transformers"]
 Float32Array = npt.NDArray[np.float32]
 
 _NORMS = ("k_norm", "key_layernorm", "k_layernorm")
+_CACHES = ("past_key_values", "layer_past")
+"""How an attention may call its cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
         not among them.
 
     Raises:
-        InvalidInputError: there is no call, or several with generate.
+        InvalidInputError: there is no call, or several with generate; a call is no mapping, or the model no module.
         UnsupportedError: nothing entered a cache.
     """
     with needed_for("probe.transformers", extra="hf"):
@@ -66,6 +69,8 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 
     if not calls or (generate and len(calls) > 1):
         raise InvalidInputError(f"calls: got {len(calls)}, want {'1 with generate' if generate else '1 or more'}")
+    for index, call in enumerate(calls):
+        instance(f"calls[{index}]", call, Mapping, "a processor")  # type: ignore[type-abstract]
     with KeyRecorder(model) as recorder, torch.no_grad():
         if generate:
             named: Any = {"max_new_tokens": generate, "min_new_tokens": generate, "do_sample": False}
@@ -81,22 +86,28 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 class KeyRecorder:
     """Record the keys of every call of a model, inside a ``with`` block, and leave the model as it was.
 
-    It is for calls of your own: a trainer's, a pipeline's. ``use_cache=False`` is served, too.
+    It is for calls of your own: a trainer's, a pipeline's. ``use_cache=False`` is served, too. Under gradient
+    checkpointing call ``backward`` inside the block, too: it computes layers anew, which is not recorded again.
 
     Args:
         model: a PreTrainedModel.
 
     Raises:
+        InvalidInputError: it is no module of torch.
         UnsupportedError: no attention of the model takes a cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        with needed_for("probe.KeyRecorder", extra="hf"):
+            from torch import nn
+
+        instance("model", model, nn.Module, "from_pretrained of Transformers")
         self._attentions = [
             module
             for module in model.modules()
             if re.search("(?<!Cross)Attention", type(module).__name__)
             and hasattr(module, "layer_idx")
-            and "past_key_values" in inspect.signature(module.forward).parameters
+            and _cache_of(module)
         ]
         if not self._attentions:
             raise UnsupportedError(f"model: got {type(model).__name__}, want one whose attention takes past_key_values")
@@ -144,20 +155,22 @@ class _Tap:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Give every token one hidden state, the longest of the first call, and listen to the cache."""
+        name = _cache_of(module)
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._state is None:
             rows = hidden.detach().flatten(0, -2)
             self._state = rows[rows.norm(dim=-1).argmax()].clone()[None, None]  # padding may be zero
         hidden = self._state.to(hidden).expand_as(hidden)
-        self._cache = kwargs.get("past_key_values")
+        self._cache = kwargs.get(name)
         if self._cache is None:
-            self._cache = kwargs["past_key_values"] = _no_cache()
+            self._cache = kwargs[name] = _no_cache()
         update = self._cache.update
 
         def listen(key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
             latent = getattr(module, "qk_rope_head_dim", key.shape[-1]) == value.shape[-1] != key.shape[-1]
             rotated = value if latent else key  # latent attention caches what turns beside what does not
-            self.keys.append(_numpy(rotated.transpose(1, 2)))
+            if not _recomputing():
+                self.keys.append(_numpy(rotated.transpose(1, 2)))
             return update(key, value, *rest, **named)
 
         self._cache.update = listen
@@ -171,7 +184,8 @@ class _Tap:
 
     def unrotated(self, module: nn.Module, args: object, output: Tensor) -> None:
         """Keep the product that makes the key, or its norm."""
-        self._outputs.append(_numpy(output[:1]))
+        if not _recomputing():
+            self._outputs.append(_numpy(output[:1]))
 
     @property
     def reference(self) -> Float32Array | None:
@@ -188,6 +202,19 @@ class _Tap:
             return None
         row = np.concatenate(rows, axis=1)
         return None if _varies(row) else row[0, 0]  # a norm after the rotation sees keys that are turned
+
+
+def _cache_of(attention: nn.Module) -> str:
+    """Find the argument by which an attention takes its cache; empty if none."""
+    parameters = inspect.signature(attention.forward).parameters
+    return next((name for name in _CACHES if name in parameters), "")
+
+
+def _recomputing() -> bool:
+    """Tell whether this runs in a backward pass, as the forward of a checkpointed layer does again."""
+    from torch.utils.module_tracker import ModuleTracker
+
+    return bool(ModuleTracker().is_bw)
 
 
 def _varies(row: Float32Array) -> bool:

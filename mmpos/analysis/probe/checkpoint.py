@@ -201,6 +201,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
         InvalidInputError: config cannot be read; a folder with files in it.
         UnsupportedError: a model type that Transformers does not have, or whose hidden states would differ.
         ImportError: Transformers is not installed.
+        OSError: the folder cannot be written; the error names it.
     """
     with needed_for("write_checkpoint", extra="hf"):
         import torch

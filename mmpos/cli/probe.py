@@ -167,7 +167,6 @@ def _compared(
         return _Verdict(reading, equal, wrong, [*sentences, *notes])
     ids = reading.position_ids
     if not equal and reading.num_tokens > 1 and reading.known.all() and (ids == ids[:, :1]).all():
-        notes.append("Cause: all tokens have one key: values, keys before their rotation, or one id for all.")
         notes.append("To do: dump keys as they enter the cache, after their rotation.")
         return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
     identified = identify(keys, rotary, meant, **options)  # ids may be read through a wrong rotation

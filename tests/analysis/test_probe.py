@@ -17,7 +17,7 @@ from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe import UNKNOWN, Reading, check, identify, read
 from mmpos.analysis.probe.ladder import Ladder
 from mmpos.errors import InvalidInputError
-from mmpos.rotary import Linear, Rotary, YaRN
+from mmpos.rotary import NTK, Linear, Llama3, Rotary, Scaling, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
 
 Floats = npt.NDArray[np.float64]
@@ -139,6 +139,68 @@ def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
         reading = read(case.turn(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
         assert told(reading, ids)[1] == 0
     assert not reading.known[:, 1:].any()  # but for the reference, which is 0 from itself
+
+
+SHORT = Case(Rotary(32, axes=1), np.zeros(16, np.int64), ladder(16, 1e4))
+NOISES = (0.04, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.17, 0.2, 0.25, 0.3)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("case", [QWEN3_VL, SHORT, CASES["1-D"]], ids=["mrope-interleaved", "16 pairs", "1-D"])
+def test_none_of_many_tokens_is_wrong_while_noise_grows(case: Case, added: bool) -> None:
+    """Noise in proportion to numbers, as rounding makes it, or the same for all, as scales of heads make it."""
+    ids = np.tile(np.arange(2000), (case.rotary.axes, 1))
+    knows = []
+    for noise in NOISES:
+        keys = case.turn(ids, noise=0 if added else noise)
+        if added:
+            keys += noise * np.random.default_rng(1).normal(size=keys.shape)
+        keys[0] = case.turn(ids[:, :1])[0]
+        known, wrong = told(read(keys.astype(np.float32), case.rotary), ids)
+        assert wrong == 0, noise
+        knows.append(known)
+    assert knows[0] > 0.9 * ids.size > knows[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [30, 1500])
+def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: str) -> None:
+    ids = np.arange(tokens)[None]
+    for theta in (1.01, 1.5, 2.0):
+        made = Case(Rotary(128, theta * 5e5, axes=1), np.zeros(64, np.int64), ladder(64, theta * 5e5))
+        for seed in (0, 1):
+            reading = read(torch.tensor(made.turn(ids, seed=seed)).to(DTYPES[dtype]), Rotary(128, 5e5, axes=1))
+            assert told(reading, ids)[1] == 0
+
+
+def test_no_id_is_wrong_of_keys_that_were_changed_after_their_rotation() -> None:
+    case, ids = CASES["1-D"], np.arange(3000)[None]
+    weights = np.random.default_rng(1).uniform(0.7, 1.3, 64)
+    for seed in range(3):
+        for keys in (case.turn(ids, seed=seed).clip(-1, 1), case.turn(ids, seed=seed) * weights):
+            for dtype in DTYPES.values():
+                assert told(read(torch.tensor(keys).to(dtype), case.rotary), ids)[1] == 0
+
+
+def test_ids_beyond_those_that_are_searched_are_not_told() -> None:
+    inv_freq = np.array([0.022031, 0.000549])
+    case = Case(Rotary(4, allocation=[0, 0], axes=1, inv_freq=inv_freq.tolist()), np.zeros(2, np.int64), inv_freq)
+    for seed in (12, 48):
+        ids = np.random.default_rng(seed).integers(-131072, 131073, (1, 200))
+        reading = read(torch.tensor(case.turn(ids, heads=1, seed=seed)).half(), case.rotary)
+        assert told(reading, ids)[1] == 0
+        assert np.abs(reading.position_ids[reading.known]).max() <= 2**18
+
+
+def test_angles_without_noise_of_lengths_are_no_proof_of_two_pairs() -> None:
+    """Of half a million ids some fit two phases by chance, whatever these are off."""
+    case = Case(Rotary(4, 1e4, allocation=[0, 0], axes=1), np.zeros(2, np.int64), ladder(2, 1e4))
+    rng = np.random.default_rng(1)
+    for off in (1e-5, 1e-4, 1e-3):
+        ids = rng.integers(-131072, 131073, (1, 60))
+        angle = ids.T * case.freq + off * rng.normal(size=(60, 2))
+        keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
+        assert told(read(keys, case.rotary), ids)[1] == 0
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
@@ -302,6 +364,17 @@ def test_heads_and_tokens_that_stand_exchanged_are_noticed(heads: int, tokens: i
         exchanged = read(other, case.rotary)
         assert (note in exchanged.notes) == (tokens > 1)
         assert exchanged.notes or not exchanged.known.all()  # one token says nothing in either order
+
+
+def test_tokens_of_one_key_are_noticed() -> None:
+    case = CASES["1-D"]
+    exchanged = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1).swapaxes(0, 1)
+    values = np.tile(case.turn([[0]]), (7, 1, 1))
+    note = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
+    assert note in read(exchanged, case.rotary).notes
+    assert note in read(values, case.rotary).notes
+    assert note not in read(values[:1], case.rotary).notes
+    assert note not in read(case.turn([[5, 5, 6]]), case.rotary).notes
 
 
 def test_heads_that_are_copies_do_not_look_like_tokens() -> None:
@@ -499,6 +572,14 @@ MISTAKES: dict[str, tuple[Case, str]] = {
         Case(QWEN3_VL.rotary, np.array([0, 2, 2])[QWEN3], ladder(64, 5e6)),
         "pairs of axis 1 (row) turn by axis 2 (col), which counts twice",
     ),
+    "three quarters rotated": (
+        Case(
+            Rotary(128, 5e6, rotary_dim=96, allocation="mrope-interleaved", mrope_section=[18, 15, 15]),
+            np.array([0, 1, 2] * 15 + [0] * 3),
+            ladder(48, 5e6),
+        ),
+        "96 channels of a head turn, not 128",
+    ),
     "factor": (
         Case(QWEN3_VL.rotary, QWEN3, ladder(64, 5e6) / 8),
         "all frequencies are 0.125 times those that were meant, as ids over 8 would be",
@@ -513,6 +594,43 @@ def test_a_rotation_that_was_not_meant_is_named(name: str) -> None:
     assert (found.as_meant, found.cause) == (False, cause)
     assert found.residual < 0.01 < found.meant
     assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("meant", "made", "cause"),
+    [
+        (YaRN(4.0, 4096), YaRN(8.0, 4096), "factor of the scaling 'yarn' is 8, not 4"),
+        (YaRN(4.0, 4096), YaRN(4.0, 32768), "original_max_position of the scaling 'yarn' is 32,768, not 4,096"),
+        (Llama3(8.0, 1.0, 4.0, 8192), Llama3(32.0, 1.0, 4.0, 8192), "factor of the scaling 'llama3' is 32, not 8"),
+        (NTK(4.0), NTK(2.0), "factor of the scaling 'ntk' is 2, not 4"),
+        (Linear(4.0), Linear(8.0), "factor of the scaling 'linear' is 8, not 4"),
+        (NTK(4.0), None, "the scaling 'ntk' is left out"),
+        (None, NTK(4.0), "the scaling 'ntk' by 4 is applied, and none was meant"),
+        (None, YaRN(4.0, 4096), "the scaling 'yarn' by 4 from 4,096 positions is applied, and none was meant"),
+    ],
+)
+def test_another_scaling_is_named(meant: Scaling | None, made: Scaling | None, cause: str) -> None:
+    ids = np.arange(600)[None]
+    inv_freq = Rotary(64, 5e5, axes=1, scaling=made).inv_freq_array
+    keys = Case(Rotary(64, 5e5, axes=1), np.zeros(32, np.int64), inv_freq).turn(ids).astype(np.float32)
+    assert identify(keys, Rotary(64, 5e5, axes=1, scaling=meant), ids).cause == cause
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 100), (torch.float16, 300), (torch.float16, 1000)])
+def test_angles_that_are_cast_are_named(dtype: torch.dtype, tokens: int) -> None:
+    """Each id times each frequency is right, and is cast then."""
+    rotary, ids = Rotary(64, axes=1), np.arange(tokens)
+    angle = torch.tensor(ids[:, None] * ladder(32, 1e4)).to(dtype).double().numpy()
+    keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
+    assert identify(keys, rotary, ids[None]).cause.startswith(f"angles are cast to {str(dtype)[6:]}: they err by up to")
+
+
+def test_pairs_on_other_axes_are_counted_where_noise_lets_them_show() -> None:
+    axis = QWEN3.copy()
+    axis[np.flatnonzero(axis == 1)[::2]] = 2
+    keys = torch.tensor(Case(QWEN3_VL.rotary, axis, ladder(64, 5e6)).turn(IDS)).bfloat16()
+    named = identify(keys, QWEN3_VL.rotary, MEANT)
+    assert named.cause.endswith("of 64, the first 1, turn by other axes: 2 instead of 1")
 
 
 def test_the_rotation_that_was_meant_is_named_so() -> None:

@@ -166,7 +166,7 @@ def test_values_and_keys_before_their_rotation_are_one_key(capsys: pytest.Captur
     keys = turned(0 * IDS)
     np.savez("keys.npz", values=keys + noise * np.random.default_rng(1).normal(size=keys.shape))
     said = (
-        "  Cause: all tokens have one key: values, keys before their rotation, or one id for all.\n"
+        "  All tokens have one key: values, keys before their rotation, copies of heads, or one id for all.\n"
         "  To do: dump keys as they enter the cache, after their rotation.\n"
     )
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)

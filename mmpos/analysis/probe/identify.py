@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, read_keys
-from mmpos.analysis.probe.reading import follow
+from mmpos.analysis.probe.reading import ROUNDED, follow
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.rows import axis_names
 from mmpos.positions.table import PositionTable
@@ -22,19 +22,22 @@ from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
 from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
-from mmpos.rotary.scaling import YaRN
+from mmpos.rotary.scaling import NTK, Llama3, Scaling, YaRN
 from mmpos.support.checks import IntArray, counted, host_array, instance
 
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
 """Bases of deployed models."""
 
+FACTORS = (1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
+"""Factors of the scalings of deployed models."""
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Lengths that such models were trained with before they were scaled."""
+
 FITS = 0.1
 """Most of noise, in rad, that a rotation leaves which the keys were turned by."""
 
 UNEXPLAINED = "no rotation that is known explains the keys"
-
-ROUNDED = 0.02
-"""Most, in rad, that angles in float32 may be off."""
 
 SAMPLE = 512
 """Tokens that are looked at where their ids are known: the first ones, and others spread over all."""
@@ -181,6 +184,7 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
         for cast in ("bfloat16", "float16"):
             remedy = "make angles, cos and sin in float32 or by exact turns, and cast them last"
             yield _Suspect(f"angles are made in {cast}", remedy, meant, cast=f"{cast} angles")
+            yield _Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
             yield _Suspect(f"ids are cast to {cast} before they meet frequencies", remedy, meant, cast=f"{cast} ids")
             yield _Suspect(f"frequencies are held in {cast}", remedy, meant, cast=f"{cast} frequencies")
     if meant.inv_freq is None and isinstance(meant.theta, float):
@@ -190,18 +194,41 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
                 yield from _if_made(cause, "give the engine the theta of the config", meant, theta=theta)
                 if meant.scaling is not None:
                     yield from _if_made(f"{cause}, and the scaling is left out", "", meant, theta=theta, scaling=None)
-        if meant.scaling is not None:
-            cause = f"the scaling {meant.scaling.name!r} is left out"
-            yield from _if_made(cause, "apply the scaling of the config to the frequencies", meant, scaling=None)
-        if isinstance(meant.scaling, YaRN):
-            scaling = replace(meant.scaling, truncate=not meant.scaling.truncate)
-            cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
-            yield from _if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
+        yield from _scalings(meant, with_ids)
+
+
+def _scalings(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
+    """Yield other scalings of the frequencies; some where none was meant, if ids are known."""
+    mine: Any = meant.scaling
+    remedy = "apply the scaling of the config to the frequencies"
+    if mine is None:
+        for factor in FACTORS if with_ids else ():
+            others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
+            for other in others:
+                cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, and none was meant"
+                yield from _if_made(cause, "scale no frequencies, as the config says", meant, scaling=other)
+        return
+    yield from _if_made(f"the scaling {mine.name!r} is left out", remedy, meant, scaling=None)
+    for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
+        own = getattr(mine, field, None)
+        for value in values if isinstance(own, int | float) else ():
+            if value != own:
+                cause = f"{field} of the scaling {mine.name!r} is {value:,g}, not {own:,g}"
+                yield from _if_made(cause, remedy, meant, scaling=replace(mine, **{field: value}))
+    if isinstance(mine, YaRN):
+        scaling = replace(mine, truncate=not mine.truncate)
+        cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
+        yield from _if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
+
+
+def _from(scaling: Scaling) -> str:
+    length = getattr(scaling, "original_max_position", None)
+    return "" if length is None else f" from {length:,} positions"
 
 
 def _dims(meant: Rotary) -> Iterator[_Suspect]:
     """Yield other numbers of channels that turn, with sections in proportion."""
-    for size in sorted({meant.head_dim >> shift for shift in range(3)} - {meant.rotary_dim}):
+    for size in sorted({meant.head_dim * quarters // 4 for quarters in range(1, 5)} - {meant.rotary_dim}):
         section = meant.mrope_section and [each * size // meant.rotary_dim for each in meant.mrope_section]
         cause = f"{size} channels of a head turn, not {meant.rotary_dim}"
         remedy = f"turn the first {meant.rotary_dim} channels of a head, and leave the others"
@@ -348,7 +375,7 @@ class _Judge:
         axis = left.argmin(axis=0)
         axis[axis == meant.axes] = STILL
         own = np.take_along_axis(left, meant.pair_axis[None] % (meant.axes + 1), axis=0)[0]
-        axis = np.where(own <= 2 * left.min(axis=0) + 1e-9, meant.pair_axis, axis)
+        axis = np.where(own <= 2 * left.min(axis=0) + 4 * self.noise**2 + 1e-9, meant.pair_axis, axis)
         moved = np.flatnonzero(axis != meant.pair_axis)
         if moved.size:
             cause = f"{counted(moved.size, 'pair')} of {axis.size}, the first {moved[0]}, turn by other axes: "
@@ -428,7 +455,7 @@ def _turned(suspect: _Suspect, ids: Float64Array) -> Float64Array:
         frequencies = _cast(frequencies, kind)
     with np.errstate(invalid="ignore", over="ignore"):  # ids beyond float16
         angles = _by_pair(rotary, suspect.sign * ids) * frequencies
-        return _cast(angles, kind) if what == "angles" else angles
+        return _cast(angles, kind) if what in ("angles", "products") else angles
 
 
 def _like(weights: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:

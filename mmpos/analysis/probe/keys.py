@@ -64,16 +64,17 @@ class Keys:
 
     @property
     def rounding(self) -> float:
-        """Noise in rad of numbers as coarse as these: half of the least relative step between the numbers of a head.
+        """Noise in rad of numbers as coarse as these, by the least relative step between the numbers of a head.
 
-        Pairs that turn by less than a step do not move at all, so what is left of their angles does not show it.
+        Root mean square of two numbers that are off by up to half a step each. Pairs that turn by less than a step do
+        not move at all, so what is left of their angles does not show it.
         """
         some = np.abs(next(self.blocks())[:: max(1, min(self.num_tokens, BLOCK) // 64)])
         steps = [1.0]
         for head in np.moveaxis(some, 1, 0):
             numbers = np.unique(head[np.isfinite(head) & (head > 0)])
             steps.append(float((np.diff(numbers) / numbers[1:]).min(initial=1.0)))
-        return min(steps) / 2
+        return min(steps) / 6**0.5
 
     @property
     def exchanged(self) -> bool:

@@ -50,6 +50,9 @@ FEW = 64
 ROUNDED = 2.0**-22
 """What angles that are made in float32 are off at most, relative: frequency, product, and some more for the power."""
 
+ROUNDS = 1e-4
+"""Squares in rad² above which a mean cosine in float32 tells them."""
+
 LEAST_NOISE = 1e-6
 """Noise of float32 keys in rad, which covers the rounding of the phases here."""
 
@@ -177,10 +180,16 @@ class Ladder:
         rest = np.einsum("tp,tp->t", parts, np.take(across.view(np.float32), best, axis=0))
         return best, known[best] + rest, scores[np.arange(best.size), best] >= NEAR * weight.sum()
 
-    def lengths(self, phasors: Phasors) -> Float32Array:
-        """Compute (2, tokens) the mean length of phasors, and the mean square of what their lengths are off 1."""
+    def lengths(self, phasors: Phasors) -> tuple[Float32Array, Float32Array]:
+        """Compute (2, tokens) the mean length of phasors, and the mean square of what their lengths are off 1.
+
+        Returns:
+            these, and (tokens, pairs) the squares.
+        """
         off = np.abs(phasors) - np.float32(1)
-        return np.stack([1 + off @ self.weight, np.square(off, out=off) @ self.weight])
+        mean = 1 + off @ self.weight
+        np.square(off, out=off)
+        return np.stack([mean, off @ self.weight]), off
 
     def left(self, phasors: Phasors, ids: Float64Array) -> Float64Array:
         """Compute (3, tokens) what ids leave: mean cosine, ids to where phasors would fit best, mean squared sine."""
@@ -198,32 +207,51 @@ class Ladder:
         """(2·pairs,) weights of squared sines."""
         return np.stack([np.zeros_like(self.weight), self.weight], axis=1).ravel()
 
-    @cached_property
-    def _distances(self) -> Float32Array:
-        """(REACH,) squared distances, 2 − 2·Σ w·cos(k·ω), between the phasors of ids that are k apart, k from 1.
+    def _apart(self, weights: Float64Array, times: int = 1) -> Float64Array:
+        """Compute (2·REACH,) 2·Σ w·(1 − cos(k·ω)), squared distances of the phasors of ids that are k apart, from 1.
 
-        An id is the sum of one of 512 and a multiple of 512, whose cosines one matrix product makes.
+        ω is that of pairs which are ``times`` as fast. A difference is the sum of one of 512 and a multiple of 512,
+        whose cosines one matrix product makes.
+        """
+        near, far = np.arange(1, 513, dtype=np.uint64), np.arange(0, 2 * REACH, 512, dtype=np.uint64)
+        here, there = (
+            (ids[:, None] * self.turns * np.uint64(times)).view(np.int64) * (2 * np.pi * 2.0**-64)
+            for ids in (near, far)
+        )
+        cosines = (np.cos(there) * weights) @ np.cos(here).T - (np.sin(there) * weights) @ np.sin(here).T
+        return np.maximum(2 * (weights.sum() - cosines), 0).ravel()
+
+    def doubt(self, noise: Float64Array, misfit: Float64Array, by_pair: Float64Array, across: float) -> Float64Array:
+        """Bound (tokens,) probabilities that noise lets another integer within reach explain the phases as well.
+
+        An id whose phasors are d away does so if the noise on the way there, n, makes up for half of it: by the union
+        bound over all of them, with normal noise, Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). What phases are off by
+        other causes than the noise of single pairs counts as if it were on the way.
+
+        Args:
+            noise: (tokens,) noise along phasors, independent in every pair.
+            misfit: (tokens,) rad that phases are off beside it.
+            by_pair: (pairs,) the squared noise of pairs, to any scale.
+            across: how much of the squared noise there is across phasors, of that along them.
         """
         weight = self.weights / max(self.weights.sum(), 1e-300)
-        near, far = np.arange(1, 513, dtype=np.uint64), np.arange(0, REACH, 512, dtype=np.uint64)
-        here, there = ((ids[:, None] * self.turns).view(np.int64) * (2 * np.pi * 2.0**-64) for ids in (near, far))
-        cosines = (np.cos(there) * weight) @ np.cos(here).T - (np.sin(there) * weight) @ np.sin(here).T
-        return np.maximum(2 * (weight.sum() - cosines), 0).astype(np.float32).ravel()
-
-    def doubt(self, noise: Float64Array) -> Float64Array:
-        """Bound (tokens,) probabilities that another integer within reach explains the phases as well.
-
-        By the union bound over all of them, with normal noise: Σ_k exp(−d²(k) / (8·noise²·largest weight)).
-        """
-        levels = np.ceil(2 * np.log2(np.maximum(noise, LEAST_NOISE)))
-        out = np.ones(levels.shape)
-        heaviest = float(self.weight.max())
-        for level in np.unique(levels[np.isfinite(levels)]):
-            scale = 8 * heaviest * 2.0**level
+        squares = self._apart(weight)
+        noises = weight**2 * by_pair / max(float(weight @ by_pair), 1e-300)
+        sines = self._apart(noises / 4, 2)  # Σ w·sin²
+        onward = across * sines + np.maximum(self._apart(noises) - sines, 0)
+        half, onward = np.sqrt(squares) / 2, np.sqrt(np.maximum(onward, 1e-300) / np.maximum(squares, 1e-300))
+        rads = np.fmin(np.fmax([noise, misfit], LEAST_NOISE), 8.0)
+        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(
+            np.int16
+        )  # below 93; of so few bits that sorts are quick
+        levels, inverse = np.unique(steps[0] * np.int16(128) + steps[1], return_inverse=True)
+        out = np.ones(levels.size)
+        for index, level in enumerate(levels.tolist()):
+            own, off = (LEAST_NOISE * 2.0 ** (each / 4) for each in divmod(level, 128))
             with np.errstate(under="ignore"):
-                others = np.exp(-self._distances / scale).sum(dtype=np.float64)
-            out[levels == level] = min(1.0, 2 * float(others))
-        return out
+                others = np.exp(-np.square(np.maximum(half - off, 0) / (own * onward)) / 2).sum()
+            out[index] = min(1.0, float(others))
+        return out[inverse]
 
 
 @dataclass(eq=False)
@@ -330,13 +358,13 @@ class Follower:
         """Move guesses to where the phases fit best, to integers where those do.
 
         Returns:
-            (3, tokens) ids, noise in rad, and how many ids away the phases would fit best; (tokens,) whether the id
-            explains the phases.
+            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
+            the id explains the phases.
         """
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
         along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # whatever the id
-        within = 6 * np.sqrt(along) * self.ladder.ids_per_rad
+        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond half an id another is nearer
         left = self.ladder.left(phasors, ids)
         moving = np.arange(ids.size)
         for _ in range(15):
@@ -355,4 +383,6 @@ class Follower:
             ids[moving] = there[moved]
             left[:, moving] = self.ladder.left(phasors[moving], ids[moving])
         cosine, away, across = left
-        return np.stack([ids, np.sqrt(np.maximum(across, along)), away]), cosine >= FITS * lengths[0]
+        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
+        across = np.where(far > ROUNDS, np.maximum(across, far), across)
+        return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mmpos.analysis.diagnosis import Diagnosis, diagnose
 from mmpos.analysis.probe.keys import ALIKE, Axis, Keys, read_keys
-from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, Flags, Follower, Phasors
+from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, Flags, Follower, Ladder, Phasors
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, NO_POSITION, OFFSET, WIDTH
@@ -25,7 +25,7 @@ from mmpos.support.checks import IntArray, counted, host_array, instance, int_ar
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The id of what could not be told."""
 
-SURE = 0.99
+SURE = 1 - 1e-6
 """Least confidence of an id that is told."""
 
 MOST_DENOMINATOR = 4096
@@ -45,6 +45,15 @@ HIDDEN = 2.5
 
 ANY_ANGLE = np.pi / 3**0.5
 """Root mean square in rad of angles that mean nothing."""
+
+PRESUMED = 8
+"""Tokens whose lengths count as much as what is presumed of the noise of pairs: that short ones have more."""
+
+COARSE = 0.04
+"""Noise in rad of e4m3, the coarsest of numbers; beyond it something else is at work, which pairs may share."""
+
+ROUNDED = 0.02
+"""Most, in rad, that angles in float32 may be off."""
 
 NOISY = 0.35
 """Noise in rad above which a token's phases fit no id."""
@@ -140,7 +149,9 @@ class Traces:
     Args:
         axes: pairs of every axis, and of those that do not turn, last.
         ids: (axes, tokens) NaN where none explains the keys.
-        noise: (axes, tokens) rad.
+        across: (axes, tokens) rad that ids leave of the phases.
+        along: (axes, tokens) what lengths are off, the noise along phasors.
+        by_pair: of each axis (pairs,) the mean squares of what lengths are off.
         away: (axes, tokens) how many ids away the keys would fit best.
         still: (tokens,) mean square of rad by which pairs have turned that should not.
         alike: (tokens,) whether pairs are as long as the reference's.
@@ -150,12 +161,19 @@ class Traces:
 
     axes: list[Axis]
     ids: Float64Array
-    noise: Float64Array
+    across: Float64Array
+    along: Float64Array
+    by_pair: list[Float64Array]
     away: Float64Array
     still: Float64Array
     alike: Flags
     futile: bool
     scale: float
+
+    @property
+    def noise(self) -> Float64Array:
+        """(axes, tokens) the larger one of both."""
+        return np.maximum(self.across, self.along)
 
     @property
     def residual(self) -> Float64Array:
@@ -176,6 +194,8 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
     turning = axes[: keys.rotary.axes]
     found = np.full((3, len(turning), tokens), np.inf)
     found[0] = np.nan
+    along = np.zeros((len(turning), tokens))
+    by_pair = [np.zeros(each.columns.size) for each in turning]
     still, same = np.zeros(tokens), np.zeros(tokens, np.bool_)
     followers = [Follower(each.ladder, np.ones(each.columns.size, np.complex64)) for each in turning]
     plain = keys.reference[:, 2 * keys.rotary.num_pairs :]
@@ -191,17 +211,21 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
             phasors = [each / np.float32(scale) for each in phasors]
         same[here] = _unturned_alike(block, plain)
         with np.errstate(invalid="ignore", over="ignore"):
-            lengths = [each.ladder.lengths(moved) for each, moved in zip(axes, phasors, strict=True)]
+            measured = [each.ladder.lengths(some) for each, some in zip(axes, phasors, strict=True)]
             if len(axes) > len(turning):
                 still[here] = np.abs(phasors[-1] - 1) ** 2 @ axes[-1].ladder.weight
-        same[here] &= np.all([off <= ALIKE**2 for _, off in lengths], axis=0)
+        same[here] &= np.all([off <= ALIKE**2 for (_, off), _ in measured], axis=0)
         for axis, follower in enumerate(followers):
+            lengths, squares = measured[axis]
             if turning[axis].columns.size:
-                found[:, axis, here] = follower.read(phasors[axis], lengths[axis], same[here])
+                found[:, axis, here] = follower.read(phasors[axis], lengths, same[here])
+                along[axis, here] = np.sqrt(lengths[1])
+                by_pair[axis] += squares.sum(axis=0, where=same[here, None], dtype=np.float64)
         if progress is not None:
             progress(at, tokens)
-    ids, noise, away = found
-    return Traces(axes, ids, noise, away, still, same, any(each.futile for each in followers), scale)
+    ids, across, away = found
+    by_pair = [squares / max(same.sum(), 1) for squares in by_pair]
+    return Traces(axes, ids, across, along, by_pair, away, still, same, any(each.futile for each in followers), scale)
 
 
 def _scale(phasors: list[Phasors]) -> float:
@@ -223,17 +247,16 @@ def _unturned_alike(block: npt.NDArray[np.float32], plain: npt.NDArray[np.float3
 def _told(keys: Keys, raw: Traces) -> Reading:
     """Leave out what is not sure, and write fractions with their denominators."""
     ladders = [each.ladder for each in raw.axes[: len(raw.ids)]]
-    read = np.isfinite(raw.noise)
+    read = np.isfinite(raw.across)
     # A token whose noise is small by luck is not trusted more than its neighbours.
-    usual = np.array(
-        [np.median(row[here]) if here.any() else np.inf for row, here in zip(raw.noise, read, strict=True)]
-    )
+    usual = _usual(raw.noise, read)
     noise = np.maximum(raw.noise, np.maximum(usual, keys.rounding)[:, None])
-    confidence = np.zeros_like(noise)
+    confidence, unfit = np.zeros_like(noise), np.zeros(noise.shape, np.bool_)
     for axis, ladder in enumerate(ladders):
-        if ladder.turns.size:
-            confidence[axis] = 1 - ladder.doubt(noise[axis])
-    confidence[np.isnan(raw.ids) | (noise > NOISY)] = 0
+        if ladder.turns.size and read[axis].any():
+            doubt, unfit[axis] = _doubt(ladder, raw.across[axis], raw.along[axis], raw.by_pair[axis], keys.rounding)
+            confidence[axis] = 1 - doubt
+    confidence[~(np.abs(raw.ids) <= REACH) | (noise > NOISY)] = 0
     per_rad = np.array([ladder.ids_per_rad for ladder in ladders])
     spread = 6 * np.where(read, noise, 0) * per_rad[:, None]
     # One or two pairs have any phases at some fraction: so many of these fit by chance.
@@ -249,13 +272,54 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     confidence[~rational] = 0
     driven = np.array([ladder.turns.size > 0 for ladder in ladders])
     fits = raw.alike & np.isfinite(raw.ids[driven]).all(axis=0)
+    if keys.token is not None and keys.num_tokens > 1:
+        fits = np.delete(fits, keys.token)  # which fits itself
     misfit = bool(fits.mean() < MOST)
     if misfit:
         confidence[:] = 0
     position_ids = np.where(confidence >= SURE, numerators, UNKNOWN)
     offsets = np.concatenate([[0], np.cumsum(keys.lengths)])
-    notes = _notes(keys, raw, position_ids, rational, misfit)
+    notes = _notes(keys, raw, position_ids, rational, unfit, misfit)
     return Reading(position_ids, denominators, raw.residual, confidence, raw.alike, keys.token, offsets, notes)
+
+
+def _usual(noise: Float64Array, read: Flags) -> Float64Array:
+    """Return (axes,) medians of the noise of tokens that were read."""
+    return np.array([np.median(row[here]) if here.any() else np.inf for row, here in zip(noise, read, strict=True)])
+
+
+def _doubt(
+    ladder: Ladder, across: Float64Array, along: Float64Array, by_pair: Float64Array, rounding: float
+) -> tuple[Float64Array, Flags]:
+    """Bound (tokens,) probabilities that ids are others, by the noise of lengths and by what phases are off beside it.
+
+    The noise of each pair is that of its lengths in all tokens; as long as these are few, that of a pair which has as
+    much noise as any other, whatever its length.
+
+    Returns:
+        these, and (tokens,) whether phases are off by more than rounding makes them.
+
+    Source of what sums of squares exceed: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by
+    model selection, 2000, lemma 1.
+    """
+    read = np.isfinite(across)
+    weight = ladder.weight.astype(np.float64)
+    one = float(weight @ weight)  # pair's share of all that weigh
+    presumed = float(weight @ by_pair) * np.maximum(1, weight**-2.0 / (1 / weight).sum())
+    count = int(read.sum())
+    by_pair = np.maximum((count * by_pair + PRESUMED * presumed) / (count + PRESUMED), rounding**2)
+    usual = max(float(np.median(along[read])), rounding)
+    share = min((max(float(np.median(across[read])), rounding) / usual) ** 2 / max(1 - one, one), 1.0)
+    along = np.maximum(along, usual)
+    rare = -np.log(1 - SURE)
+    chance = np.sqrt(1 + 2 * np.sqrt(rare * one) + 2 * rare * one)  # so rarely have so many pairs more than is usual
+    honest = np.minimum(across, along * np.sqrt(share) * chance)
+    misfit = np.sqrt(across**2 - honest**2)
+    noise = np.maximum(along, honest / np.sqrt(share))
+    unseen = chance * np.maximum(misfit, np.median(misfit[read]))
+    doubt = ladder.doubt(noise * np.maximum(1, noise / COARSE), unseen, by_pair, share)
+    doubt[misfit > ROUNDED] = 1
+    return doubt, misfit > ROUNDED
 
 
 def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[IntArray, IntArray, Flags]:
@@ -290,7 +354,7 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     return np.rint(whole * denominators).astype(np.int64), denominators, told
 
 
-def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, misfit: bool) -> tuple[str, ...]:
+def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, unfit: Flags, misfit: bool) -> tuple[str, ...]:
     """Word what could not be told."""
     notes = []
     unlike = int((~raw.alike).sum())
@@ -305,6 +369,8 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, misfit: bool
         notes.append("The one token is the reference: its ids are 0 from itself, and nothing is told.")
     if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
         notes.append("Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?")
+    if keys.num_tokens > 1 and (ids == ids[:, :1]).all() and (ids != UNKNOWN).any():
+        notes.append("All tokens have one key: values, keys before their rotation, copies of heads, or one id for all.")
     for axis, each in enumerate(raw.axes[: len(ids)]):
         unknown = (ids[axis] == UNKNOWN) & raw.alike
         count = int(unknown.sum())
@@ -323,6 +389,13 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, misfit: bool
         odd = int((unknown & ~rational[axis] & ~np.isnan(raw.ids[axis])).sum())
         if odd:
             notes.append(f"Axis {axis}: {counted(odd, 'token')} have fractions that the noise does not tell apart.")
+        off = int((unknown & unfit[axis] & rational[axis] & ~np.isnan(raw.ids[axis])).sum())
+        if off:
+            notes.append(
+                f"Axis {axis}: the keys of {counted(off, 'token')} are further from any id than their noise explains: "
+                "another rotary, or angles of few bits."
+            )
+        odd += off
         if count > lost + odd:
             fastest, noise = float(np.abs(each.ladder.inv_freq).max()), float(np.median(raw.noise[axis][unknown]))
             notes.append(

@@ -152,8 +152,9 @@ def _compared(
     reading: Reading, keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]
 ) -> _Verdict:
     from mmpos.analysis.probe import check, identify
+    from mmpos.analysis.probe.reading import ONE_KEY
 
-    notes, sentences, why, wrong = [*reading.notes], list[str](), None, None
+    notes, sentences, why, wrong = [note for note in reading.notes if note != ONE_KEY], list[str](), None, None
     alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
     equal = bool(meant is not None and reading.known.any() and not alone)
     if meant is None:
@@ -167,7 +168,7 @@ def _compared(
         return _Verdict(reading, equal, wrong, [*sentences, *notes])
     ids = reading.position_ids
     if not equal and reading.num_tokens > 1 and reading.known.all() and (ids == ids[:, :1]).all():
-        notes.append("To do: dump keys as they enter the cache, after their rotation.")
+        notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
         return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
     identified = identify(keys, rotary, meant, **options)  # ids may be read through a wrong rotation
     right = equal and identified.as_meant

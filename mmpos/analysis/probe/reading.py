@@ -25,6 +25,8 @@ from mmpos.support.checks import IntArray, counted, host_array, instance, int_ar
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The id of what could not be told."""
 
+ONE_KEY = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
+
 SURE = 1 - 1e-6
 """Least confidence of an id that is told."""
 
@@ -370,7 +372,7 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, unfit: Flags
     if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
         notes.append("Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?")
     if keys.num_tokens > 1 and (ids == ids[:, :1]).all() and (ids != UNKNOWN).any():
-        notes.append("All tokens have one key: values, keys before their rotation, copies of heads, or one id for all.")
+        notes.append(ONE_KEY)
     for axis, each in enumerate(raw.axes[: len(ids)]):
         unknown = (ids[axis] == UNKNOWN) & raw.alike
         count = int(unknown.sum())

@@ -222,7 +222,7 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
             if turning[axis].columns.size:
                 found[:, axis, here] = follower.read(phasors[axis], lengths, same[here])
                 along[axis, here] = np.sqrt(lengths[1])
-                by_pair[axis] += squares.sum(axis=0, where=same[here, None], dtype=np.float64)
+                by_pair[axis] += (squares if same[here].all() else squares[same[here]]).sum(axis=0)
         if progress is not None:
             progress(at, tokens)
     ids, across, away = found

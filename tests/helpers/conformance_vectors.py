@@ -717,9 +717,10 @@ def files() -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if sys.argv[1:] else VECTORS
     made = files()
-    for old in VECTORS.glob("*/*.jsonl"):
+    for old in folder.glob("*/*.jsonl"):
         old.unlink()
     for name, data in made.items():
-        (VECTORS / name).parent.mkdir(parents=True, exist_ok=True)
-        (VECTORS / name).write_bytes(data)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)

@@ -226,7 +226,7 @@ def test_every_token_is_found_among_any_number_of_segments(segments: int) -> Non
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 4, 16])
 def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile: Any) -> None:
     tile(block, 2)
     rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs

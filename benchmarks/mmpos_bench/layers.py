@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 from mmpos.segments.table import SegmentTable
+from mmpos.support.cached import cached_property
 from mmpos_bench.proofs import holds
 from mmpos_bench.workloads import Document, loop_ids, workload
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias, real_positions
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import integer
 
 __all__ = ["Alibi"]

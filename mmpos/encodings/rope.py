@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from mmpos.encodings.base import HEAD_DIM, Rotation
 from mmpos.rotary import PRoPE, Rotary
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import integer
 
 __all__ = ["HoPE", "MHRope", "PRope", "Rope1D", "Rope1DAdjacent", "Rope2D", "RopeND"]

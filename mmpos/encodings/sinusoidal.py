@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ from mmpos.encodings.base import DIM, AdditiveTable, real_positions
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import even, finite
 
 __all__ = ["Sinusoidal"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, whole_positions
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
 __all__ = ["T5Buckets"]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
-from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from mmpos.rotary.frequencies import (
 )
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, even, finite, integer, integers, numbers, one_of
 
 __all__ = ["Rotary"]

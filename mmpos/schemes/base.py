@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray
 
 Steps = Sequence[IntArray | int]

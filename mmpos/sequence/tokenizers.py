@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from mmpos.errors import InvalidInputError
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 
 __all__ = ["ByteTokenizer", "MarkerIds", "Markers", "Tokenizer", "adapt"]

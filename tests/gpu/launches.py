@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from math import inf, isnan, pi, sqrt
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
+from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

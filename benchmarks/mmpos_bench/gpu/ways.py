@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rerotate, rotate_and_store
+from mmpos.support.cached import cached_property
 from mmpos_bench.gpu.journal import shortened
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, NormRotate, Rotation

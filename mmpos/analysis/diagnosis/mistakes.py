@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from mmpos.schemes import (
 )
 from mmpos.segments.kinds import CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray
 
 Ids = npt.NDArray[np.float64]

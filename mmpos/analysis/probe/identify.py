@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import permutations
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
 from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.rotary.scaling import NTK, Llama3, Scaling, YaRN
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, counted, host_array, instance
 
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)

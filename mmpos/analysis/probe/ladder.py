@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.rotary.frequencies import Float32Array, Float64Array, UInt64Array
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray
 
 Phasors = npt.NDArray[np.complex64]

@@ -1,0 +1,41 @@
+"""cached_property without the lock that ``functools.cached_property`` holds until Python 3.12."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar, overload
+
+__all__ = ["cached_property"]
+
+Value = TypeVar("Value")
+
+
+class cached_property(Generic[Value]):  # noqa: N801  # the name that readers know
+    """Decorator of a method whose value is computed at the first access and kept in the instance.
+
+    It takes no lock. That of ``functools`` in Python 3.11 is one for all instances: a process that forks while a thread
+    holds it leaves a child in which nobody releases it. Threads that ask at the same time may each compute the value;
+    the first one that is kept stays, so all of them get the same object.
+
+    Args:
+        function: the method; its instances need a ``__dict__``, and may be frozen dataclasses.
+    """
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+        self._name = function.__name__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None, /) -> Value: ...
+
+    def __get__(self, instance: object, owner: type | None = None, /) -> Self | Value:
+        if instance is None:
+            return self
+        value: Value = vars(instance).setdefault(self._name, self.function(instance))
+        return value

@@ -1,0 +1,75 @@
+"""cached_property: one value per instance, also of frozen dataclasses, and no lock for a forked child to wait for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from dataclasses import FrozenInstanceError, dataclass
+from typing import assert_type
+
+import pytest
+
+from mmpos.support.cached import cached_property
+
+WAIT = 60  # seconds, after which a child that hangs is killed
+
+
+@dataclass(frozen=True)
+class Frozen:
+    started: threading.Event | None = None
+    release: threading.Event | None = None
+
+    @cached_property
+    def value(self) -> list[int]:
+        """Return a list of its own."""
+        if self.started is not None and self.release is not None:
+            self.started.set()
+            self.release.wait(WAIT)
+        return []
+
+
+def test_a_value_is_computed_once_for_each_instance() -> None:
+    one, other = Frozen(), Frozen()
+    assert assert_type(one.value, list[int]) is one.value
+    assert one.value is not other.value
+    assert vars(one)["value"] is one.value
+    assert Frozen.value.__doc__ == "Return a list of its own."
+    with pytest.raises(FrozenInstanceError):
+        one.value = [1]  # type: ignore[misc]
+
+
+def test_threads_that_compute_a_value_at_once_get_the_same_object() -> None:
+    shared = Frozen(threading.Event(), threading.Event())
+    assert shared.started is not None
+    assert shared.release is not None
+    values: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: values.append(shared.value)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert shared.started.wait(WAIT)
+        shared.started.clear()
+    shared.release.set()
+    for thread in threads:
+        thread.join()
+    assert values[0] is values[1] is shared.value
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the situation under test
+def test_a_child_forked_while_a_thread_computes_a_value_computes_its_own() -> None:
+    busy = Frozen(threading.Event(), threading.Event())
+    assert busy.started is not None
+    assert busy.release is not None
+    thread = threading.Thread(target=lambda: busy.value)
+    thread.start()
+    try:
+        assert busy.started.wait(WAIT)
+        child = multiprocessing.get_context("fork").Process(target=lambda: Frozen().value)
+        child.start()
+        child.join(WAIT)
+        code = child.exitcode
+        child.kill()
+        child.join()
+        assert code == 0
+    finally:
+        busy.release.set()
+        thread.join()

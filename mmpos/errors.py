@@ -2,7 +2,7 @@
 
     MmposError
     ├── InvalidInputError (ValueError)      the caller's argument is wrong
-    ├── UnsupportedError (ValueError)       right, but this scheme or layout has no such thing; NotImplementedError, too
+    ├── UnsupportedError (ValueError)       right, but of no such scheme, layout or builder; NotImplementedError, too
     ├── LimitExceededError (ValueError)     right, but beyond a stated limit
     └── ServiceError                        a service could not answer, whatever it was asked
         ├── ServiceUnavailableError         no server answered, after all retries
@@ -38,7 +38,7 @@ class InvalidInputError(MmposError, ValueError):
 
 
 class UnsupportedError(MmposError, NotImplementedError, ValueError):
-    """The input is legal, but the chosen scheme or layout does not define the result."""
+    """The input is legal, but the chosen scheme, layout or builder does not define the result."""
 
 
 class LimitExceededError(MmposError, ValueError):

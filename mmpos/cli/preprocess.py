@@ -106,6 +106,13 @@ def preprocess(
     scheme: SchemeName = None,
     no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
     on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
+    max_skipped: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of the first 1,000 records of a worker: stop if more are skipped. Ten may be in any case.",
+        ),
+    ] = 0.1,
     on_image_error: Annotated[
         OnImageError | None,
         typer.Option(help="What to do about a broken image.", show_default="as about any broken record"),
@@ -140,6 +147,7 @@ def preprocess(
                 engine=engine.value,
                 workers=workers,
                 on_error=on_error.value,
+                max_skipped=max_skipped,
                 patches=not no_patches,
                 overwrite=overwrite,
                 max_tokens=max_tokens,

@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import AUDIO, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
-from mmpos.support.checks import IntArray, boolean, integer, one_of
+from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
 from mmpos.support.ragged import ragged_arange
 
 __all__ = [
@@ -257,6 +257,8 @@ class Preprocess:
 
         Raises:
             RecordError: the record is wrong; the message names it and the field or part.
+            UnsupportedError: the builder or its scheme takes no such part, as one without an ImageProcessor takes no
+                image: a mistake of the set-up, whatever is done about records and images that are wrong.
             ServiceError: the builder is a client whose server does not answer: no fault of the record.
         """
         if self.on_image_error is None:
@@ -289,21 +291,18 @@ class Preprocess:
             elif not isinstance(part, str) and not is_ids(part):
                 try:
                     self.builder.build([part])
-                except ServiceError:
-                    raise
                 except (InvalidInputError, LimitExceededError) as error:
                     broken[i] = f"{_where(document, location)}: parts[{i}]{str(error).removeprefix('parts[0]')}"
                 except UnsupportedError:
-                    continue  # of the scheme, and so of every image
+                    continue  # no fault of the image: the document without the broken ones raises it
         return broken
 
     def _example(self, document: Document, location: Location) -> Example:
         try:
-            sequence = self.builder.build(document.parts)
-        except ServiceError:
-            raise
-        except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            raise RecordError(f"{_where(document, location)}: {error}") from error
+            with naming(_where(document, location)):
+                sequence = self.builder.build(document.parts)
+        except (InvalidInputError, LimitExceededError) as error:
+            raise RecordError(str(error)) from error
         return Example(document.key, sequence, self._labels(document, sequence))
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:

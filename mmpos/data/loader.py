@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
-from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile, skips_images
+from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers.base import Reader
 from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -63,7 +63,10 @@ class BatchDataset(IterableDataset[Item]):
         rank: of this process; None asks torch.distributed, which must be initialised by then, or is 0 without it.
         world_size: ranks; None likewise.
         on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine. The
-            on_image_error of a Preprocess decides about images.
+            on_image_error of a Preprocess decides about images. A mistake of the set-up, such as a builder without an
+            ImageProcessor for images, always stops.
+        max_skipped: share of the first 1,000 records of a worker (of all, where it reads fewer) of which more must not
+            be skipped, 0 to 1: more are hardly broken records. Ten may be in any case.
         quarantine: folder for the skipped records and dropped images, one file of JSON lines per worker, each record
             once an epoch, also where an epoch is resumed.
         threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.
@@ -86,6 +89,7 @@ class BatchDataset(IterableDataset[Item]):
         rank: int | None = None,
         world_size: int | None = None,
         on_error: OnError = "raise",
+        max_skipped: float = MAX_SKIPPED,
         quarantine: str | os.PathLike[str] | None = None,
         threads: int = 0,
     ) -> None:
@@ -107,7 +111,8 @@ class BatchDataset(IterableDataset[Item]):
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else Path(quarantine)
         self._on_error: OnError = on_error
-        Quarantine(on_error, self._lines(""), preprocess=preprocess)
+        self._max_skipped = max_skipped
+        Quarantine(on_error, self._lines(""), preprocess=preprocess, limit=SkipLimit(max_skipped))
         # The guess that there is one rank is checked again when reading begins.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
@@ -175,7 +180,11 @@ class BatchDataset(IterableDataset[Item]):
         split, epoch = self._here(), self._streamed
         feed = self._feed(self._readers(epoch), split, epoch)
         lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        quarantine = Quarantine(self._on_error, lines, {"epoch": epoch}, preprocess=self._stages.preprocess)
+        before = {} if self._state is None else self._state["counts"]
+        limit = SkipLimit(self._max_skipped, before.get("records", 0), before.get("skipped", 0))
+        quarantine = Quarantine(
+            self._on_error, lines, {"epoch": epoch}, preprocess=self._stages.preprocess, limit=limit
+        )
         self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 

@@ -5,23 +5,102 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.data.examples import ImageError, Location, MakeExample, RecordError
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import one_of
+from mmpos.support.checks import counted, finite, one_of
 from mmpos.support.files import named
 
-__all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarantine", "skips_images"]
+__all__ = [
+    "MAX_SKIPPED",
+    "OnError",
+    "Quarantine",
+    "QuarantineFile",
+    "SkipLimit",
+    "json_line",
+    "read_quarantine",
+    "skips_images",
+]
 
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, object]
 """Line of a skipped record: source, index, key, error, and facts; of dropped images also their number."""
 
+MAX_SKIPPED = 0.1
+"""The usual share of records that may be skipped."""
+
+_FIRST = 1000  # records of a worker, by which the share is judged
+_ALWAYS = 10  # records that may be skipped where there are few
+_REASONS = 3  # of the most records, which an error names
+
 _logger = logging.getLogger(__name__)
+
+
+class SkipLimit:
+    """Limit of the records that one worker may skip among the first 1,000 that it reads.
+
+    More of them are hardly broken records, but a mistake of the set-up, such as another format.
+
+    Args:
+        share: the most of these records that may be skipped, 0 to 1; ten may be in any case.
+        records: those that were read before, where a run resumes.
+        skipped: those among them that were skipped.
+
+    Raises:
+        InvalidInputError: the share is no number from 0 to 1.
+    """
+
+    def __init__(self, share: float = MAX_SKIPPED, records: int = 0, skipped: int = 0) -> None:
+        self._share = finite("max_skipped", share, minimum=0)
+        if share > 1:
+            raise InvalidInputError(f"max_skipped: got {share:g}, want a share from 0 to 1")
+        self._records, self._skipped = records, skipped
+        self._reasons, self._examples = Counter[str](), dict[str, str]()
+
+    def read(self) -> None:
+        """Count a record, usable or not."""
+        self._records += 1
+
+    def skip(self, location: Location, message: str) -> None:
+        """Count the latest record as skipped, for this reason.
+
+        Raises:
+            InvalidInputError: too many were skipped; the message counts the reasons.
+        """
+        if self._records > _FIRST:
+            return
+        self._skipped += 1
+        # Reasons are the same but for the record, numbers, and what is quoted.
+        reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
+        self._reasons[reason] += 1
+        self._examples.setdefault(reason, message)
+        self._judge(_FIRST, f" of {_FIRST:,}")
+
+    def end(self) -> None:
+        """Judge the records so far, if they are fewer than 1,000.
+
+        Raises:
+            InvalidInputError: as skip.
+        """
+        if self._records < _FIRST:
+            self._judge(self._records)
+
+    def _judge(self, records: int, of: str = "") -> None:
+        if self._skipped <= max(_ALWAYS, self._share * records):
+            return
+        reasons = "; ".join(
+            f"{counted(count, 'record', ',')} such as {self._examples[reason]}"
+            for reason, count in self._reasons.most_common(_REASONS)
+        )
+        more = f"; {len(self._reasons) - _REASONS} more reasons" if len(self._reasons) > _REASONS else ""
+        got = f"{self._skipped:,} skipped of the first {counted(self._records, 'record', ',')}"
+        raise InvalidInputError(f"max_skipped: got {got}, want at most {100 * self._share:g}%{of}: {reasons}{more}")
 
 
 class Quarantine:
@@ -32,9 +111,11 @@ class Quarantine:
         keep: takes each line, such as a QuarantineFile.
         facts: further fields of each line.
         preprocess: what makes the examples; a Preprocess may have a policy of its own for images.
+        limit: of what is skipped.
 
     Attributes:
         skipped: records so far.
+        limit: counts the records that are read.
 
     Raises:
         InvalidInputError: "skip", or images that are dropped or skip their documents, without keep.
@@ -47,6 +128,7 @@ class Quarantine:
         facts: Line | None = None,
         *,
         preprocess: MakeExample | None = None,
+        limit: SkipLimit | None = None,
     ) -> None:
         one_of("on_error", on_error, ("raise", "skip"))
         if keep is None:
@@ -58,6 +140,7 @@ class Quarantine:
                 raise InvalidInputError("quarantine: got None, want a path, as no image is dropped silently")
         self._on_error, self._keep = on_error, keep
         self._facts = dict(facts or {})
+        self.limit = SkipLimit() if limit is None else limit
         self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:
@@ -70,6 +153,7 @@ class Quarantine:
 
         Raises:
             RecordError: the error, if on_error is "raise", or the policy for images.
+            InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
         on_error = error.on_error if isinstance(error, ImageError) else self._on_error
@@ -78,6 +162,7 @@ class Quarantine:
         self.skipped += 1
         _logger.warning("skipped a record: %s", message)
         self._keep({**_identity(location, raw), "error": message, **self._facts})
+        self.limit.skip(location, message)
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
         """Log and write down the images that were left out of a document, with their number as dropped_images."""

@@ -343,6 +343,7 @@ class BatchStream(Iterator[Item]):
         for entry, example in self._examples():
             self._bookmark = entry.after
             self._counts["records"] += 1
+            self._quarantine.limit.read()
             try:
                 if isinstance(example, RecordError):
                     raise example
@@ -353,6 +354,7 @@ class BatchStream(Iterator[Item]):
             except RecordError as error:
                 self._quarantine.refuse(entry.location, entry.raw, error)
             yield from self._collated()
+        self._quarantine.limit.end()
         self._ready.extend(self._batching.flush())
         yield from self._collated()
         lost = {name: self.counts[name] for name in ("dropped", "truncated", "tokens_lost") if self.counts.get(name)}

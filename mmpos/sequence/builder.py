@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.positions.block_keys import block_keys
 from mmpos.positions.place import place
@@ -95,8 +95,9 @@ class SequenceBuilder:
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; or a part is a
-                Thumbnail or a Tile, into which no ImageProcessor cuts a picture.
+            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; the builder has
+                no ImageProcessor or no Markers for a part; or a part is a Thumbnail or a Tile, into which no
+                ImageProcessor cuts a picture.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -176,16 +177,16 @@ class SequenceBuilder:
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
             if missing:
                 want = f"a builder with Markers({', '.join(missing)})"
-                raise InvalidInputError(f"{name}: got {type(part).__name__}, want {want}")
+                raise UnsupportedError(f"{name}: got {type(part).__name__}, want {want}")
             return part
         if isinstance(part, Grid):
             if part.row_separator and self.markers.row is None:
-                raise InvalidInputError(
+                raise UnsupportedError(
                     f"{name}: got a grid with row separators, want one without, or a builder with Markers(row=…)"
                 )
             return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
         if self.images is None:
-            raise InvalidInputError(
+            raise UnsupportedError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
         with naming(name):

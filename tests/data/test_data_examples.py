@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.data.examples import (
     IGNORE_INDEX,
     Document,
@@ -23,6 +23,7 @@ from mmpos.data.examples import (
     RecordError,
 )
 from mmpos.errors import ServiceUnavailableError
+from mmpos.segments.kinds import Audio
 
 HERE = Location("shard.jsonl", 3)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
@@ -171,6 +172,15 @@ def test_policies_for_images_that_do_not_fit_are_refused() -> None:
         InvalidInputError, match=r"^on_image_error: got 'drop' with a builder that reads no images, want"
     ):
         Preprocess(Pieces(), SequenceBuilder(), on_image_error="drop")
+
+
+@pytest.mark.parametrize("policy", [None, "drop"])
+def test_a_part_that_the_builder_does_not_take_is_no_fault_of_the_record(policy: OnImageError | None) -> None:
+    parts: list[tuple[object, bool]] = [(Audio(1), True)] if policy is None else [(BROKEN, True), (Audio(1), True)]
+    with pytest.raises(
+        UnsupportedError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[0\]: got Audio, want a builder with"
+    ):
+        example(*parts, on_image_error=policy)
 
 
 def test_a_server_that_does_not_answer_is_no_fault_of_an_image() -> None:

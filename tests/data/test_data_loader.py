@@ -30,7 +30,7 @@ from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordErr
 from mmpos.data.formats import HFImages, Pairs
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import read_quarantine
+from mmpos.data.quarantine import SkipLimit, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
 from mmpos.data.stream import START, Feed, Split
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -512,6 +512,68 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
         run("raise", "skip")
 
 
+def test_a_builder_that_takes_no_images_stops_whatever_is_done_about_records(tmp_path: Path) -> None:
+    blind = replace(PREPROCESS, builder=SequenceBuilder())
+    dataset = data([Photos()], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
+    with pytest.raises(
+        UnsupportedError, match=r"^0 \(photos\[0\]\): parts\[0\]: got ndarray, want .* images=ImageProc"
+    ):
+        list(dataset)
+    assert read_quarantine(tmp_path) == []
+
+
+def half(record: Any, location: Location) -> Any:
+    """Make an example of every other record, and refuse the rest for one of two reasons."""
+    if location.index % 2:
+        raise RecordError(
+            f"{record['id']} ({location}): got {record['text']!r}, want {'an image' * (location.index > 9)}"
+        )
+    return PREPROCESS({**record, "text": "x"}, location)
+
+
+def test_too_many_skipped_records_stop_a_run_and_one_that_resumes_at_the_same_place(tmp_path: Path) -> None:
+    def new(size: int, **options: Any) -> BatchDataset:
+        options = {"shuffle": 0, "on_error": "skip", "quarantine": tmp_path / "q", **options}
+        return data([Numbers("a", size)], Batcher(1), collate=None, preprocess=half, **options)
+
+    def run(dataset: BatchDataset) -> tuple[list[str], str]:
+        batches: list[Any] = []
+        with pytest.raises(InvalidInputError) as stopped:
+            batches.extend(dataset)  # those before the error stay
+        return [group[0].key for group in batches], str(stopped.value)
+
+    begun = new(240)
+    first = [group[0].key for group in islice(begun, 30)]
+    state = json.loads(json.dumps(begun.state_dict()))
+    whole, said = run(new(240))
+    assert whole == [f"a/{i}" for i in range(0, 202, 2)]
+    want = "max_skipped: got 101 skipped of the first 202 records, want at most 10% of 1,000: "
+    reasons = ("96 records such as a/11 (a[11]): got 'xxxxxxxxxxxx', want an image", "5 records such as a/1 (a[1]): ")
+    assert said.startswith(want + "; ".join(reasons))
+    resumed = new(240)
+    resumed.load_state_dict(state)
+    rest, said = run(resumed)
+    assert first + rest == whole
+    assert said.startswith(want + "72 records such as a/59 (a[59]): ")
+    # Fewer records are judged at their end, and ten may always be skipped.
+    assert run(new(22))[1].startswith("max_skipped: got 11 skipped of the first 22 records, want at most 10%: ")
+    assert len(list(new(21))) == 11
+    assert len(list(new(240, max_skipped=0.5))) == 120
+
+
+def test_records_after_the_first_thousand_may_all_be_skipped() -> None:
+    limit = SkipLimit()
+    for i in range(2000):
+        limit.read()
+        if i % 10 == 9 or i > 1000:
+            limit.skip(Location("a", i), f"a[{i}]: broken")
+    limit.end()
+    limit = SkipLimit(0.1, records=999, skipped=100)
+    limit.read()
+    with pytest.raises(InvalidInputError, match=r"got 101 skipped of the first 1,000 records, .*: 1 record such as b$"):
+        limit.skip(Location("a", 999), "b")
+
+
 def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_path: Path) -> None:
     for batching, collate in ((Packer(20), PackedCollator()), (Batcher(3, max_tokens=20), PaddedCollator())):
         with pytest.raises(RecordError, match=r"a\[20\]: a/20: tokens: got 21, want at most 20"):
@@ -610,6 +672,8 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
             "quarantine: got None, want a path, as no image is dropped silently",
         ),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
+        ({"max_skipped": 10}, "max_skipped: got 10, want a share from 0 to 1"),
+        ({"max_skipped": -0.1}, "max_skipped: got -0.1, want a finite number >= 0"),
         ({"seed": -1}, "seed: got -1, want >= 0"),
         ({"epoch": -1}, "epoch: got -1, want >= 0"),
         ({"shuffle": 2.5}, "shuffle: got 2.5, want an integer"),

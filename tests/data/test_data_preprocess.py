@@ -27,7 +27,7 @@ import pytest
 from data_corpus import OddError, end_process, fail_oddly
 from waiting import eventually
 
-from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
 from mmpos.data.examples import Location, Preprocess, RecordError
@@ -345,6 +345,27 @@ def test_broken_records_may_be_skipped_counted_and_written_down(
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
 
 
+def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_shard(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 3, 7, frozenset((s, p) for s in range(3) for p in range(6))))
+    options: dict[str, Any] = {"engine": "local", "on_error": "skip"}
+    with pytest.raises(InvalidInputError) as stopped:
+        write_sequences(readers, tmp_path / "out", PAGES, **options)
+    want = "max_skipped: got 12 skipped of the first 14 records, want at most 10%: 12 records such as 0-0 ("
+    assert str(stopped.value).startswith(want)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s0.quarantine.jsonl"]
+    summary = write_sequences(readers, tmp_path / "out", PAGES, max_skipped=1, **options)
+    assert summary.counts.skipped == 18
+
+
+def test_a_builder_that_takes_no_images_stops_the_job(tmp_path: Path) -> None:
+    blind = replace(PAGES, builder=SequenceBuilder())
+    with pytest.raises(
+        UnsupportedError, match=r"^0-0 \(.*s0\.jsonl\[0\]\): parts\[1\]: got .*, want .* images=ImageProc"
+    ):
+        write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", blind, on_error="skip")
+    assert contents(tmp_path / "out") == {}
+
+
 def test_interruptions_leave_nothing_half_done(tmp_path: Path) -> None:
     def stop(progress: Progress) -> None:
         if progress.counts.documents == 4:
@@ -398,6 +419,7 @@ def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: 
         ({"workers": 0}, "workers: got 0, want >= 1"),
         ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
         ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
+        ({"max_skipped": 2}, "max_skipped: got 2, want a share from 0 to 1"),
         ({"preprocess": 3}, "preprocess: got int, want a callable of record and location"),
         ({"patches": 1}, "patches: got 1, want True or False"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),

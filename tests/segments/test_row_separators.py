@@ -89,7 +89,7 @@ def test_schemes_without_them_refuse() -> None:
 def test_a_grid_with_row_separators_wants_a_marker_for_them() -> None:
     grid = Grid(2, 2, row_separator=True)
     assert BUILDER.build([grid]).input_ids.tolist() == BUILDER.build([Grid(2, 2)]).input_ids.tolist()
-    with pytest.raises(InvalidInputError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         SequenceBuilder().build(["a", grid])
     message = "parts[1]: got a grid with row separators, want one without, or a builder with Markers(row=…)"
     assert str(refused.value) == message

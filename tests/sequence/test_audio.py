@@ -96,20 +96,27 @@ def test_images_beside_a_clip_keep_their_row_separators() -> None:
 
 
 @pytest.mark.parametrize(
-    ("markers", "part", "error"),
+    ("markers", "part", "kind", "error"),
     [
-        (Markers(), Audio(1), "parts[0]: got Audio, want a builder with Markers(audio=…)"),
-        (Markers(None, audio=300), CLIP, "got Clip, want a builder with Markers(begin=…, audio_begin=…, audio_end=…)"),
-        (MARKERS, [AUDIO], f"got the audio marker's id {AUDIO}, want Audio or a Clip as parts"),
-        (MARKERS, [VIDEO], f"got the video marker's id {VIDEO}, want images as parts"),
+        (Markers(), Audio(1), UnsupportedError, "parts[0]: got Audio, want a builder with Markers(audio=…)"),
+        (
+            Markers(None, audio=300),
+            CLIP,
+            UnsupportedError,
+            "got Clip, want a builder with Markers(begin=…, audio_begin=…, audio_end=…)",
+        ),
+        (MARKERS, [AUDIO], InvalidInputError, f"got the audio marker's id {AUDIO}, want Audio or a Clip as parts"),
+        (MARKERS, [VIDEO], InvalidInputError, f"got the video marker's id {VIDEO}, want images as parts"),
     ],
 )
-def test_parts_that_do_not_fit_the_markers_are_refused(markers: Markers, part: object, error: str) -> None:
+def test_parts_that_do_not_fit_the_markers_are_refused(
+    markers: Markers, part: object, kind: type[Exception], error: str
+) -> None:
     builder = SequenceBuilder(
         ByteTokenizer(("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[IMG]", "[/IMG]", "[PATCH]"))
     )
     builder = replace(builder, markers=markers)
-    with pytest.raises(InvalidInputError, match=re.escape(error)):
+    with pytest.raises(kind, match=re.escape(error)):
         builder.build([part])
 
 

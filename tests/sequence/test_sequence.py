@@ -22,6 +22,7 @@ from mmpos import (
     Markers,
     SegmentTable,
     SequenceBuilder,
+    UnsupportedError,
     place,
 )
 
@@ -284,7 +285,7 @@ def test_bad_parts_are_named(parts: Any, message: str) -> None:
 
 
 def test_an_image_without_a_processor_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"parts\[0\]: got bytes, want text or token ids, or a builder with"):
+    with pytest.raises(UnsupportedError, match=r"parts\[0\]: got bytes, want text or token ids, or a builder with"):
         SequenceBuilder().build([b""])
 
 

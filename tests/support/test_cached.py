@@ -35,7 +35,7 @@ def test_a_value_is_computed_once_for_each_instance() -> None:
     assert vars(one)["value"] is one.value
     assert Frozen.value.__doc__ == "Return a list of its own."
     with pytest.raises(FrozenInstanceError):
-        one.value = [1]  # type: ignore[misc]
+        one.value = [1]
 
 
 def test_threads_that_compute_a_value_at_once_get_the_same_object() -> None:

@@ -23,7 +23,7 @@ from mmpos.data.packing import first_fit_decreasing
 from mmpos.data.preprocess.engines import Step, run_local, run_ray
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
 from mmpos.data.preprocess.storage import SequenceShard
-from mmpos.data.quarantine import OnError
+from mmpos.data.quarantine import MAX_SKIPPED, OnError
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
@@ -134,6 +134,7 @@ def write_sequences(
     engine: Engine = "local",
     workers: int = 1,
     on_error: OnError = "raise",
+    max_skipped: float = MAX_SKIPPED,
     patches: bool = True,
     overwrite: bool = False,
     max_tokens: int = 8192,
@@ -153,23 +154,27 @@ def write_sequences(
         engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
         workers: shards that are worked on at the same time.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
-            and writes them to a file beside the output.
+            and writes them to a file beside the output. A mistake of the set-up, such as a builder without an
+            ImageProcessor for images, always stops.
+        max_skipped: share of the first 1,000 records of a worker of which more must not be skipped, 0 to 1: more are
+            hardly broken records. It is also judged at the end of each shard before; ten may be skipped in any case.
         patches: whether pixels are stored.
         overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
         max_tokens: of the packs whose fill rate is in the summary.
         report: called with the progress about ten times a second, and at the end.
 
     Raises:
-        InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
-            run writes to the folder.
+        InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, another run
+            writes to the folder, or more records were skipped than max_skipped.
         RecordError: a record cannot be used; the shards that are finished stay.
+        UnsupportedError: the builder takes no such part; likewise.
         OSError: a file cannot be read or written; for one that cannot be written the error names it.
     """
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     overwrite = boolean("overwrite", overwrite)
-    job = ShardJob(preprocess, on_error, patches)
+    job = ShardJob(preprocess, on_error, patches, max_skipped)
     folder = Path(folder)
     tasks = _tasks(readers, folder)
     begin = time.monotonic()

@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 from mmpos.data.examples import Location, MakeExample, RecordError
 from mmpos.data.preprocess.storage import Facts, SequenceShard, SequenceWriter
-from mmpos.data.quarantine import Line, OnError, Quarantine, json_line, skips_images
+from mmpos.data.quarantine import MAX_SKIPPED, Line, OnError, Quarantine, SkipLimit, json_line, skips_images
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import boolean, one_of
@@ -91,11 +91,15 @@ class ShardJob:
             output.
         patches: whether pixels are stored; without them images are still decoded, so that content hashes and the
             records refused are the same.
+        max_skipped: share of the first 1,000 records of a process of which more must not be skipped; it is also judged
+            at the end of each shard before.
     """
 
     preprocess: MakeExample
     on_error: OnError = "raise"
     patches: bool = True
+    max_skipped: float = MAX_SKIPPED
+    limit: SkipLimit = field(init=False, repr=False, compare=False)
     settings: Mapping[str, object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,6 +110,7 @@ class ShardJob:
         one_of("on_error", self.on_error, ("raise", "skip"))
         settings = describe({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
         object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
     def run(self, task: Task) -> Generator[Counts, None, None]:
         """Run a task, record by record; its output exists once the iterator is exhausted, and not before.
@@ -118,19 +123,21 @@ class ShardJob:
 
         Raises:
             RecordError: a record cannot be used, and on_error is "raise".
-            InvalidInputError: the input changed meanwhile.
+            InvalidInputError: the input changed meanwhile, or this process skipped more than max_skipped.
         """
         identity, digest = task.identity, task.digest()
         counts, refused = Counts(), list[Line]()
-        quarantine = Quarantine(self.on_error, refused.append)
+        quarantine = Quarantine(self.on_error, refused.append, limit=self.limit)
         with SequenceWriter(task.output) as writer:
             for location, raw in task.reader.records():
+                self.limit.read()
                 try:
                     counts += self._write(writer, quarantine, location, raw)
                 except RecordError as error:
                     quarantine.refuse(location, raw, error)
                     counts += Counts(skipped=1)
                 yield counts
+            self.limit.end()
             if task.identity != identity and task.digest() != digest:
                 raise InvalidInputError(
                     f"{task.reader.source}: got a file that changed while it was read, want it at rest"

@@ -45,7 +45,7 @@ def plot_report(report: Report, path: str | PathLike[str] | None = None) -> Pict
 
     Args:
         report: of a run.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write; ends in .png, .svg or .pdf. None writes nothing.
 
     Returns:
         The figure, which a notebook shows.

@@ -215,7 +215,7 @@ app.add_typer(plot)
 Output = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", metavar="FILE|-", help="Where to, .png or .svg; - writes a .png to standard output."
+        "--output", "-o", metavar="FILE|-", help="Where to, .png, .svg or .pdf; - writes a .png to standard output."
     ),
 ]
 SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Give several to compare them. ")]
@@ -232,7 +232,7 @@ def _complete_allocation(incomplete: str) -> list[str]:
 
 @plot.callback()
 def root(context: typer.Context) -> None:
-    """Draw ids, attention, errors of phases, or growth, as .png or .svg."""
+    """Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

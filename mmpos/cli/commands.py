@@ -112,9 +112,9 @@ def root(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, .png or .svg.")] = Path(
-        "mmpos-demo.png"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, .png, .svg or .pdf.")
+    ] = Path("mmpos-demo.png"),
     scheme: SchemeName = None,
 ) -> None:
     """Two photographs in a sentence: the sequence, its ids, and a picture of them."""

@@ -22,7 +22,7 @@ from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
-from mmpos.support.files import whole_file
+from mmpos.support.files import local_path, whole_file
 
 _SHORT = 24  # tokens whose ids are all printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
@@ -149,10 +149,10 @@ def save_ids(path: Path, positions: PositionTable) -> None:
     """Write the dense ids of a batch as a .npy file.
 
     Raises:
-        InvalidInputError: another suffix.
+        InvalidInputError: a URL, or another suffix.
         OSError: the file cannot be written.
     """
-    if path.suffix.lower() != ".npy":
+    if local_path("--output", path).suffix.lower() != ".npy":
         raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
     with whole_file(path) as file:
         np.save(file, positions.dense())

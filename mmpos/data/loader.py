@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast, get_args
 
@@ -22,6 +21,7 @@ from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, integer, one_of
+from mmpos.support.files import local_path
 
 __all__ = ["BatchDataset"]
 
@@ -109,7 +109,7 @@ class BatchDataset(IterableDataset[Item]):
             raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
         self._stages = Stages(preprocess, batching, collate, integer("threads", threads, minimum=0))
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
-        self._folder = None if quarantine is None else Path(quarantine)
+        self._folder = None if quarantine is None else local_path("quarantine", quarantine)
         self._on_error: OnError = on_error
         self._max_skipped = max_skipped
         Quarantine(on_error, self._lines(""), preprocess=preprocess, limit=SkipLimit(max_skipped))

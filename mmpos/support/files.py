@@ -13,12 +13,28 @@ from errno import EISDIR
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from mmpos.errors import InvalidInputError
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["leftovers", "named", "whole_file", "write_text"]
+__all__ = ["leftovers", "local_path", "named", "whole_file", "write_text"]
 
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL | re.IGNORECASE)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+def local_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Check that a path is no URL: pathlib takes one for a folder of the name of its scheme, as ``./s3:/bucket`` is.
+
+    >>> local_path("folder", "s3://bucket/out")
+    Traceback (most recent call last):
+    mmpos.errors.InvalidInputError: folder: got 's3://bucket/out', want a path on this machine, not a URL
+    """
+    url = _URL.fullmatch(os.fspath(path))
+    if url:
+        raise InvalidInputError(f"{name}: got '{url[1]}://{url[2]}', want a path on this machine, not a URL")
+    return Path(path)
 
 
 @contextmanager

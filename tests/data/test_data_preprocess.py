@@ -425,6 +425,7 @@ def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: 
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": []}, "readers: got none, want at least one shard"),
         ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
+        ({"folder": "s3://b/out"}, "folder: got 's3://b/out', want a path on this machine, not a URL"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -619,6 +620,9 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
         ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
         (["broken.jsonl"], None),
         (["s0.jsonl", "-o", "s0.jsonl"], "folder: got 's0.jsonl', which is a file, want a folder"),
+        (["s0.jsonl", "-o", "gs://b/out"], "folder: got 'gs://b/out', want a path on this machine, not a URL"),
+        (["https://a/s0.jsonl"], "paths[0]: got 'https://a/s0.jsonl', want a path on this machine, not a URL"),
+        (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )
 def test_errors_of_the_command_are_one_line(

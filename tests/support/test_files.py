@@ -14,15 +14,40 @@ import numpy as np
 import pytest
 from test_data_storage import PHOTO, example
 
-from mmpos import SegmentTable, Text, place
+from mmpos import InvalidInputError, SegmentTable, Text, place
 from mmpos.__main__ import main
 from mmpos.analysis.plot import plot_positions
+from mmpos.analysis.probe import write_checkpoint
 from mmpos.cli.report import save_ids
-from mmpos.data.preprocess.storage import SequenceWriter
-from mmpos.support.files import leftovers, whole_file, write_text
+from mmpos.data.formats.images import Images
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Batcher
+from mmpos.data.preprocess.storage import SequenceWriter, ready
+from mmpos.support.files import leftovers, local_path, whole_file, write_text
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
 IDS = place(SegmentTable.from_documents([[Text(5000)]]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda url: plot_positions(IDS, url),
+        lambda url: save_ids(Path(url), IDS),
+        lambda url: write_checkpoint({}, url),
+        lambda url: Images(base=url),
+        lambda url: BatchDataset([], ready, Batcher(1), quarantine=url),
+    ],
+)
+def test_a_url_in_place_of_a_path_is_refused_before_any_work(use: Callable[[str], object]) -> None:
+    with pytest.raises(InvalidInputError, match=r": got 's3://bucket/x\.png', want a path on this machine, not a URL$"):
+        use("s3://bucket/x.png")
+
+
+def test_a_folder_may_have_the_name_of_a_scheme() -> None:
+    assert [local_path("", path) for path in ("./s3:/x", "a:/x", "/x/s3://y")] == [
+        Path(path) for path in ("s3:/x", "a:/x", "/x/s3:/y")
+    ]
 
 
 def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:

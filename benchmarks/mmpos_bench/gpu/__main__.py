@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--commit", help="the commit, where the sources came without their repository")
     parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, toy sizes: proves this code alone")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw results that are there, .png or .svg; run nothing"
+        "--plot", type=Path, metavar="FILE", help="draw results that are there, .png, .svg or .pdf; run nothing"
     )
     given = parser.parse_args()
     out: Path = given.out or ROOT / ("out/gpu" if given.dry else "benchmarks/results/gpu")

@@ -23,7 +23,7 @@ def plot_shares(rows: Sequence[Row], path: str | PathLike[str] | None = None) ->
 
     Args:
         rows: of `mmpos_bench.gpu.report.read_rows`.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write; ends in .png, .svg or .pdf. None writes nothing.
 
     Returns:
         The figure, which a notebook shows.

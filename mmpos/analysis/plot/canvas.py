@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import text
 from mmpos.support.extras import needed_for
-from mmpos.support.files import whole_file
+from mmpos.support.files import local_path, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Style = dict[str, Any]
 """Keyword arguments of matplotlib."""
 
-SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg", ".pdf")
 """The suffixes that a picture's file may have."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart too.
@@ -35,13 +35,13 @@ def picture_path(path: str | PathLike[str] | None) -> Path | None:
     """Check the path of a picture; None is no file.
 
     Raises:
-        InvalidInputError: another suffix than .png or .svg.
+        InvalidInputError: a URL, or another suffix than .png, .svg or .pdf.
     """
     if path is None:
         return None
-    target = Path(path)
+    target = local_path("path", path)
     if target.suffix.lower() not in SUFFIXES:
-        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
+        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     return target
 
 

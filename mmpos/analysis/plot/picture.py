@@ -14,7 +14,11 @@ __all__ = ["DPI", "METADATA", "Picture", "style"]
 DPI = 200
 """Pixels per inch of a file."""
 
-METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 """The metadata to leave out of each kind of file, so that the same data gives the same bytes."""
 
 
@@ -23,9 +27,15 @@ def style() -> Iterator[None]:
     """Draw as if there were no matplotlibrc: a reader's own must not change the picture."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Fixed ids of elements, for the same bytes; the text of an SVG stays text.
+        # Fixed ids of elements, for the same bytes; text stays text that can be searched.
         matplotlib.rcParams.update(
-            {"svg.hashsalt": "mmpos", "svg.fonttype": "none", "font.size": 10.0, "font.family": "sans-serif"}
+            {
+                "svg.hashsalt": "mmpos",
+                "svg.fonttype": "none",
+                "pdf.fonttype": 42,
+                "font.size": 10.0,
+                "font.family": "sans-serif",
+            }
         )
         yield
 

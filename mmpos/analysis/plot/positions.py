@@ -59,7 +59,7 @@ def plot_positions(
     Args:
         positions: one table of up to 8 documents, drawn one below the other; or several, such as one batch
             under several schemes, whose documents are drawn side by side, 9 in all. Up to 1,048,576 tokens.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write; ends in .png, .svg or .pdf. None writes nothing.
         title: above the first document, or above all panels; None names the scheme and counts the tokens.
         segments: the documents of every table, to tell audio from text and to draw a clip, a thumbnail, a tile and a
             video each as one; None draws audio as text, and every run of patches as an image.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.support.extras import needed_for
+from mmpos.support.files import local_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -198,16 +199,16 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
         the folder.
 
     Raises:
-        InvalidInputError: config cannot be read; a folder with files in it.
+        InvalidInputError: config cannot be read; a folder with files in it, or a URL.
         UnsupportedError: a model type that Transformers does not have, or whose hidden states would differ.
         ImportError: Transformers is not installed.
         OSError: the folder cannot be written; the error names it.
     """
+    folder = local_path("folder", folder)
     with needed_for("write_checkpoint", extra="hf"):
         import torch
         import transformers  # noqa: F401
     values, beside = _read(config)
-    folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"folder: got {folder}, where files are, want a new folder or an empty one")
     model_type = values["model_type"]

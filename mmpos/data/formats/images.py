@@ -19,6 +19,7 @@ from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
 from mmpos.segments.kinds import Grid
+from mmpos.support.files import local_path
 
 __all__ = ["REFERENCE", "Images", "describe"]
 
@@ -45,7 +46,7 @@ class Images:
         fetcher: is asked for http and https URLs that no resolver knew, and returns the bytes of the file.
 
     Raises:
-        InvalidInputError: base is no path, or a callable cannot be called.
+        InvalidInputError: base is no path or a URL, or a callable cannot be called.
     """
 
     base: str | os.PathLike[str] | None = None
@@ -60,7 +61,7 @@ class Images:
                 raise InvalidInputError(f"{name}: got {describe(getattr(self, name))}, want a callable or None")
         if self.base is not None:
             # Absolute, since the workers of a loader may run in another folder.
-            object.__setattr__(self, "base", Path(self.base).resolve())
+            object.__setattr__(self, "base", local_path("base", self.base).resolve())
 
     def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:
         """Resolve a reference to an image: bytes, a pathlib.Path, or the object where it was decoded already.

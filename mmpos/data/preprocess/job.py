@@ -27,7 +27,7 @@ from mmpos.data.quarantine import MAX_SKIPPED, OnError
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
-from mmpos.support.files import leftovers, named
+from mmpos.support.files import leftovers, local_path, named
 
 __all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
 
@@ -174,8 +174,8 @@ def write_sequences(
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     overwrite = boolean("overwrite", overwrite)
+    folder = local_path("folder", folder)
     job = ShardJob(preprocess, on_error, patches, max_skipped)
-    folder = Path(folder)
     tasks = _tasks(readers, folder)
     begin = time.monotonic()
     with locked(folder):

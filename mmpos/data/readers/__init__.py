@@ -12,6 +12,7 @@ from mmpos.data.readers.jsonl import JsonlReader
 from mmpos.data.readers.tables import DatasetReader, ParquetReader, dataset_shards
 from mmpos.data.readers.tar import TarReader
 from mmpos.errors import InvalidInputError
+from mmpos.support.files import local_path
 
 __all__ = [
     "SUFFIXES",
@@ -46,7 +47,8 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
             is that file.
 
     Raises:
-        InvalidInputError: a file is not there or comes twice, a pattern finds none, or no reader has the suffix.
+        InvalidInputError: a file is not there or comes twice, a pattern finds none, no reader has the suffix, or a
+            path is a URL.
     """
     entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     readers: dict[str, Reader] = {}
@@ -59,7 +61,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
 
 
 def _files(name: str, path: str) -> list[str]:
-    if Path(path).is_file():
+    if local_path(name, path).is_file():
         return [path]
     if glob.has_magic(path):
         files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())

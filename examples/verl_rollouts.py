@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl import DataProto
-from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
+
+try:
+    from verl import DataProto
+    from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
+except ModuleNotFoundError as error:
+    want = "pip install verl tensordict, in an environment of their own"
+    raise SystemExit(f"verl_rollouts: {error.name} is not installed, want {want}") from None
 
 
 def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:

@@ -17,7 +17,7 @@ from mmpos.support.files import write_text
 from mmpos.support.program import console
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json, unit_of
-from mmpos_bench.suites import SUITES, Watch, run
+from mmpos_bench.suites import SUITES, Interrupted, Watch, run
 
 app = typer.Typer(
     name="mmpos bench",
@@ -69,7 +69,10 @@ def bench(
 
         picture_path(plot)
     with _watch() as watch:
-        report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+        try:
+            report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+        except Interrupted as interrupted:
+            report = interrupted.report
     if json == "-":
         typer.echo(to_json([report]), nl=False)
     else:
@@ -80,6 +83,8 @@ def bench(
         from mmpos_bench.plot import plot_report
 
         plot_report(report, plot)
+    if report.interrupted:
+        raise typer.Exit(130)
 
 
 @contextmanager
@@ -103,6 +108,8 @@ def print_report(out: Console, report: Report) -> None:
     out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
     if report.quick:
         out.print("quick: every path once, the figures mean nothing")
+    if report.interrupted:
+        out.print("interrupted: the cases that were done")
     for group in report.groups:
         out.print(f"\n{group}")
         _print_group(out, report.group(group))

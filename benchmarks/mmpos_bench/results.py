@@ -81,6 +81,7 @@ class Report:
     machine: Machine
     measurements: tuple[Measurement, ...]  # in the order in which they were made
     missing: dict[str, str] = field(default_factory=dict)  # peers that were wanted and not there, and why
+    interrupted: bool = False  # whether Ctrl-C ended it before the last case
 
     def group(self, name: str) -> tuple[Measurement, ...]:
         """List the measurements under one heading."""
@@ -116,6 +117,8 @@ def from_json(text: str) -> tuple[Report, ...]:
 
 def _report_text(report: Report) -> str:
     head = {f.name: getattr(report, f.name) for f in fields(report) if f.name not in ("machine", "measurements")}
+    if not report.interrupted:
+        del head["interrupted"]
     return json_with_rows(head | {"machine": asdict(report.machine)}, "measurements", map(_row, report.measurements))
 
 
@@ -145,7 +148,7 @@ def _rounded(value: float) -> float:
 
 def _report(values: dict[str, Any]) -> Report:
     measurements = tuple(_measurement(**row) for row in values["measurements"])
-    known = {f.name: values[f.name] for f in fields(Report)}
+    known = {"interrupted": False} | {f.name: values[f.name] for f in fields(Report) if f.name in values}
     return Report(**known | {"machine": Machine(**values["machine"]), "measurements": measurements})
 
 

@@ -156,6 +156,18 @@ class Options:
             return None
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a run.
+
+    Args:
+        report: the figures of the cases that were done.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
 def run(
     suite: str,
     *,
@@ -177,6 +189,7 @@ def run(
 
     Raises:
         InvalidInputError: an unknown suite or malloc, or no such case.
+        Interrupted: Ctrl-C after the first case was done.
         NotEqualError: a contestant gives other results than it should.
         UnsupportedError: malloc cannot be tuned here.
         ImportError: the suite needs a library that is not installed.
@@ -186,13 +199,22 @@ def run(
     set_malloc(malloc)
     options = Options(quick=quick, peers=peers, malloc=malloc)
     cases: Callable[[Options], Iterator[Case]] = import_module(f"mmpos_bench.{suite}").cases
-    measurements = []
-    for case in cases(options):
-        if only in case.title:
-            watch(case.title, 0, 1)
-            measurements.append(case.measure(QUICK if quick else case.budget, partial(watch, case.title)))
-    if not measurements:
-        raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
     words = ["mmpos bench", suite, "--peers" * peers, "--quick" * quick, f"--malloc {malloc}"]
     command = " ".join(filter(None, [*words, f"--only {only!r}" * bool(only)]))
-    return Report(suite, command, quick, stamp(malloc), tuple(measurements), options.missing)
+    measurements: list[Measurement] = []
+
+    def report(interrupted: bool) -> Report:
+        return Report(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
+
+    try:
+        for case in cases(options):
+            if only in case.title:
+                watch(case.title, 0, 1)
+                measurements.append(case.measure(QUICK if quick else case.budget, partial(watch, case.title)))
+    except KeyboardInterrupt:
+        if not measurements:
+            raise
+        raise Interrupted(report(interrupted=True)) from None
+    if not measurements:
+        raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
+    return report(interrupted=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -18,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
+from mmpos.__main__ import main
 from mmpos.cli import app
 from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import IntArray
@@ -44,6 +47,7 @@ from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
 from mmpos_bench.plot import plot_report
 from mmpos_bench.results import from_json, to_json
+from mmpos_bench.suites import limit
 from mmpos_bench.workloads import loop_ids
 
 MACHINE = Machine(
@@ -304,6 +308,29 @@ def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
 
+def test_an_interrupted_command_writes_the_cases_that_were_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    def cases(options: Options) -> Iterator[Case]:
+        for name, call in (("first", lambda: None), ("second", stop), ("third", lambda: None)):
+            yield Case("group", name, partial(Lineup, [limit("call", call)], {"tokens": 1}))
+
+    monkeypatch.setattr("mmpos_bench.positions.cases", cases)
+    asked, figures = ["bench", "positions", "--quick", "--json"], tmp_path / "figures.json"
+    assert main([*asked, str(figures)]) == 130
+    (report,) = from_json(figures.read_text())
+    assert ([m.name for m in report.measurements], report.interrupted) == (["first"], True)
+    printed = capsys.readouterr()
+    assert "interrupted: the cases that were done" in printed.out.splitlines()
+    assert printed.err == "group: first\ngroup: second\n"
+    assert main([*asked, str(tmp_path / "none.json"), "--only", "second"]) == 130
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "none.json").exists()
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
@@ -320,7 +347,7 @@ def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="report: got no curve and no ratio to a limit"):
         plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
     with pytest.raises(InvalidInputError, match="want a file ending in"):
-        plot_report(REPORT, tmp_path / "found.pdf")
+        plot_report(REPORT, tmp_path / "found.bmp")
 
 
 def test_a_picture_says_what_and_where_and_whether_it_is_quick(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The name under which mmpos is distributed: in pip commands, errors and pages, and beside others with its import."""
 
 import re
+import runpy
+import sys
 import tomllib
 import warnings
 from importlib import import_module, metadata
@@ -61,6 +63,12 @@ def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkey
     assert dir(mmpos) == listed
     monkeypatch.setattr(mmpos, "__getattr__", None)
     assert mmpos.fingerprint is first
+
+
+def test_an_example_says_in_one_line_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(SystemExit, match="^verl_rollouts: verl is not installed, want pip install verl tensordict, in"):
+        runpy.run_path(str(ROOT / "examples/verl_rollouts.py"))
 
 
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:

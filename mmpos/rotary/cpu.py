@@ -104,11 +104,11 @@ def rotate(
         Whether it was done; if not, nothing was written: what is declined for one group of heads, is for all.
     """
     if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (q, k, q_out, k_out)):  # C wants channels side by side
-        copies = [x.clone(memory_format=torch.contiguous_format) for x in (q, k)]
-        done = rotate(*copies, *copies, angles, rotation, norm)
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+        done = rotate(q, k, q, k, angles, rotation, norm)
         if done:
-            q_out.copy_(copies[0])
-            k_out.copy_(copies[1])
+            q_out.copy_(q)
+            k_out.copy_(k)
         return done
     core = native.core
     assert core is not None

@@ -48,7 +48,7 @@ class Results:
     command: str  # that made it
     machine: Mapping[str, Any]
     setup: Mapping[str, Any]  # of all its trainings
-    guess: Mapping[str, float]  # percent that a guess among the other patches of the image gets right, by set
+    guess: Mapping[str, float]  # percent that a guess among the other patches of the image gets correct, by set
     outcomes: list[Outcome]  # of the trainings
 
     @classmethod
@@ -77,7 +77,7 @@ class Results:
 
 
 def guess(setup: Setup) -> dict[str, float]:
-    """Compute percent of right answers, by set, of one who knows the patches of an image but not where they are."""
+    """Compute percent of correct answers, by set, of one who knows the patches of an image but not where they are."""
     return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
 
 
@@ -132,7 +132,7 @@ def _frame(panel: Axes, title: str, schemes: list[str]) -> None:
     panel.set_xticks(range(0, 101, 25))
     panel.set_ylim(len(schemes) - 0.4, -0.6)
     panel.set_yticks(range(len(schemes)), schemes)
-    panel.set_xlabel("right answers, %")
+    panel.set_xlabel("correct answers, %")
     quiet_axes(panel)
     panel.tick_params(colors=INK)
     panel.grid(visible=False, axis="y")

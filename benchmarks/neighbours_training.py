@@ -219,7 +219,7 @@ class Outcome:
     scheme: str  # or NONE
     seed: int  # of parameters and training data
     loss: float  # of the last batch of training
-    accuracy: Mapping[str, Mapping[str, float]]  # percent of right answers, by set and direction
+    accuracy: Mapping[str, Mapping[str, float]]  # percent of correct answers, by set and direction
     seconds: float = field(compare=False)  # of CPU
 
 
@@ -268,6 +268,6 @@ def _share(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def judge(model: Model, batch: Batch, scheme: str) -> dict[str, float]:
-    """Count percent of right answers to each kind of question."""
+    """Count percent of correct answers to each kind of question."""
     right = answers(model, batch, scheme).argmax(-1).numpy() == batch.answers
     return {name: round(100 * float(right[batch.directions == i].mean()), 2) for i, name in enumerate(DIRECTIONS)}

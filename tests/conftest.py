@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import shutil
@@ -20,8 +21,8 @@ from waiting import without_torch
 
 from mmpos.support import native
 
-# How long an example takes is decided by whatever else the machine does.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes is decided by whatever else the machine does; the examples are the same in every run.
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
@@ -30,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp()
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin every test with the same random numbers, whatever ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(params=["C", "numpy"])

@@ -38,10 +38,8 @@ BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Check whether the extension is there and rotates such tensors, whose channels must lie side by side."""
-    return native.core is not None and all(
-        x.device.type == "cpu" and x.dtype in BITS and (x.stride(3) == 1 or x.shape[3] == 1) for x in tensors
-    )
+    """Check whether the extension is there and rotates such tensors."""
+    return native.core is not None and all(x.device.type == "cpu" and x.dtype in BITS for x in tensors)
 
 
 def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
@@ -105,6 +103,13 @@ def rotate(
     Returns:
         Whether it was done; if not, nothing was written: what is declined for one group of heads, is for all.
     """
+    if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (q, k, q_out, k_out)):  # C wants channels side by side
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+        done = rotate(q, k, q, k, angles, rotation, norm)
+        if done:
+            q_out.copy_(q)
+            k_out.copy_(k)
+        return done
     core = native.core
     assert core is not None
     tokens, adjacent, conjugate = q.shape[0] * q.shape[1], rotation.adjacent, rotation.conjugate

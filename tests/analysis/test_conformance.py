@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from io import StringIO
@@ -20,6 +19,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from waiting import alive, eventually
 
 from mmpos.__main__ import main
 from mmpos.analysis.conformance import Case, Report, Tolerances, load_cases, run
@@ -447,11 +447,7 @@ def test_children_of_a_program_that_is_stopped_end_with_it(tmp_path: Path) -> No
     mark = tmp_path / "pid"
     child = f"import subprocess; open({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     ran(f"{child}; print('garbage')", CASES[:1])
-    stat = Path(f"/proc/{mark.read_text()}/stat")
-    deadline = time.monotonic() + 60
-    while stat.exists() and stat.read_text().split()[2] != "Z":  # a zombie, which nobody has waited for
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not alive(int(mark.read_text())))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from pictures import texts
 
 from mmpos.analysis.plot import id_growth, plot_growth
+from mmpos.analysis.plot.canvas import COLOURS, scheme_styles
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.schemes import SCHEMES, V2PE
 
@@ -52,3 +53,12 @@ def test_the_picture_names_every_scheme_once(tmp_path: Path) -> None:
     assert {"patches of the image", "ids consumed", "1,000"} <= set(words)
     plot_growth(id_growth(sides=[1, 2, 3, 32]), tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("chosen", [["mrope", "rope-tie", "mine", "v2pe(stride=16)", "mrope-transformers"], [*SCHEMES]])
+def test_the_order_of_curves_does_not_change_their_styles(chosen: list[str]) -> None:
+    styles = scheme_styles(chosen)
+    assert scheme_styles(chosen[::-1]) == styles[::-1]
+    assert len({style["color"] for style in styles}) == min(len(chosen), len(COLOURS) + 1)
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == len(chosen)
+    assert styles[chosen.index("rope-tie")] == scheme_styles(["rope-tie"])[0]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_corpus import OddError, end_process, fail_oddly
-from waiting import eventually
+from waiting import alive, descendants, eventually, of_process
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
@@ -732,7 +732,7 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
 
 def workers_of(pid: int) -> list[int]:
     """Children that run tasks; another keeps count of what they share."""
-    return [each for each in descendants(pid) if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in descendants(pid) if b"spawn_main" in of_process(each, "cmdline")]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
@@ -781,17 +781,3 @@ def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path: Path, worker
     assert main(command("s*.jsonl", "--workers", str(workers))) == 0
     assert contents(out) == whole
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()]
-    return found + [each for child in found for each in descendants(child)]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; one that nobody buries does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_preprocess import PAGES, alive, command, contents, corpus, descendants
+from test_data_preprocess import PAGES, command, contents, corpus
+from waiting import alive, descendants, eventually, of_process
 
 from mmpos.__main__ import main
 from mmpos.data.examples import Location, RecordError
@@ -114,15 +115,10 @@ def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.Monke
             assert process.poll() is None
             time.sleep(0.005)
         # The agents of a cluster linger for a minute; its actors, which write, must not.
-        actors = [
-            child for child in descendants(process.pid) if b"MapWorker" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        actors = [child for child in descendants(process.pid) if b"MapWorker" in of_process(child, "cmdline")]
         process.kill()
     assert actors
-    deadline = time.monotonic() + 60
-    while any(alive(actor) for actor in actors):
-        assert time.monotonic() < deadline, "actors outlive their driver"
-        time.sleep(0.1)
+    assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"
     assert 0 < len(list(out.glob("*.parquet"))) < 8
     assert main(command("s*.jsonl")) == 0
     assert main(command("s*.jsonl", out="whole")) == 0

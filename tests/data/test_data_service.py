@@ -77,7 +77,7 @@ def test_batches_of_a_client_are_those_of_the_builder(server: str, tmp_path: Pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
     )
     assert done.returncode == 0, done.stderr

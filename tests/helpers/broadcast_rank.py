@@ -35,7 +35,7 @@ def tables() -> list[tuple[int, PositionTable]]:
 def main(rank: int, folder: Path) -> None:
     """Take part in every broadcast; keep the arrays that came and the errors that were raised."""
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     alone: Any = dist.new_group([1])
     received: dict[str, PositionTable] = {}
     for i, (src, table) in enumerate(tables()):

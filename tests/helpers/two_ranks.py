@@ -55,7 +55,7 @@ class Shards:
 
 def _rank(rank: int, folder: Path, work: Callable[[int], Any]) -> None:
     early = RankLoader([1], "drop")
-    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
     with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
         next(iter(early))

@@ -1,4 +1,4 @@
-"""Waits for conditions of servers, and ports and environments for these."""
+"""Waits for conditions, processes and what Linux says of them, and ports and environments of servers."""
 
 from __future__ import annotations
 
@@ -30,3 +30,23 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def of_process(pid: int, name: str) -> bytes:
+    """A file of /proc; empty once the process has ended, which may be at any moment."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # before the file is opened, or after
+        return b""
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    found = [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
+    return found + [each for child in found for each in descendants(child)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that nobody buries does not."""
+    _, _, state = of_process(pid, "stat").rpartition(b") ")
+    return state[:1] not in (b"", b"Z")

@@ -113,13 +113,18 @@ def request(random: Random, model: str) -> Request:
         arguments["input_ids"] = arguments["input_ids"].int()
     if random.random() < 0.2:  # an image that no token is left for
         images = torch.cat(
-            [torch.zeros(0, 3, dtype=torch.int64) if images is None else images, torch.tensor([[1, 6, 6]])]
+            [
+                torch.zeros(0, 3, dtype=torch.int64) if images is None else images,
+                torch.tensor([random.choice([[1, 6, 6], [1, 0, 6]])]),  # with room for tokens, and for none
+            ]
         )
         traits.append("surplus image")
     if videos is not None and random.random() < 0.2:  # a video of which the last frames are cut off, or that is
         if layout.apart:
             videos[-1, 0] += random.randint(1, 3)
-        videos = torch.cat([videos, torch.tensor([[2, 6, 12]])])
+        videos = torch.cat([videos, torch.tensor([random.choice([[2, 6, 12], [2, 6, 0], [0, 6, 12]])])])
+        if layout.apart and random.random() < 0.5:  # a video without frames is no grid
+            videos = torch.cat([torch.tensor([[0, 6, 12]]), videos])
         traits.append("surplus video")
     if LIKE[model] == "qwen2_5_vl" and videos is not None:
         seconds = seconds_of(random, len(videos))
@@ -313,6 +318,16 @@ REFUSED: dict[str, tuple[RopeIndex, dict[str, Any], str]] = {
         PLAIN,
         told(ONE, image_grid_thw=[[1, 2, 1]]),
         "image_grid_thw[0]: got (1, 2, 1), want at least (1, 2, 2), one token",
+    ),
+    "a side below a token before others": (
+        PLAIN,
+        told(ONE, image_grid_thw=[[1, 0, 2], [1, 2, 2]]),
+        "image_grid_thw[0]: got (1, 0, 2), want at least (1, 2, 2), one token",
+    ),
+    "a video without frames that are apart, before one below a token": (
+        APART,
+        told([[VIDEO]], video_grid_thw=[[0, 2, 2], [1, 1, 2], [1, 2, 2]]),
+        "video_grid_thw[1]: got (1, 1, 2), want at least (1, 2, 2), one token",
     ),
     "another modality": (PLAIN, told([[TEXT, 3]]), "mm_token_type_ids: got 3, want 0, 1 or 2"),
     "fractions of types": (PLAIN, told([[0.5]]), "mm_token_type_ids: got torch.float32, want integers"),

@@ -54,7 +54,7 @@ def request(random: Random, settings: Any) -> Request:
     for name, patch in (("target_sizes", IMAGE), ("target_sizes_videos", VIDEO)):
         sizes = [[merge * side // 4 + random.randrange(merge) for side in grid[1:]] for grid in grids[patch]]
         if random.random() < 0.2:  # a crop that no token is left for
-            sizes.append([4, 8])
+            sizes.append(random.choice([[4, 8], [1, 8]]))
             traits.append(f"surplus {name}")
         if sizes:
             arguments[name] = torch.tensor(sizes)

@@ -60,7 +60,7 @@ def request(rng: random.Random, model: str) -> Request:
         traits += ["holes"] * holes
     if rng.random() < 0.2:
         grids = asked.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-        asked["image_grid_thw"] = torch.cat([grids, torch.tensor([[1, 6, 6]])])
+        asked["image_grid_thw"] = torch.cat([grids, torch.tensor([rng.choice([[1, 6, 6], [1, 1, 6]])])])
         traits.append("surplus image")
     # Theirs takes other integers only without a mask.
     asked["input_ids"] = ids.int() if "attention_mask" not in asked and rng.random() < 0.5 else ids

@@ -295,7 +295,7 @@ def test_transformer_engine_wants_the_start_of_every_document(pairing: Any, rank
 def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
     program = [sys.executable, "-W", "error", broadcast_rank.__file__]
     ranks = [subprocess.Popen([*program, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [rank.wait(90) for rank in ranks] == [0, 0]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert got[0].pop("said").tolist() == [
         "positions: want a PositionTable on rank 1",

@@ -457,7 +457,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     script = Path(__file__).parents[1] / "helpers" / "torchtitan_ranks.py"
     started = [subprocess.Popen([sys.executable, "-W", "error", script, str(rank), folder]) for rank in range(2)]
     try:
-        codes = [process.wait(timeout=120) for process in started]
+        codes = [process.wait(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -194,7 +194,7 @@ assert os.waitpid(child, 0)[1] == 0
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
-    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.canvas import INK, Style, canvas, picture_path, picture_title, quiet_axes, scheme_styles
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
@@ -296,9 +296,10 @@ def _curves(figure: Picture, kernels: Sequence[Kernel], height: float) -> None:
 def _side(axes: Axes, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    styles = scheme_styles([kernel.label for kernel in kernels])
     for i, kernel in enumerate(kernels):
         values: Cosines = getattr(kernel, side)
-        style: Style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
+        style: Style = {**styles[i], "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
         # Markers of curves that meet lie beside each other.
         every = max(1, count // 8)
         axes.plot(np.arange(1, values.size + 1), values, label=kernel.label, markevery=(i * every // 6, every), **style)

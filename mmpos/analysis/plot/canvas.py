@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
+from mmpos.schemes import SCHEMES
 from mmpos.support.checks import text
 from mmpos.support.extras import needed_for
 from mmpos.support.files import local_path, whole_file
@@ -71,6 +73,29 @@ def line_style(i: int) -> Style:
         "linestyle": _DASHES[i % len(_DASHES)],
         "marker": _MARKERS[i % len(_MARKERS)],
     }
+
+
+def scheme_styles(labels: Sequence[str]) -> list[Style]:
+    """Choose the styles of curves by the names of schemes in their labels, whatever the order of the curves.
+
+    A scheme has the style of its place in SCHEMES, and others that behind the last. Where its colour is taken, by an
+    earlier scheme or another curve of the same, it is one of those that nobody has.
+
+    >>> [style["color"] for style in scheme_styles(["mrope", "rope-tie, split", "rope-tie, interleaved"])]
+    ['#D55E00', '#009E73', '#0072B2']
+    """
+    names, colours = list(SCHEMES), len(COLOURS) + 1
+    words = [re.split(r"[,(\s]+", label) for label in labels]
+    places = [min((names.index(word) for word in of if word in SCHEMES), default=len(names)) for of in words]
+    styles: dict[int, int] = {}
+    # First the schemes that have colours of their own, then the colours that are left, then other dashes.
+    for others, modulus in ((0, colours), (colours, colours), (len(labels), len(names) + len(labels))):
+        for i in sorted(range(len(labels)), key=lambda i: (places[i], labels[i])):
+            taken = {style % modulus for style in styles.values()}
+            free = [style for style in (places[i], *range(others)) if style % modulus not in taken]
+            if i not in styles and free:
+                styles[i] = free[0]
+    return [line_style(styles[i]) for i in range(len(labels))]
 
 
 def quiet_axes(axes: Axes) -> None:

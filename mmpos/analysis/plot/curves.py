@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.canvas import (
+    COLOURS,
+    INK,
+    Style,
+    canvas,
+    picture_path,
+    picture_title,
+    quiet_axes,
+    scheme_styles,
+)
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.place import ids_consumed
 from mmpos.rotary import Rotary
@@ -257,6 +266,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
     instance("growth", growth, Growth, "id_growth")
     target, title = picture_path(path), picture_title(title)
     labels = [fill(", ".join(growth.schemes[i] for i in group), 58, break_on_hyphens=False) for group in growth.alike]
+    styles = scheme_styles(labels)
     lines = [max(1, label.count("\n") + 1) for label in labels]
     half = -(-len(labels) // 2)
     key = 0.1 + 0.2 * max(sum(lines[:half]), sum(lines[half:]))
@@ -275,7 +285,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
             axes.set_ylim(*limits)
             for k, group in enumerate(growth.alike):
                 # Curves that meet: the later, narrower one lies on the earlier, wider one.
-                style: Style = {**line_style(k), "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
+                style: Style = {**styles[k], "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
                 every = max(1, growth.sides.size // 7)
                 axes.plot(growth.patches, values[group[0]], label=labels[k], markevery=(k % every, every), **style)
             axes.set_xlabel("patches of the image")

@@ -92,21 +92,19 @@ class Tokens:
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
-        """Merge the grids of a kind, and leave those at the end away that no token is left for."""
-        grids = merged(name, grid_thw, merge)
-        if grids is None:
-            return None
+        """Merge the grids of a kind, and leave those at the end away that no token is left for.
+
+        Videos whose frames are apart are as many grids as they have frames, and those of 0 frames none.
+        """
         room = int(np.count_nonzero(self.types == kind))
-        stops = grids.prod(axis=1, dtype=np.float64).cumsum()
-        if not stops.size or stops[-1] <= room:
+        grids = merged(name, grid_thw, merge, room, frames_apart)
+        if grids is None or not frames_apart:
             return grids
-        grids = grids[: np.searchsorted(stops, room) + (room > 0)]
-        if frames_apart and room:
-            grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
-            grids[:, 0] = 1
-            stops = grids.prod(axis=1, dtype=np.float64).cumsum()
-            grids = grids[: np.searchsorted(stops, room) + 1]
-        return grids
+        if grids.prod(axis=1, dtype=np.float64).sum() <= room:
+            return grids[grids[:, 0] > 0]
+        grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
+        grids[:, 0] = 1
+        return _up_to(room, grids)
 
     def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
         """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""
@@ -150,16 +148,33 @@ def moved(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
     return ids.view(axes, batch, seq), after.view(batch, 1).clone()
 
 
-def merged(name: str, grid_thw: Tensor | None, merge: IntArray) -> IntArray | None:
-    """Merge patches, (grids, sizes) by (sizes,); a 0 in ``merge`` makes that size 1."""
+def merged(
+    name: str, grid_thw: Tensor | None, merge: IntArray, room: int | None = None, frames_apart: bool = False
+) -> IntArray | None:
+    """Merge patches, (grids, sizes) by (sizes,); a 0 in ``merge`` makes that size 1.
+
+    With ``room``, the number of tokens, grids behind the last that has one are left away, whatever their sizes; with
+    ``frames_apart``, a grid may have 0 frames.
+    """
     if grid_thw is None:
         return None
-    grids = int_array(name, grid_thw.numpy(), (None, merge.size))
-    small = (grids < merge).any(axis=1)
+    given = int_array(name, grid_thw.numpy(), (None, merge.size))
+    grids = np.where(merge > 0, given // np.maximum(merge, 1), 1)
+    if room is not None:
+        grids = _up_to(room, grids)
+    small = (given[: len(grids)] < merge).any(axis=1)
+    if frames_apart:
+        small &= given[: len(grids), 0] != 0
     if small.any():
         g, least = int(small.argmax()), tuple(merge.tolist())
-        raise InvalidInputError(f"{name}[{g}]: got {tuple(grids[g].tolist())}, want at least {least}, one token")
-    return np.where(merge > 0, grids // np.maximum(merge, 1), 1)
+        raise InvalidInputError(f"{name}[{g}]: got {tuple(given[g].tolist())}, want at least {least}, one token")
+    return grids
+
+
+def _up_to(room: int, grids: IntArray) -> IntArray:
+    """Return the first grids, as many as these tokens need."""
+    stops = grids.clip(0).prod(axis=1, dtype=np.float64).cumsum()
+    return grids[: np.searchsorted(stops, room) + (room > 0)]
 
 
 def _has_videos(types: Array, most: int) -> bool:

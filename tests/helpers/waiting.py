@@ -21,7 +21,8 @@ def without_torch(folder: Path) -> dict[str, str]:
     """The environment of programs without torch, which takes seconds to import."""
     lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def free_port() -> int:

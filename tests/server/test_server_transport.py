@@ -32,7 +32,7 @@ from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.traffic import Traffic
-from mmpos_server.transport import RpcContext, TransportServer, Width
+from mmpos_server.transport import Handler, RpcContext, TransportServer, Width
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -400,15 +400,15 @@ def test_a_server_that_has_started_drops_no_call() -> None:
 
     async def answers() -> list[bytes]:
         server = TransportServer([], transport_options(load(), reuse_port=False), ahead=8)
-        handlers = {name: grpc.stream_unary_rpc_method_handler(echo) for name in [*names, "Never"]}
+        handlers: dict[str, Handler] = {name: grpc.stream_unary_rpc_method_handler(echo) for name in [*names, "Never"]}
         server.add("service", handlers, {"Never": Width(0, 0)})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                send = {name: channel.unary_unary(f"/service/{name}").future for name in handlers}
+                send: dict[str, Any] = {name: channel.unary_unary(f"/service/{name}").future for name in handlers}
                 # Of calls that nobody asks for, the transport keeps one and drops the next: a sign that it has come.
-                dropped, never = SimpleQueue[grpc.Future](), [send["Never"](b"x") for _ in range(2)]
+                dropped, never = SimpleQueue[Any](), [send["Never"](b"x") for _ in range(2)]
                 for call in never:
                     call.add_done_callback(dropped.put)
                 assert dropped.get(timeout=60).code() is grpc.StatusCode.CANCELLED

@@ -329,8 +329,9 @@ class TransportServer(Server):
         )
 
     async def start(self) -> None:
-        """Start to serve."""
+        """Start to serve. Whoever learns that the server has started may call at once: no call is dropped."""
         await super().start()
+        await asyncio.sleep(0)  # the lanes request their first calls, in tasks
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self, grace: float | None) -> None:

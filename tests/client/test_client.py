@@ -410,7 +410,7 @@ def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
         calls = [asyncio.ensure_future(client.place(SEGMENTS)) for _ in range(2)]
         assert await asyncio.to_thread(arrived.wait, 60)
         calls[0].cancel()
-        await asyncio.sleep(0.05)
+        await asyncio.wait([calls[0]])
         assert calls[0].cancelled()
         await client.close()
         with pytest.raises(ServiceError, match=r"^CANCELLED: "):

@@ -6,6 +6,8 @@ import base64
 import fcntl
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
+from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, place
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
@@ -32,9 +34,9 @@ def server() -> Iterator[str]:
         yield address
 
 
-def node(script: str, *arguments: object, text: str = "") -> Any:
+def node(script: str, *arguments: object) -> Any:
     command = [f"{BIN}/node", str(NODE / script), *map(str, arguments)]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -103,14 +105,24 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
     assert summary["refusal"] == {"code": "INVALID_ARGUMENT", "message": "extents[1, 0]: got 0, want >= 1"}
 
 
-def test_the_function_on_the_page_expands_a_table() -> None:
-    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(4, 1)]]))
-    message = {
-        "table": base64.b64encode(positions.table.astype("<i8").tobytes()).decode(),
-        "axes": positions.axes,
-        "num_tokens": str(positions.num_tokens),
-    }
-    assert node("page.js", ROOT / "docs" / "protocol.md", text=json.dumps(message)) == positions.dense().tolist()
+def page(server: str, without: str = "") -> str:
+    """What the JavaScript of docs/protocol.md prints, without an option of the loader."""
+    install()
+    blocks = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(), re.DOTALL)
+    code = "".join(blocks).replace("localhost:50051", server).replace(without, "")
+    environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
+    done = subprocess.run(
+        [f"{BIN}/node", "-e", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
+
+
+def test_the_client_on_the_page_expands_a_table(server: str) -> None:
+    assert json.loads(page(server)) == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+
+
+def test_the_loader_drops_a_field_without_the_option_on_the_page(server: str) -> None:
+    assert page(server, without="keepCase: true, ") == "grid_thw: got shape (0, 3), want (1, 3)\n"
 
 
 # buf curl.

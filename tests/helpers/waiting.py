@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,15 +23,17 @@ def without_torch(folder: Path) -> dict[str, str]:
     """The environment of programs without torch, which takes seconds to import."""
     lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that systems give to others by themselves until it is bound."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)  # not by random, which plugins of pytest seed alike in all workers
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def of_process(pid: int, name: str) -> bytes:

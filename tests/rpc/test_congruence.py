@@ -132,6 +132,7 @@ SOURCES: list[SegmentTable | Spans | InputIds] = [
     Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]),
     Spans([11], [3], [[2, 1, 3]], seconds_per_frame=[Fraction(1, 2)]),
     Spans([4], [], []),
+    Spans([], [], []),
     InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5),
     InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
     InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),

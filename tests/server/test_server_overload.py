@@ -379,16 +379,18 @@ def test_a_stream_that_is_not_read_holds_so_many_bytes_of_answers(serve: Serve) 
 
 
 async def held(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+    BEGUN.append(1)
     await asyncio.sleep(0.3)
     answer.cu_seqlens.append(1)
 
 
 def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
+    BEGUN.clear()
     address = serve(held, max_streams=1)
     with grpc.insecure_channel(address) as channel, Client(address) as client:
         ask: Stream = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
         first = ask(iter([pb.StreamPlaceRequest(query=pb.PositionsQuery()).SerializeToString()]))
-        time.sleep(0.1)
+        assert eventually(lambda: bool(BEGUN))
         with pytest.raises(ServiceError, match="got neither table nor dense"):  # so it was answered
             next(client.stream([PositionsQuery(SEGMENTS)]))
         assert len(list(first)) == 1

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import grpc
@@ -26,11 +27,12 @@ from mmpos_server import testing
 from mmpos_server.admission import Admission, Call
 from mmpos_server.app import Server
 from mmpos_server.config import ClientLimits, Concurrency, ServerConfig, load
+from mmpos_server.listening import transport_options
 from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.traffic import Traffic
-from mmpos_server.transport import RpcContext
+from mmpos_server.transport import Handler, RpcContext, TransportServer, Width
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -387,6 +389,40 @@ def test_each_method_has_a_queue_of_its_own(serve: Callable[..., str]) -> None:
         GO.set()
         assert [probe.result() for probe in probes] == ["OK"] * 3
         assert {call.result() for call in calls} == {"OK", "CANCELLED"}
+
+
+def test_a_server_that_has_started_drops_no_call() -> None:
+    """Two calls of each of ten methods reach twenty servers that have just started, before their loop turns again."""
+    names = [f"Method{number}" for number in range(10)]
+
+    async def echo(requests: object, context: RpcContext) -> bytes:
+        return cast("bytes", await context.read())
+
+    async def answers() -> list[bytes]:
+        server = TransportServer([], transport_options(load(), reuse_port=False), ahead=8)
+        handlers: dict[str, Handler] = {name: grpc.stream_unary_rpc_method_handler(echo) for name in [*names, "Never"]}
+        server.add("service", handlers, {"Never": Width(0, 0)})
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                send: dict[str, Any] = {name: channel.unary_unary(f"/service/{name}").future for name in handlers}
+                # Of calls that nobody asks for, the transport keeps one and drops the next: a sign that it has come.
+                dropped, never = SimpleQueue[Any](), [send["Never"](b"x") for _ in range(2)]
+                for call in never:
+                    call.add_done_callback(dropped.put)
+                assert dropped.get(timeout=60).code() is grpc.StatusCode.CANCELLED
+                calls = [send[name](b"x") for name in names for _ in range(2)]
+                assert send["Never"](b"x").code() is grpc.StatusCode.CANCELLED
+                found = [await asyncio.to_thread(call.result) for call in calls]
+                for call in never:
+                    call.cancel()
+        finally:
+            await server.stop(None)
+        return found
+
+    for _ in range(20):
+        assert asyncio.run(answers()) == [b"x"] * 20
 
 
 def test_by_default_one_client_has_no_more_than_half_of_what_there_is() -> None:

@@ -1,6 +1,7 @@
 """The name under which mmpos is distributed: in pip commands, errors and pages, and beside others with its import."""
 
 import re
+import sys
 import tomllib
 import warnings
 from importlib import import_module, metadata
@@ -116,3 +117,14 @@ def test_another_distribution_with_the_same_import_is_a_warning(
     captured = capsys.readouterr()
     assert captured.err == f"mmpos: warning: {said}\n"
     assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]
+
+
+def test_info_needs_no_package_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("mmpos.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("typer", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["info"]) == 0
+    assert dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()) == mmpos.info()

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -86,47 +87,62 @@ def test_the_source_archive_holds_all_that_git_tracks(release: Path) -> None:
     assert names == {f"{NAME}/{name}" for name in tracked() | written}
 
 
+Command = list[str | Path]
+
+
+@dataclass(frozen=True)
 class Bare:
     """An environment with nothing in it, and a folder to work in that is nobody's.
 
     Args:
-        folder: where both are made.
-        compiler: whether the environment has one.
+        here: the folder.
+        python: the interpreter.
+        program: the program mmpos, once it is installed.
+        install: what installs the requirements that follow.
+        variables: the environment variables of all of them.
     """
 
-    def __init__(self, folder: Path, *, compiler: bool = True) -> None:
-        self.here, self.environment = folder / "here", folder / "environment"
-        self.here.mkdir()
-        run(UV, "venv", "--python", sys.executable, self.environment, cwd=folder)
-        programs = self.environment / "bin"
-        self.python: list[str | Path] = [programs / "python"]
-        self.install = [UV, "pip", "install", "--python", programs / "python", *PINNED]
-        self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        if not compiler:
-            self.variables |= {"PATH": str(programs), "CC": "no-such-compiler"}
+    here: Path
+    python: Command
+    program: Command
+    install: Command
+    variables: Mapping[str, str]
 
     def run(self, *command: str | Path, code: int = 0) -> str:
         return run(*command, code=code, cwd=self.here, env=self.variables)
 
     def mmpos(self, *arguments: str, code: int = 0) -> str:
-        return self.run(*self.python, "-m", "mmpos", *arguments, code=code)
+        return self.run(*self.program, *arguments, code=code)
 
     def info(self) -> dict[str, str]:
         return dict(line.split(maxsplit=1) for line in self.mmpos("info").splitlines())
 
 
-class BareARM64(Bare):
-    """Such an environment of another processor, in an emulator."""
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    return folder
 
-    def __init__(self, folder: Path) -> None:
-        self.here, site = folder / "here", folder / "site"
-        self.here.mkdir()
-        python = (ARM64 / "python").resolve()
-        self.python = ["qemu-aarch64", "-L", ARM64, python]
-        version = python.name.removeprefix("python")
-        target = ["--target", site, "--python-version", version, "--python-platform", "aarch64-manylinux_2_28"]
-        self.install = [UV, "pip", "install", *target, "--only-binary", ":all:", *PINNED]
-        self.variables = {**os.environ, "PYTHONPATH": str(site)}
+
+def bare_environment(here: Path, *, compiler: bool = True) -> Bare:
+    """One for the Python that runs the tests."""
+    run(UV, "venv", "--python", sys.executable, "../environment", cwd=here)
+    programs = here.parent / "environment/bin"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    if not compiler:
+        variables |= {"PATH": str(programs), "CC": "no-such-compiler"}
+    install: Command = [UV, "pip", "install", "--python", programs / "python", *PINNED]
+    return Bare(here, [programs / "python"], [programs / "mmpos"], install, variables)
+
+
+def bare_arm64(here: Path) -> Bare:
+    """One for a Python of ARM64, in an emulator."""
+    site, binary = here.parent / "site", (ARM64 / "python").resolve()
+    python: Command = ["qemu-aarch64", "-L", ARM64, binary]
+    target = f"--python-version={binary.name.removeprefix('python')} --python-platform=aarch64-manylinux_2_28".split()
+    install: Command = [UV, "pip", "install", "--target", site, *target, "--only-binary=:all:", *PINNED]
+    return Bare(here, python, [*python, "-m", "mmpos"], install, {**os.environ, "PYTHONPATH": str(site)})
 
 
 TYPED = """
@@ -155,8 +171,8 @@ def draw(bare: Bare) -> None:
     assert said == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=bare.here)
 
 
-def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(release: Path, tmp_path: Path) -> None:
-    bare = Bare(tmp_path)
+def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(release: Path, here: Path) -> None:
+    bare = bare_environment(here)
     (wheel,) = release.glob(f"*{platform.machine()}.whl")
     bare.run(*bare.install, wheel)
     info = bare.info()
@@ -170,11 +186,11 @@ def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(releas
     check_types(bare)
 
 
-def test_the_wheel_for_another_processor_runs_there(release: Path, tmp_path: Path) -> None:
+def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -> None:
     wheel = next(release.glob("*_aarch64.whl"), None)
     if wheel is None or platform.machine() == "aarch64":
         pytest.skip("the release has no wheel for another processor")
-    bare = BareARM64(tmp_path)
+    bare = bare_arm64(here)
     bare.run(*bare.install, f"multimodal-positions[cli] @ {wheel.as_uri()}", "pytest", "hypothesis")
     info = bare.info()
     assert (info["extension"], info["machine"]) == ("built", "Linux aarch64")
@@ -185,9 +201,8 @@ def test_the_wheel_for_another_processor_runs_there(release: Path, tmp_path: Pat
     )
 
 
-def test_the_source_archive_without_a_compiler_uses_numpy(release: Path, tmp_path: Path) -> None:
-    bare = Bare(tmp_path, compiler=False)
-    bare.run(
-        *bare.install, "--refresh-package", "multimodal-positions", release / f"{NAME}.tar.gz"
-    )  # never a kept wheel
+def test_the_source_archive_without_a_compiler_uses_numpy(release: Path, here: Path) -> None:
+    bare = bare_environment(here, compiler=False)
+    built_again = ["--refresh-package", "multimodal-positions"]  # uv keeps the wheels that it builds
+    bare.run(*bare.install, *built_again, release / f"{NAME}.tar.gz")
     assert bare.info()["extension"] == "not built, numpy is used"

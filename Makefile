@@ -12,7 +12,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 
 OLDEST := .venv-torch-2.11
 
-.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist clean
+.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -87,14 +87,32 @@ tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made 
 
 dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare environments
 	rm -rf build dist
-	PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m build --outdir build/dist
+	$(BUILD) .
+	@lacks=$$(for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || echo $$tool; done; \
+	    apt-cache show python3:arm64 > /dev/null 2>&1 || echo python3:arm64); \
+	if [ "$$lacks" ]; then echo "make dist: no wheel for ARM64, for which these are missing:" $$lacks; else $(MAKE) arm64; fi
 	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/pytest -q -n 2 -m dist tests/support/test_dist.py
+	$(BIN)/pytest -q -n 2 -m slow --release dist tests/support/test_dist.py
+
+BUILD := $(BIN)/uv build --python $(BIN)/python --build-constraint constraints.txt --out-dir build/dist
+
+# The wheel for ARM64 is made by Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross. It runs under qemu-user, in Debian's
+# Python for ARM64, which is unpacked here: apt-get knows it after dpkg --add-architecture arm64 and apt-get update.
+ARM64 := .venv-arm64
+
+arm64: $(ARM64)/python
+	CC=aarch64-linux-gnu-gcc $(BUILD) --wheel --config-setting=--build-option=--plat-name=linux_aarch64 build/dist/*.tar.gz
+
+$(ARM64)/python:
+	rm -rf $(ARM64) && mkdir $(ARM64)
+	cd $(ARM64) && apt-get -qq download $$(apt-cache depends --recurse --important libstdc++6:arm64 python3:arm64 | grep '^[a-z].*:arm64$$')
+	cd $(ARM64) && for each in *.deb; do dpkg-deb --extract $$each . || exit; done
+	cd $(ARM64) && rm *.deb && ln -s usr/bin/python3 python
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(OLDEST) build out dist *.egg-info mmpos/_native*.so
+	rm -rf $(VENV) $(OLDEST) $(ARM64) build out dist *.egg-info mmpos/_native*.so
 
 # What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt

@@ -27,5 +27,6 @@ collect_ignore = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """More than CI has time for."""
+    """More than CI has time for, and what `make dist` built."""
+    parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
     parser.addoption("--mutations", type=int, default=40_000, help="Broken requests that the service is sent.")

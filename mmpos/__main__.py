@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mmpos.support.extras import needed_for
+from mmpos.support.info import print_info
 from mmpos.support.program import App, run_program
 
 
@@ -20,8 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of mmpos.support.program.EXIT_CODES.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    return run_program("mmpos", partial(_app, "server" if "serve" in words[:2] else "cli"), arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    load = _info if words == ["info"] else partial(_app, "server" if "serve" in words[:2] else "cli")
+    return run_program("mmpos", load, arguments)
+
+
+def _info() -> App:
+    """Run ``mmpos info`` without the packages of the command line, for reports of what is missing."""
+    return lambda **_: print_info()
 
 
 def _app(extra: str) -> App:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, resources
@@ -204,12 +203,7 @@ def schemes() -> None:
 @app.command()
 def info() -> None:
     """Print versions, and whether the extension in C was built."""
-    with warnings.catch_warnings(record=True) as caught:
-        facts = installation.info()
-    for name, value in facts.items():
-        typer.echo(f"{name:12} {value}")
-    for warning in caught:
-        typer.echo(f"mmpos: warning: {warning.message}", err=True)
+    installation.print_info()
 
 
 @app.command()

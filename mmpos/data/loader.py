@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import torch
@@ -17,13 +17,22 @@ from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers.base import Reader
-from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, Stages, StreamState, shard_order
+from mmpos.data.stream import BatchStream, Feed, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, integer, one_of
 from mmpos.support.files import local_path
 
 __all__ = ["BatchDataset"]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # which has defaults; that of typing has them from Python 3.13 on
+
+    _Item = TypeVar("_Item", default=Any)
+else:
+    from typing import TypeVar
+
+    _Item = TypeVar("_Item")
 
 _VERSION = 1
 
@@ -42,7 +51,7 @@ class DatasetState(StreamState):
     of: dict[str, object]
 
 
-class BatchDataset(IterableDataset[Item]):
+class BatchDataset(IterableDataset[_Item]):
     """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
     The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
@@ -80,7 +89,7 @@ class BatchDataset(IterableDataset[Item]):
         shards: Iterable[Reader],
         preprocess: MakeExample,
         batching: Batching,
-        collate: Collate | None = None,
+        collate: Callable[[Any], _Item] | None = None,
         *,
         seed: int = 0,
         epoch: int = 0,
@@ -170,7 +179,7 @@ class BatchDataset(IterableDataset[Item]):
                 "is about to share over ranks again, want it left as it is: load through mmpos.data.RankLoader"
             )
 
-    def __iter__(self) -> BatchStream:
+    def __iter__(self) -> Iterator[_Item]:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
         # The epoch of a state is its own, whatever was set since.
         self._in_workers.fill_(get_worker_info() is not None)

@@ -9,7 +9,7 @@ import warnings
 from mmpos.support import native
 from mmpos.support.extras import DISTRIBUTION
 
-__all__ = ["cores", "info", "version", "version_of"]
+__all__ = ["cores", "info", "print_info", "version", "version_of"]
 
 _PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
 _MISSING = "not installed"
@@ -45,6 +45,12 @@ def info() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}",
         **{name: version_of(name) or _MISSING for name in _PACKAGES},
     }
+
+
+def print_info() -> None:
+    """Print what info reports, an entry a line."""
+    for name, value in info().items():
+        print(f"{name:12} {value}")
 
 
 def version() -> str:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import datasets
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import HFImages, Pairs
@@ -81,6 +82,12 @@ def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> Batc
     batching = batching or Packer(200, buffer=5, split_text=True, min_piece=8)
     given: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
     return BatchDataset(shards, batching=batching, **given | options)
+
+
+def test_type_checkers_know_what_a_dataset_gives() -> None:
+    for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
+        assert_type(batch, Batch)
+        assert isinstance(batch, Batch)
 
 
 def plain(value: object) -> Any:

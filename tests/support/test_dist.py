@@ -1,13 +1,19 @@
-"""The files of a release, which `make dist` built: what they hold, and how they run where nothing else is installed."""
+"""The files of a release: what they hold, and how they run and are typed where nothing else is installed.
+
+The tests build a source archive and a wheel. `make dist` lets them judge its own: pytest --release FOLDER.
+"""
 
 import os
+import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,17 +23,15 @@ import mmpos
 from mmpos.support.extras import pip_install
 
 ROOT = Path(__file__).parents[2]
+ARM64 = ROOT / ".venv-arm64"
 NAME = f"multimodal_positions-{mmpos.__version__}"
+UV = Path(sys.executable).with_name("uv")
+PINNED = [f"--{kind}constraint={ROOT / 'constraints.txt'}" for kind in ("", "build-")]
 
-pytestmark = pytest.mark.dist
-
-
-def release(pattern: str) -> Path:
-    (path,) = (ROOT / "dist").glob(pattern)
-    return path
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dist")]
 
 
-def run(*command: str | Path, code: int = 0, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> str:
+def run(*command: str | Path, cwd: Path, code: int = 0, env: Mapping[str, str] = os.environ) -> str:
     """Run a program that ends with this code, and give its output."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
@@ -39,24 +43,43 @@ def tracked(folder: str = ".") -> set[str]:
     return set(run("git", "ls-files", cwd=ROOT / folder).splitlines())
 
 
-def test_the_release_is_a_source_archive_and_a_wheel_for_every_python_and_most_of_linux() -> None:
-    wheel, sdist = sorted(path.name for path in (ROOT / "dist").iterdir())
+@pytest.fixture(scope="session")
+def release(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the release."""
+    given: str | None = pytestconfig.getoption("release")
+    if given is not None:
+        return ROOT / given
+    clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("release")
+    for name in tracked():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    run(UV, "build", "--no-create-gitignore", "--python", sys.executable, PINNED[1], "--out-dir", folder, cwd=clone)
+    return folder
+
+
+def test_the_release_is_a_source_archive_and_wheels_for_every_python(release: Path) -> None:
+    *wheels, sdist = sorted(path.name for path in release.iterdir())
     assert sdist == f"{NAME}.tar.gz"
-    assert re.fullmatch(rf"{re.escape(NAME)}-cp311-abi3-manylinux[\w.]+\.whl", wheel)
+    named = [
+        re.fullmatch(rf"{re.escape(NAME)}-cp311-abi3-(?:many)?linux[\w.]*_(x86_64|aarch64)\.whl", n) for n in wheels
+    ]
+    assert [match and match[1] for match in named] in ([platform.machine()], ["aarch64", "x86_64"])
 
 
-def test_the_wheel_holds_the_two_packages_and_the_extension() -> None:
+def test_wheels_hold_the_three_packages_and_the_extension(release: Path) -> None:
     packages = {f"mmpos/{name}" for name in tracked("mmpos")} | tracked("server")
+    packages |= {name for name in tracked("benchmarks") if name.startswith("mmpos_bench/")}
     written = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt"]
     licenses = [f"licenses/{name}" for name in ("LICENSE", "mmpos/photos/LICENSES.md")]
     about = {f"{NAME}.dist-info/{name}" for name in [*written, *licenses]}
-    with zipfile.ZipFile(release("*.whl")) as archive:
-        names = {member.filename for member in archive.infolist() if not member.is_dir()}
-    assert names == packages | {"mmpos/_native.abi3.so"} | about
+    for wheel in release.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            names = {member.filename for member in archive.infolist() if not member.is_dir()}
+        assert names == packages | {"mmpos/_native.abi3.so"} | about
 
 
-def test_the_source_archive_holds_all_that_git_tracks() -> None:
-    with tarfile.open(release("*.tar.gz")) as archive:
+def test_the_source_archive_holds_all_that_git_tracks(release: Path) -> None:
+    with tarfile.open(release / f"{NAME}.tar.gz") as archive:
         names = {member.name for member in archive if member.isfile()}
     written = {"PKG-INFO", "setup.cfg"}
     about = ["PKG-INFO", "SOURCES.txt", "dependency_links.txt", "entry_points.txt", "requires.txt", "top_level.txt"]
@@ -64,31 +87,122 @@ def test_the_source_archive_holds_all_that_git_tracks() -> None:
     assert names == {f"{NAME}/{name}" for name in tracked() | written}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "compiler", "extension"),
-    [("*.whl", False, "built"), ("*.tar.gz", True, "built"), ("*.tar.gz", False, "not built, numpy is used")],
-    ids=["wheel", "source", "source-without-compiler"],
-)
-def test_the_demo_runs_in_a_bare_environment(pattern: str, compiler: bool, extension: str, tmp_path: Path) -> None:
-    programs, here = tmp_path / "environment/bin", tmp_path / "here"
-    here.mkdir()
-    run(sys.executable, "-m", "venv", programs.parent)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
+Command = list[str | Path]
+
+
+@dataclass(frozen=True)
+class Bare:
+    """An environment with nothing in it, and a folder to work in that is nobody's.
+
+    Args:
+        here: the folder.
+        python: the interpreter.
+        program: the program mmpos, once it is installed.
+        install: what installs the requirements that follow.
+        variables: the environment variables of all of them.
+    """
+
+    here: Path
+    python: Command
+    program: Command
+    install: Command
+    variables: Mapping[str, str]
+
+    def run(self, *command: str | Path, code: int = 0) -> str:
+        return run(*command, code=code, cwd=self.here, env=self.variables)
+
+    def mmpos(self, *arguments: str, code: int = 0) -> str:
+        return self.run(*self.program, *arguments, code=code)
+
+    def info(self) -> dict[str, str]:
+        return dict(line.split(maxsplit=1) for line in self.mmpos("info").splitlines())
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    return folder
+
+
+def bare_environment(here: Path, *, compiler: bool = True) -> Bare:
+    """One for the Python that runs the tests."""
+    run(UV, "venv", "--python", sys.executable, "../environment", cwd=here)
+    programs = here.parent / "environment/bin"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if not compiler:
-        environment |= {"PATH": str(programs), "CC": "no-such-compiler"}
+        variables |= {"PATH": str(programs), "CC": "no-such-compiler"}
+    install: Command = [UV, "pip", "install", "--python", programs / "python", *PINNED]
+    return Bare(here, [programs / "python"], [programs / "mmpos"], install, variables)
 
-    def bare(program: str, *arguments: str, code: int = 0) -> str:
-        return run(programs / program, *arguments, code=code, cwd=here, env=environment)
 
-    bare("pip", "install", "--no-cache-dir", str(release(pattern)))  # pip keeps the wheels that it builds
-    hint = bare("mmpos", "demo", code=1)
-    assert hint == f"mmpos: error: the command line: typer is not installed, want {pip_install('cli')}\n"
-    bare(*shlex.split(pip_install("cli")))  # keeps what is installed
-    said = bare("mmpos", "demo", "-o", "demo.png")
-    assert [path.name for path in here.iterdir()] == ["demo.png"]
-    with Image.open(here / "demo.png") as picture:
+def bare_arm64(here: Path) -> Bare:
+    """One for a Python of ARM64, in an emulator."""
+    site, binary = here.parent / "site", (ARM64 / "python").resolve()
+    python: Command = ["qemu-aarch64", "-L", ARM64, binary]
+    target = f"--python-version={binary.name.removeprefix('python')} --python-platform=aarch64-manylinux_2_28".split()
+    install: Command = [UV, "pip", "install", "--target", site, *target, "--only-binary=:all:", *PINNED]
+    return Bare(here, python, [*python, "-m", "mmpos"], install, {**os.environ, "PYTHONPATH": str(site)})
+
+
+TYPED = """
+from typing import assert_type
+import mmpos_bench.command
+import mmpos_server.options
+from mmpos import PositionTable, SegmentTable, Text, place
+
+assert_type(place(SegmentTable.from_documents([[Text(3)]])), PositionTable)
+"""
+
+
+def check_types(bare: Bare) -> None:
+    """A type checker finds the packages and their types."""
+    (bare.here / "typed.py").write_text(TYPED)
+    checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
+    bare.run(*checker, "--ignore-missing-imports", "typed.py")
+
+
+def draw(bare: Bare) -> None:
+    """The demo prints and draws what it does here."""
+    said = bare.mmpos("demo", "-o", "demo.png")
+    assert [path.name for path in bare.here.iterdir()] == ["demo.png"]
+    with Image.open(bare.here / "demo.png") as picture:
         picture.verify()
-    assert said == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=tmp_path)
-    info = dict(line.split(maxsplit=1) for line in bare("mmpos", "info").splitlines())
-    assert (info["mmpos"], info["extension"], info["torch"]) == (mmpos.__version__, extension, "not installed")
+    assert said == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=bare.here)
+
+
+def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(release: Path, here: Path) -> None:
+    bare = bare_environment(here)
+    (wheel,) = release.glob(f"*{platform.machine()}.whl")
+    bare.run(*bare.install, wheel)
+    info = bare.info()
+    assert (info["mmpos"], info["extension"], info["torch"]) == (mmpos.__version__, "built", "not installed")
+    hint = bare.mmpos("demo", code=1)
+    assert hint == f"mmpos: error: the command line: typer is not installed, want {pip_install('cli')}\n"
+    pip, install, *wanted = shlex.split(pip_install("cli"))
+    assert (pip, install) == ("pip", "install")
+    bare.run(*bare.install, *wanted)  # keeps what is installed
+    draw(bare)
+    check_types(bare)
+
+
+def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -> None:
+    wheel = next(release.glob("*_aarch64.whl"), None)
+    if wheel is None or platform.machine() == "aarch64":
+        pytest.skip("the release has no wheel for another processor")
+    bare = bare_arm64(here)
+    bare.run(*bare.install, f"multimodal-positions[cli] @ {wheel.as_uri()}", "pytest", "hypothesis")
+    info = bare.info()
+    assert (info["extension"], info["machine"]) == ("built", "Linux aarch64")
+    draw(bare)
+    tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/images/test_native_walk.py"]
+    assert " passed" in run(
+        *bare.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT, env=bare.variables
+    )
+
+
+def test_the_source_archive_without_a_compiler_uses_numpy(release: Path, here: Path) -> None:
+    bare = bare_environment(here, compiler=False)
+    built_again = ["--refresh-package", "multimodal-positions"]  # uv keeps the wheels that it builds
+    bare.run(*bare.install, *built_again, release / f"{NAME}.tar.gz")
+    assert bare.info()["extension"] == "not built, numpy is used"

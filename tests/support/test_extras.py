@@ -128,3 +128,14 @@ def test_another_distribution_with_the_same_import_is_a_warning(
     captured = capsys.readouterr()
     assert captured.err == f"mmpos: warning: {said}\n"
     assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]
+
+
+def test_info_needs_no_package_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("mmpos.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("typer", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["info"]) == 0
+    assert dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()) == mmpos.info()

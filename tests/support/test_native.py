@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -367,3 +369,10 @@ def test_rows_are_numbered_in_c_as_in_python() -> None:
     known = [names for names in enums if hasattr(rows, names[0])]
     assert [[getattr(rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
     assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]
+
+
+def test_the_extension_exports_its_entry_alone() -> None:
+    """A library that was loaded before, with a ``release`` of its own, would take the calls of ours."""
+    command = ["nm", "-D", "--defined-only", str(import_module("mmpos._native").__file__)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[-1] for line in said.splitlines()] == ["PyInit__native"]

@@ -98,6 +98,7 @@ clean:  ## remove what was built
 
 # What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("mmpos needs Python 3.11 or later, got %d.%d: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip uninstall -qq --yes mmpos
 	rm -rf mmpos.egg-info

@@ -12,7 +12,6 @@
 #ifndef Py_GIL_DISABLED /* there is no limited API without the GIL */
 #define Py_LIMITED_API 0x030B0000
 #endif
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdint.h>

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ IMAGE = """
 import mmpos
 from pathlib import Path
 photo = min(Path(mmpos.__file__).with_name("photos").glob("*.jpg")).read_bytes()
-mmpos.ImageProcessor(patch_size=14).process([photo])
+mmpos.ImageProcessor(patch_size=14).process(photo)
 """
 SERVE = """
 import subprocess, sys
@@ -78,11 +77,11 @@ def uv(*words: str | Path) -> None:
         raise SystemExit(f"uv {words[0]} {words[1]} failed")
 
 
-def resolve(age: str, python: str, extras: Sequence[str]) -> Path:
-    """Write the versions of these extras into a file."""
-    path = BUILD / "-".join([age, *(extra.rpartition("=")[2] for extra in extras), "requirements.txt"])
-    words = ["--resolution", RESOLUTIONS[age], "--python", python, "--no-header", "--output-file", path]
-    uv("pip", "compile", "--upgrade", *words, *extras, "pyproject.toml")
+def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> Path:
+    """Write the oldest or the newest versions of what these extras need into a file of this name."""
+    path = BUILD / f"{name}.txt"
+    resolution = ["--upgrade", "--resolution", RESOLUTIONS[age], "--python", python]
+    uv("pip", "compile", *resolution, *extras, "--no-header", "--output-file", path, "pyproject.toml")
     return path
 
 
@@ -97,13 +96,14 @@ def run(*words: str | Path) -> bool:
     return subprocess.run([PYTHON, *words], cwd=ROOT, check=False).returncode == 0
 
 
-def run_tests(age: str, python: str = sys.executable) -> bool:
-    """Run all tests with the oldest or the newest versions."""
-    versions = resolve(age, python, ["--all-extras"])
+def run_tests(part: str, python: str = sys.executable) -> bool:
+    """Run all tests with the oldest versions, or with the newest."""
+    age = "oldest" if part == "oldest" else "newest"
+    versions = resolve(part, age, "--all-extras", python=python)
     lies = untrue_bounds(versions) if age == "oldest" else []
     print(*lies, sep="\n", end="\n" if lies else "")
     install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
-    tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(age, ()))
+    tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
     gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native_builds.py")
     return tests and gil and not lies
 
@@ -111,10 +111,7 @@ def run_tests(age: str, python: str = sys.executable) -> bool:
 def untrue_bounds(versions: Path) -> list[str]:
     """Name the bounds of pyproject.toml that no environment of everything can have, so that no test has seen them."""
     had = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
-    wanted = [
-        *PROJECT["dependencies"],
-        *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
-    ]
+    wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
     bounds = {match.groups() for each in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", each))}
     return [f"{name}>={low}: got {had[name]}" for name, low in sorted(bounds) if plain(had[name]) != plain(low)]
 
@@ -131,9 +128,10 @@ def run_extras() -> bool:
     green = True
     for extras, program in EXTRAS.items():
         for age in RESOLUTIONS:
-            versions = resolve(age, sys.executable, [f"--extra={extra}" for extra in extras.split()])
+            words = [f"--extra={extra}" for extra in extras.split()]
+            versions = resolve(f"{age} {extras}".strip(), age, *words)
             install(sys.executable, "--no-deps", "--requirements", versions, wheel)
-            command = [PYTHON, "-W", "error", "-c", program]
+            command = [str(PYTHON), "-W", "error", "-c", program]
             done = subprocess.run(command, cwd=BUILD, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             print(f"  {extras or 'no extra':14}{age:10}{'FAILED' if done.returncode else 'passed'}", flush=True)
             if done.returncode:
@@ -164,11 +162,9 @@ def main() -> int:
         print(f"{part} …", flush=True)
         if part == "extras":
             results[part] = run_extras()
-        elif part in RESOLUTIONS:
-            results[part] = run_tests(part)
         else:
-            python = interpreter(part)
-            results[part] = run_tests("newest", python) if python else None
+            python = interpreter(part) if part in PYTHONS else sys.executable
+            results[part] = run_tests(part, python) if python else None
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     for part, passed in results.items():
         print(f"{part:10}{'skipped: this Python is not here' if passed is None else 'passed' if passed else 'FAILED'}")

@@ -40,7 +40,7 @@ IMAGE = """
 import mmpos
 from pathlib import Path
 photo = min(Path(mmpos.__file__).with_name("photos").glob("*.jpg")).read_bytes()
-mmpos.ImageProcessor(patch_size=14).process(photo)
+mmpos.ImageProcessor(backend="pillow").process(photo)
 """
 SERVE = """
 import subprocess, sys

@@ -10,8 +10,6 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-OLDEST := .venv-torch-2.11
-
 .PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist arm64 clean
 
 help:  ## show this list
@@ -31,8 +29,8 @@ test: $(VENV)/dev  ## the tests
 slow: $(VENV)/dev  ## the tests that take longer
 	$(PYTEST) -n 4 --dist loadgroup -m slow
 
-versions: $(OLDEST)/rotary  ## the rotary tests with torch 2.11 and triton 3.6: gigabytes of their own
-	$(OLDEST)/bin/pytest -q -W "ignore:Conversion of an array with ndim:DeprecationWarning" tests/rotary  # by that triton
+versions: $(VENV)/dev  ## the tests with the oldest and the newest versions, extras alone, and other Pythons: hours
+	$(BIN)/python tests/helpers/versions.py $(VERSIONS)
 
 gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: docs/gpu.md
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m mmpos_bench.gpu $(if $(PART),--part $(PART)) \
@@ -112,10 +110,11 @@ $(ARM64)/python:
 	cd $(ARM64) && rm *.deb && ln -s usr/bin/python3 python
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(OLDEST) $(ARM64) build out dist *.egg-info mmpos/_native*.so
+	rm -rf $(VENV) $(ARM64) build out dist *.egg-info mmpos/_native*.so
 
 # What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("PYTHON: got %d.%d, want >= 3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip uninstall -qq --yes mmpos
 	rm -rf mmpos.egg-info
@@ -133,12 +132,4 @@ $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 
 $(VENV)/dist: $(VENV)/dev
 	$(UV) --group dist
-	@touch $@
-
-# Versions of both files, where they differ those of the shorter one.
-$(OLDEST)/rotary: constraints.txt constraints-torch-2.11.txt pyproject.toml $(wildcard csrc/*) | $(VENV)/uv
-	$(PYTHON) -m venv $(OLDEST)
-	awk -F== 'NR == FNR { old[$$1]; print; next } !($$1 in old)' constraints-torch-2.11.txt constraints.txt > $(OLDEST)/constraints.txt
-	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --constraint $(OLDEST)/constraints.txt \
-	    --build-constraint constraints.txt --editable '.[all]' hypothesis mpmath pytest transformers
 	@touch $@

@@ -12,6 +12,7 @@ where it was; figures of another setup are replaced. After a change to the code,
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -68,7 +69,8 @@ class Results:
         for scheme in dict.fromkeys(one.scheme for one in self.outcomes):
             of_scheme = [one.accuracy for one in self.outcomes if one.scheme == scheme]
             spreads[scheme] = {
-                (name, direction): (min(seen), sum(seen) / len(seen), max(seen))
+                # Every Python rounds this alike; sum is compensated from 3.12 on.
+                (name, direction): (min(seen), math.fsum(seen) / len(seen), max(seen))
                 for name in self.guess
                 for direction in DIRECTIONS
                 for seen in [[accuracy[name][direction] for accuracy in of_scheme]]

@@ -45,14 +45,14 @@ static int put_placement(const Matrix *table, const Matrix *block, int64_t list,
         if (per_axis == Py_None) {
             continue;
         }
-        int is_list = PyList_Check(per_axis);
-        if ((!is_list && !PyTuple_Check(per_axis)) ||
-            (is_list ? PyList_Size(per_axis) : PyTuple_Size(per_axis)) != axes) {
+        if (length_of(per_axis) != axes) {
             return 0;
         }
         for (int64_t axis = 0; axis < axes; axis++) {
-            PyObject *values = is_list ? PyList_GetItem(per_axis, axis) : PyTuple_GetItem(per_axis, axis);
-            if (values == NULL || !scatter(table, AXES + 4 * axis + i, block, list, size, values)) {
+            PyObject *values = PySequence_GetItem(per_axis, axis);
+            int fits = values != NULL && scatter(table, AXES + 4 * axis + i, block, list, size, values);
+            Py_XDECREF(values);
+            if (!fits) {
                 PyErr_Clear();
                 return 0;
             }

@@ -225,9 +225,12 @@ PyObject *native_walk(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_BEGIN_ALLOW_THREADS
         end = walks[format](&walk);
     Py_END_ALLOW_THREADS
-    PyObject *result =
-        walk.memory ? Py_BuildValue("(iy#)", end, walk.parts ? (char *)walk.parts : "", (Py_ssize_t)(24 * walk.count))
-                    : PyErr_NoMemory();
+    PyObject *result = NULL;
+    if (walk.memory) { /* y# would need a function that headers of 3.13 do not call */
+        result = Py_BuildValue("iN", end, PyBytes_FromStringAndSize((char *)walk.parts, 24 * walk.count));
+    } else {
+        PyErr_NoMemory();
+    }
     free(walk.parts);
     return answer(&buffers, result);
 }

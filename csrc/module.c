@@ -84,6 +84,10 @@ PyObject *answer(Buffers *buffers, PyObject *result) {
     return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
+Py_ssize_t length_of(PyObject *list) {
+    return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
+}
+
 int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got) {
     if (got != wanted) {
         PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
@@ -99,7 +103,12 @@ static PyMethodDef methods[] = {
     METHOD(spans),   METHOD(split),   METHOD(sums),      METHOD(walk),     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{0, NULL}};
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* nothing is shared between calls, and items of lists are held */
+#endif
+    {0, NULL},
+};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,

@@ -8,8 +8,10 @@
 #ifndef MMPOS_NATIVE_H
 #define MMPOS_NATIVE_H
 
+#include <pyconfig.h>
+#ifndef Py_GIL_DISABLED /* there is no limited API without the GIL */
 #define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
+#endif
 #include <Python.h>
 
 #include <stdint.h>
@@ -120,6 +122,8 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 }
 
 /* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
+Py_ssize_t length_of(PyObject *list);
+
 PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -42,14 +42,6 @@ static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, 
     }
 }
 
-static Py_ssize_t length_of(PyObject *list) {
-    return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
-}
-
-static PyObject *borrowed(PyObject *list, Py_ssize_t i) {
-    return PyList_Check(list) ? PyList_GetItem(list, i) : PyTuple_GetItem(list, i);
-}
-
 /* An attribute that is exactly an int; -1, with no exception set, if it is anything else. */
 static int64_t int_attribute(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
@@ -97,19 +89,17 @@ static int64_t put_document(Shape *shape, int64_t at, PyObject *document, const 
     int64_t parts = length_of(document);
     int fits = parts >= 1 && at + parts <= shape->segments;
     for (int64_t i = 0; fits && i < parts; i++) {
-        PyObject *part = borrowed(document, i);
-        Py_XINCREF(part); /* to read an attribute may run code, which may change the list */
+        PyObject *part = PySequence_GetItem(document, i); /* held: code that runs meanwhile may change the list */
         fits = part != NULL && put_part(shape, at + i, part, names);
         Py_XDECREF(part);
     }
     return fits ? parts : 0;
 }
 
-static int put_documents(Shape *shape, PyObject *documents, const Names *names) {
-    int64_t at = 0, count = length_of(documents);
+static int put_documents(Shape *shape, PyObject *documents, int64_t count, const Names *names) {
+    int64_t at = 0;
     for (int64_t d = 0; d < count; d++) {
-        PyObject *document = borrowed(documents, d);
-        Py_XINCREF(document);
+        PyObject *document = PySequence_GetItem(documents, d);
         int64_t parts = document == NULL ? 0 : put_document(shape, at, document, names);
         Py_XDECREF(document);
         if (parts == 0) {
@@ -131,8 +121,9 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     }
     int64_t num_documents = length_of(args[0]), segments = 0;
     for (int64_t d = 0; d < num_documents; d++) {
-        PyObject *document = borrowed(args[0], d);
+        PyObject *document = PySequence_GetItem(args[0], d);
         int64_t parts = document == NULL ? -1 : length_of(document);
+        Py_XDECREF(document);
         if (parts < 1) {
             num_documents = -1;
         }
@@ -150,7 +141,7 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     Shape shape;
     PyObject *result = NULL;
     if (new_shape(&shape, segments, num_documents)) {
-        if (put_documents(&shape, args[0], &names)) {
+        if (put_documents(&shape, args[0], num_documents, &names)) {
             result = PyTuple_Pack(3, shape.kind, shape.extents, shape.offsets);
         } else {
             PyErr_Clear();

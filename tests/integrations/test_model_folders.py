@@ -222,7 +222,7 @@ def test_what_an_image_processor_of_ours_does_not_do_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{\n"a": 1,\n}', ":3: got no valid JSON (Expecting property name enclosed in double quotes, column 1), want"),
+        (b'{\n"a":1,\nb}', ":3: got no valid JSON (Expecting property name enclosed in double quotes, column 1), want"),
         (b"[]", ": got list, want a JSON object"),
         (b"\xff", ": got no valid JSON ('utf-8' codec can't decode byte 0xff"),
         (b"[" * 100_000, ": got no valid JSON ("),

@@ -1,4 +1,4 @@
-"""The extension under sanitizers, under a strict compiler, and missing: the rooms without it."""
+"""The extension under sanitizers, under a strict compiler, for Python without the GIL, and missing: the rooms alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(map(str, (ROOT / "csrc").glob("*.c")))
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
 FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}"]
+
+CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +72,27 @@ def test_no_compiler_has_anything_to_say(tmp_path: Path) -> None:
         strict = ["-c", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-std=c11", *flags]
         for source in SOURCES:
             subprocess.run([*COMPILER, *strict, *FLAGS, "-o", tmp_path / "x.o", source], check=True)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="the headers know of no Python without the GIL")
+def test_the_sources_compile_for_python_without_the_gil() -> None:
+    subprocess.run([*COMPILER, "-fsyntax-only", "-Werror", "-DPy_GIL_DISABLED=1", *FLAGS, *SOURCES], check=True)
+
+
+@pytest.mark.parametrize(("disabled", "tag"), [(0, "cp311-abi3"), (1, f"{CPYTHON}-{CPYTHON}")])
+def test_the_wheel_has_the_stable_abi_where_python_has_the_gil(disabled: int, tag: str) -> None:
+    """Builds without it have no stable ABI, and setuptools refuses the option there."""
+    program = (
+        "import sysconfig\n"
+        f"sysconfig.get_config_vars()['Py_GIL_DISABLED'] = {disabled}\n"
+        "from setuptools import distutils\n"
+        "command = distutils.core.run_setup('setup.py', stop_after='config').get_command_obj('bdist_wheel')\n"
+        "command.ensure_finalized()\n"
+        "print(*command.get_tag(), sep='-')\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.startswith(tag)
 
 
 def test_the_rooms_are_the_same_without_the_extension() -> None:

@@ -1,0 +1,175 @@
+"""Run the tests with the oldest and the newest versions that pyproject.toml allows, and with other Pythons.
+
+python tests/helpers/versions.py                 everything
+python tests/helpers/versions.py oldest 3.13     these only
+
+oldest           all tests, torch included, with every requirement at its bound
+newest           all tests with everything as the index has it today
+extras           each extra that needs no torch, alone, the oldest and the newest: what it is there for
+3.12 and so on   all tests with everything as of today in that Python, if it is here
+
+Environments are made anew by uv in build/versions, one at a time; the versions that were resolved stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "versions"
+ENVIRONMENT = BUILD / "environment"
+PYTHON = ENVIRONMENT / "bin" / "python"
+UV = Path(sys.executable).with_name("uv")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
+FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}  # by triton 3.6, interpreted
+PYTHONS = ("3.12", "3.13", "3.14")
+
+PLACE = """
+from mmpos import Grid, SegmentTable, Text, place
+assert place(SegmentTable.from_documents([[Text(1), Grid(1, 2)]])).dense().shape == (2, 3)
+"""
+IMAGE = """
+import mmpos
+from pathlib import Path
+photo = min(Path(mmpos.__file__).with_name("photos").glob("*.jpg")).read_bytes()
+mmpos.ImageProcessor(backend="pillow").process(photo)
+"""
+SERVE = """
+import subprocess, sys
+from mmpos import SegmentTable, Text
+from mmpos.client import Client
+command = [sys.executable, "-m", "mmpos_server", "--port", "0"]
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    try:
+        with Client(server.stdout.readline().split()[-1]) as client:
+            assert client.place(SegmentTable.from_documents([[Text(2)]])).dense().shape == (2, 2)
+    finally:
+        server.terminate()
+"""
+EXTRAS = {
+    "": PLACE,
+    "pillow": IMAGE,
+    "tokenizers": "import tokenizers",
+    "cli": "from mmpos.__main__ import main; main(['demo', '-o', 'demo.png'])",
+    "client": "from mmpos.client import Client; Client('localhost:1').close()",
+    "server": SERVE,
+    "server otel": "import mmpos_server.tracing",
+    "serve": "import mmpos_server.ray_serve",
+}
+"""What extras that need no torch are there for; the others are in the environments of everything."""
+
+
+def uv(*words: str | Path) -> None:
+    """Run uv.
+
+    Raises:
+        SystemExit: uv could not do it, and has said why.
+    """
+    if subprocess.run([UV, *words, "--quiet"], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"uv {words[0]} {words[1]} failed")
+
+
+def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> Path:
+    """Write the oldest or the newest versions of what these extras need into a file of this name."""
+    path = BUILD / f"{name}.txt"
+    resolution = ["--upgrade", "--resolution", RESOLUTIONS[age], "--python", python]
+    uv("pip", "compile", *resolution, *extras, "--no-header", "--output-file", path, "pyproject.toml")
+    return path
+
+
+def install(python: str, *packages: str | Path) -> None:
+    """Make the environment anew, with these packages."""
+    uv("venv", "--clear", "--python", python, ENVIRONMENT)
+    uv("pip", "install", "--python", PYTHON, *packages)
+
+
+def run(*words: str | Path) -> bool:
+    """Run the environment's Python, and give whether it succeeded."""
+    return subprocess.run([PYTHON, *words], cwd=ROOT, check=False).returncode == 0
+
+
+def run_tests(part: str, python: str = sys.executable) -> bool:
+    """Run all tests with the oldest versions, or with the newest."""
+    age = "oldest" if part == "oldest" else "newest"
+    versions = resolve(part, age, "--all-extras", python=python)
+    lies = untrue_bounds(versions) if age == "oldest" else []
+    print(*lies, sep="\n", end="\n" if lies else "")
+    install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
+    tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
+    gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native_builds.py")
+    return tests and gil and not lies
+
+
+def untrue_bounds(versions: Path) -> list[str]:
+    """Name the bounds of pyproject.toml that no environment of everything can have, so that no test has seen them."""
+    had = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
+    wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
+    bounds = {match.groups() for each in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", each))}
+    return [f"{name}>={low}: got {had[name]}" for name, low in sorted(bounds) if plain(had[name]) != plain(low)]
+
+
+def plain(version: str) -> str:
+    """Write a version without zeros that end it."""
+    return re.sub(r"(\.0)+$", "", version)
+
+
+def run_extras() -> bool:
+    """Install each extra alone, of a wheel, and run what it is there for."""
+    uv("build", "--wheel", "--out-dir", BUILD)
+    (wheel,) = BUILD.glob("*.whl")
+    green = True
+    for extras, program in EXTRAS.items():
+        for age in RESOLUTIONS:
+            words = [f"--extra={extra}" for extra in extras.split()]
+            versions = resolve(f"{age} {extras}".strip(), age, *words)
+            install(sys.executable, "--no-deps", "--requirements", versions, wheel)
+            command = [str(PYTHON), "-W", "error", "-c", program]
+            done = subprocess.run(command, cwd=BUILD, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            print(f"  {extras or 'no extra':14}{age:10}{'FAILED' if done.returncode else 'passed'}", flush=True)
+            if done.returncode:
+                print(done.stdout)
+                green = False
+    return green
+
+
+def interpreter(version: str) -> str | None:
+    """Find a Python on the path, or among those of pyenv."""
+    known = [shutil.which(f"python{version}"), *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+    works = (path for path in known if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0)
+    return next(works, None)
+
+
+def main() -> int:
+    """Run what is asked for, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = [*RESOLUTIONS, "extras", *PYTHONS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}")
+    chosen = parser.parse_args().parts or parts
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(parts)}")
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    results: dict[str, bool | None] = {}
+    for part in chosen:
+        print(f"{part} …", flush=True)
+        if part == "extras":
+            results[part] = run_extras()
+        else:
+            python = interpreter(part) if part in PYTHONS else sys.executable
+            results[part] = run_tests(part, python) if python else None
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    for part, passed in results.items():
+        print(f"{part:10}{'skipped: this Python is not here' if passed is None else 'passed' if passed else 'FAILED'}")
+    return 1 if False in results.values() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -134,7 +134,7 @@ def test_what_keys_depend_on_is_kept(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen3_vl"), tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     assert (text["head_dim"], text["rope_parameters"]["mrope_section"], text["vocab_size"]) == (32, [4, 6, 6], 600)
-    assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 2, 1)
+    assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 4, 2)
 
 
 def test_an_encoder_keeps_layers_of_both_kinds_and_a_projector_fewer_parts_than_layers(tmp_path: Path) -> None:

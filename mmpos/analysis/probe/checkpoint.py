@@ -310,9 +310,10 @@ def _small_model(values: Mapping[str, Any]) -> Any:
         raise UnsupportedError(
             f"config.model_type: got {model_type!r}, whose keys do not turn, want one with rotations"
         )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads, _ = _heads(text.to_dict())
-    for width in (64, heads * head_dim):  # some classes do not read head_dim, but divide the width by heads
+    own = getattr(text, "head_dim", None)
+    head_dim = own or text.hidden_size // text.num_attention_heads
+    whole = _heads(text.to_dict())[0] * head_dim
+    for width in (64, whole) if own else (whole,):  # some classes do not read head_dim, but divide the width by heads
         small = _shrink(full.to_dict(), width)
         if "multimodal_projector_bias" in small:
             small["multimodal_projector_bias"] = True  # then the projector gives the vector whatever it sees

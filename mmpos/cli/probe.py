@@ -27,7 +27,6 @@ from mmpos.support.program import DIFFERENT, STDIN
 if TYPE_CHECKING:
     from mmpos.analysis.probe import Reading
     from mmpos.integrations.models.settings import ModelSettings
-    from mmpos.positions.table import PositionTable
     from mmpos.rotary import Rotary
 
 probe = typer.Typer(name="probe", invoke_without_command=True, rich_markup_mode="rich")
@@ -125,8 +124,8 @@ def run(
     equal = all(verdict.equal for verdict in found.values())
     unjudged = [name for name, verdict in found.items() if not verdict.factor_judged]
     if as_json:
-        told = {name: {"layer_type": kinds[name], **verdict.as_json()} for name, verdict in found.items()}
-        typer.echo(json.dumps({"equal": equal, "layers": told}, ensure_ascii=False, indent=1))
+        fields = {name: {"layer_type": kinds[name], **verdict.as_json()} for name, verdict in found.items()}
+        typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
     elif unjudged:
         where = "" if len(unjudged) == len(found) else f" in {', '.join(unjudged)}"
         typer.echo(f"The attention factor was not judged{where}: there is no reference, a key that was not turned.")
@@ -219,7 +218,7 @@ def _judge(
         options = {**options, "reference": reference}
     with _reporting(name) as progress:
         reading = read(keys, rotary, progress=progress, **options)
-        if reference is options.get("reference") is not None and reading.alike.mean() <= MOST:
+        if "reference" in options and reference is options["reference"] and reading.alike.mean() <= MOST:
             del options["reference"]
             reading = read(keys, rotary, progress=progress, **options)
     try:
@@ -373,7 +372,7 @@ class _Meant:
         told: arguments of check behind the reading.
     """
 
-    positions: PositionTable | npt.NDArray[Any]
+    positions: Any
     told: tuple[Any, ...]
 
 

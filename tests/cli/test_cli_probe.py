@@ -16,17 +16,18 @@ from mmpos import Grid, SegmentTable, Text, from_hf_config, place
 from mmpos.__main__ import main
 from mmpos.analysis.probe.reading import ONE_KEY
 
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_vl_text",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 5000000,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+}
 CONFIG = {
     "model_type": "qwen3_vl",
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "rope_theta": 5000000,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-    },
+    "text_config": TEXT,
     "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
 }
 TOKENS = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
@@ -239,7 +240,8 @@ def layers_of(out: str) -> dict[str, dict[str, Any]]:
 
 def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "keys.npz", "--config", "config.json", "--spec", SPEC
-    np.savez("keys.npz", **{"layers.0.attn": turned(IDS), "layers.1.attn": 1.1 * turned(IDS, seed=1)})
+    dump: dict[str, Any] = {"layers.0.attn": turned(IDS), "layers.1.attn": 1.1 * turned(IDS, seed=1)}
+    np.savez("keys.npz", **dump)
     code, out, _ = run(capsys, *asked)
     assert (code, out.splitlines()[-1][: len(UNJUDGED)]) == (0, UNJUDGED)
     unturned = [turned(0 * IDS[:, :1], seed=layer)[0] for layer in range(2)]
@@ -308,16 +310,16 @@ def test_mistakes_in_placing_documents_are_named_as_mmpos_check_names_them(
     rate: str, cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
-    text = CONFIG["text_config"] | {"model_type": "qwen2_5_vl_text", "rope_scaling": None, "rope_parameters": rope}
+    text = {**TEXT, "model_type": "qwen2_5_vl_text", "rope_scaling": None, "rope_parameters": rope}
     vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
     Path("config.json").write_text(
         json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
     )
-    made = [[Text(2), Grid(1, 2, frames=4, seconds_per_frame=Fraction(rate)), Text(3)]]
-    given = place(SegmentTable.from_documents(made), from_hf_config(Path()).scheme).dense()
+    video = Grid(1, 2, frames=4, seconds_per_frame=Fraction(rate))
+    given = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
     np.savez("keys.npz", turned(given, axis=np.repeat([0, 1, 2], [24, 20, 20])))
-    video = {"grid": [4, 1, 2], "seconds_per_frame": 0.5}
-    Path("spec.json").write_text(json.dumps({"documents": [[{"text": 2}, video, {"text": 3}]]}))
+    spec = [{"text": 2}, {"grid": [4, 1, 2], "seconds_per_frame": 0.5}, {"text": 3}]
+    Path("spec.json").write_text(json.dumps({"documents": [spec]}))
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", "spec.json")
     assert code == 3
     assert f"Cause: {cause}." in out
@@ -331,7 +333,8 @@ def test_a_head_that_is_wrong_alone_is_named(capsys: pytest.CaptureFixture[str])
         "both": [other[:, :1], other[:, 1:]],
         "missing": [right[:, :1], 0 * right[:, 1:]],
     }
-    np.savez("keys.npz", **{name: np.concatenate(two, axis=1) for name, two in heads.items()})
+    dump: dict[str, Any] = {name: np.concatenate(two, axis=1) for name, two in heads.items()}
+    np.savez("keys.npz", **dump)
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
     layers = layers_of(out)
     assert (code, [one["equal"] for one in layers.values()]) == (3, [False] * 4)

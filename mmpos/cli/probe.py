@@ -321,8 +321,8 @@ def _uncaused(sentences: list[str]) -> list[str]:
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Say which ids are not those of the first layer; a token is counted where both know it."""
-    if reading.position_ids.shape != first.position_ids.shape:
+    """Say which ids are not those of the first layer; a token is counted where both know it, from one reference."""
+    if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
         return []
     got, want = ((each.position_ids / each.denominators) for each in (reading, first))
     tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))

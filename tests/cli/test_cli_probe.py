@@ -263,6 +263,8 @@ def test_a_reference_shows_what_all_ids_have_too_much(capsys: pytest.CaptureFixt
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
     assert code == 3
     assert "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out
+    np.savez("keys.npz", layer0=turned(IDS + 3), layer1=turned(IDS + 3, seed=1))  # the second has no reference
+    assert "other ids than" not in run(capsys, "keys.npz", "--config", "config.json")[1]
 
 
 GEMMA3 = {

@@ -96,20 +96,23 @@ def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: 
     return model.scheme, model.start
 
 
-def model_of(config: Path, layer_type: str | None = None) -> ModelSettings:
-    """Read a config.json, a folder with one, or standard input."""
+def model_of(config: Path) -> ModelSettings:
+    """Make the settings of a config.json, of a folder with one, or of standard input."""
     from mmpos.integrations.models import from_hf_config
 
+    return from_hf_config(read_config(config))
+
+
+def read_config(config: Path) -> object:
+    """Read a config.json or standard input; a folder stays one."""
     if config.is_dir():
-        return from_hf_config(config, layer_type=layer_type)
+        return config
     try:
-        values = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
+        return json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
     except OSError as error:
         got = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
         got = f"no valid JSON ({error})"
-    else:
-        return from_hf_config(values, layer_type=layer_type)
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 

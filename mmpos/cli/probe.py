@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -14,14 +15,14 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
-from mmpos.cli.analysis import model_of, read_array
+from mmpos.cli.analysis import read_array, read_config
 from mmpos.cli.commands import SPECS, app
 from mmpos.cli.options import read_specs
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.positions.place import place
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
-from mmpos.support.program import DIFFERENT
+from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
     from mmpos.analysis.probe import Reading
@@ -72,7 +73,8 @@ BESIDE = ("position_ids", "lengths", "reference")
     "array of numpy.save, or any number by numpy.savez, one for each layer. Beside them it may have position_ids that "
     "were meant, (axes, tokens) without padding or (axes, batch, length) with it; lengths, (batch,) tokens of each row "
     "that count, the first ones; and reference, "
-    f"(kv_heads, head_dim) a key that was not turned.\n\n{SPECS}\n\n"
+    "(kv_heads, head_dim) a key that was not turned; else that of the layer is read from reference.npz beside "
+    f"config.json, where a probe checkpoint has it.\n\n{SPECS}\n\n"
     f"Exit codes: 0 as meant, {DIFFERENT} other positions, another rotation, or nothing compared."
 )
 def run(
@@ -91,21 +93,26 @@ def run(
         int | None, typer.Option(help="Id of each document's first token.", show_default="the model's")
     ] = None,
     layer_type: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The layers, where a model has rotations by them.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The type of all layers, where they turn by types.",
+            show_default="the config's, by the number in the name of each array",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Read the positions that keys were turned by."""
-    model = model_of(config, layer_type)
-    if model.second_rotary is not None:
-        raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
     dump = _dump(keys)
-    meant = _meant(dump, ids, documents, start, model)
+    layers = dict(_layers(keys, dump))
+    kinds, models = _models(config, layer_type, layers)
+    meant = _meant(dump, ids, documents, start, next(iter(models.values())))
+    beside = {} if "reference" in dump else _beside(config)
     found: dict[str, _Verdict] = {}
-    for name, layer in _layers(keys, dump):
+    for name, layer in layers.items():
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
             options: dict[str, Any] = {key: dump[key] for key in ("reference", "lengths") if key in dump}
-            verdict = found[name] = _judge(name, layer, model.rotary, meant, options)
+            verdict = found[name] = _judge(name, layer, models[name].rotary, meant, options, beside)
         if meant is None:
             first = next(iter(found))
             verdict.words.extend(_unlike(verdict.reading, first, found[first].reading))
@@ -115,11 +122,63 @@ def run(
             typer.echo(f"{name}: {told}, at most {_largest(reading.residual):.2g} rad left")
             typer.echo("".join(f"  {sentence}\n" for sentence in verdict.words), nl=False)
     equal = all(verdict.equal for verdict in found.values())
+    unjudged = [name for name, verdict in found.items() if not verdict.factor_judged]
     if as_json:
-        layers = {name: verdict.as_json() for name, verdict in found.items()}
-        typer.echo(json.dumps({"equal": equal, "layers": layers}, ensure_ascii=False, indent=1))
+        fields = {name: {"layer_type": kinds[name], **verdict.as_json()} for name, verdict in found.items()}
+        typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
+    elif unjudged:
+        where = "" if len(unjudged) == len(found) else f" in {', '.join(unjudged)}"
+        typer.echo(f"The attention factor was not judged{where}: there is no reference, a key that was not turned.")
     if not equal:
         raise typer.Exit(DIFFERENT)
+
+
+def _models(
+    config: Path, layer_type: str | None, names: Iterable[str]
+) -> tuple[dict[str, str | None], dict[str, ModelSettings]]:
+    """Find the type of each layer, and read the model with the rotation of that type."""
+    from mmpos.integrations.models import from_hf_config
+    from mmpos.rotary.hf_config import hf_layer_types
+
+    values, types = read_config(config), list[str]()
+    with suppress(MmposError):  # from_hf_config words it for the whole model
+        types = hf_layer_types(values)
+    numbers = {name: _number(name) for name in names}
+    kinds = {
+        name: types[number] if layer_type is None and number is not None and number < len(types) else layer_type
+        for name, number in numbers.items()
+    }
+    models: dict[str | None, ModelSettings] = {}
+    for name, kind in kinds.items():
+        if kind not in models:
+            try:
+                models[kind] = from_hf_config(values, layer_type=kind)
+            except InvalidInputError as error:
+                if kind is not None or not str(error).startswith("layer_type: "):
+                    raise
+                want = "by --layer-type, or by the number of a layer in the array's name and layer_types in the config"
+                raise InvalidInputError(f"{name}: {error}, {want}") from error
+        if models[kind].second_rotary is not None:
+            raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
+    return kinds, {name: models[kind] for name, kind in kinds.items()}
+
+
+def _number(name: str) -> int | None:
+    """Find the number of a layer in the name of its array: behind "layer", or the last one.
+
+    >>> _number("model.layers.3.self_attn.attn1"), _number("arr_4"), _number("keys")
+    (3, 4, None)
+    """
+    found = re.search(r"layers?\W?_?(\d+)", name) or re.search(r"(\d+)\D*$", name)
+    return None if found is None else int(found[1])
+
+
+def _beside(config: Path) -> Arrays:
+    """Read the keys before their rotation that a probe checkpoint has beside its config.json."""
+    from mmpos.analysis.probe.checkpoint import REFERENCE
+
+    path = (config if config.is_dir() else config.parent) / REFERENCE
+    return _dump(path) if config != Path(STDIN) and path.is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -130,26 +189,86 @@ class _Verdict:
     equal: bool
     first_wrong: int | None
     words: list[str]
+    wrong_heads: tuple[int, ...] = ()
+
+    @property
+    def factor_judged(self) -> bool:
+        return self.reading.reference is None
 
     def as_json(self) -> dict[str, Any]:
         known = float(self.reading.known.mean())
-        return {"equal": self.equal, "known": known, "first_wrong": self.first_wrong, "message": self.words}
+        found = {"factor_judged": self.factor_judged, "wrong_heads": self.wrong_heads}
+        return {"equal": self.equal, "known": known, "first_wrong": self.first_wrong, **found, "message": self.words}
 
 
-def _judge(name: str, keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]) -> _Verdict:
-    """Read the keys of a layer, and compare ids and rotation with those that were meant."""
+def _judge(
+    name: str,
+    keys: npt.NDArray[Any],
+    rotary: Rotary,
+    meant: _Meant | None,
+    options: dict[str, Any],
+    beside: Arrays,
+) -> _Verdict:
+    """Read the keys of a layer and of each kv head, and compare ids and rotation with those that were meant."""
     from mmpos.analysis.probe import read
+    from mmpos.analysis.probe.reading import MOST
 
+    reference = beside.get(str(_number(name)))
+    if reference is not None and reference.shape == keys.shape[-2:]:
+        options = {**options, "reference": reference}
     with _reporting(name) as progress:
         reading = read(keys, rotary, progress=progress, **options)
+        if "reference" in options and reference is options["reference"] and reading.alike.mean() <= MOST:
+            del options["reference"]
+            reading = read(keys, rotary, progress=progress, **options)
     try:
-        return _compared(reading, keys, rotary, meant, options)
+        whole = _compared(reading, keys, rotary, meant, options)
     except InvalidInputError as error:  # of keys in another layout, which the notes see
         raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
+    if reference is not None and not whole.factor_judged:
+        whole.words.append("The keys are not those of reference.npz: other weights, heads, or order of channels.")
+    if keys.shape[-2] == 1 or rotary.head_axes is not None or meant is None or reading.num_tokens == 1:
+        return whole
+    return _by_head(whole, keys, rotary, meant, options)
+
+
+def _by_head(
+    whole: _Verdict, keys: npt.NDArray[Any], rotary: Rotary, meant: _Meant, options: dict[str, Any]
+) -> _Verdict:
+    """Judge each kv head alone, and name those that are wrong where not all are, or not for one cause."""
+    from mmpos.analysis.probe import identify, read
+    from mmpos.analysis.probe.identify import UNEXPLAINED
+
+    causes: dict[str, list[int]] = {}
+    wrong: dict[int, _Verdict] = {}
+    for head in range(keys.shape[-2]):
+        own, key = dict(options), keys[..., head : head + 1, :]
+        if "reference" in own:
+            own["reference"] = own["reference"][head : head + 1]
+        try:
+            quick = identify(key, rotary, meant.positions, **own)
+            if quick.as_meant and quick.first_wrong is None:
+                continue
+            found = _compared(read(key, rotary, **own), key, rotary, meant, own)
+        except InvalidInputError as error:  # where it has no key
+            found = replace(whole, equal=False, first_wrong=None, words=[f"{error}."])
+        if not found.equal:
+            wrong[head] = found
+            why = next((sentence for sentence in found.words if "Cause" in sentence), " ".join(found.words))
+            causes.setdefault(re.sub(r"\d[\d.,e+-]*", "", why), []).append(head)
+    named = any("Cause: " in sentence and UNEXPLAINED not in sentence for sentence in whole.words)
+    if not wrong or (len(wrong) == keys.shape[-2] and (named or len(causes) == 1)):
+        return whole
+    words = []
+    for heads in causes.values():
+        names = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
+        words += [f"Of {keys.shape[-2]} kv heads, {names} alone:", *wrong[heads[0]].words]
+    first = min((one.first_wrong for one in wrong.values() if one.first_wrong is not None), default=None)
+    return replace(whole, equal=False, first_wrong=first, words=words, wrong_heads=tuple(wrong))
 
 
 def _compared(
-    reading: Reading, keys: npt.NDArray[Any], rotary: Rotary, meant: Any, options: dict[str, Any]
+    reading: Reading, keys: npt.NDArray[Any], rotary: Rotary, meant: _Meant | None, options: dict[str, Any]
 ) -> _Verdict:
     from mmpos.analysis.probe import check, identify
     from mmpos.analysis.probe.reading import ONE_KEY
@@ -160,7 +279,7 @@ def _compared(
     if meant is None:
         notes.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
     elif equal:
-        diagnosis = check(reading, meant)
+        diagnosis = check(reading, *meant.told)
         equal, why, wrong, sentences = diagnosis.equal, diagnosis.cause, diagnosis.token, [*diagnosis.sentences]
         if equal and reading.reference is not None:
             notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
@@ -170,7 +289,8 @@ def _compared(
     if not equal and reading.num_tokens > 1 and reading.known.all() and (ids == ids[:, :1]).all():
         notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
         return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
-    identified = identify(keys, rotary, meant, **options)  # ids may be read through a wrong rotation
+    positions = None if meant is None else meant.positions
+    identified = identify(keys, rotary, positions, **options)  # ids may be read through a wrong rotation
     right = equal and identified.as_meant
     wrong = identified.first_wrong if wrong is None else wrong
     if identified.named and not identified.as_meant:
@@ -201,8 +321,8 @@ def _uncaused(sentences: list[str]) -> list[str]:
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Say which ids are not those of the first layer; a token is counted where both know it."""
-    if reading.position_ids.shape != first.position_ids.shape:
+    """Say which ids are not those of the first layer; a token is counted where both know it, from one reference."""
+    if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
         return []
     got, want = ((each.position_ids / each.denominators) for each in (reading, first))
     tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))
@@ -243,15 +363,31 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield name, dump[name]
 
 
-def _meant(dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings) -> Any:
-    """Return the positions that were meant: a table, (axes, tokens) ids, or None."""
+@dataclass(frozen=True)
+class _Meant:
+    """The positions that were meant, and what ``check`` is told: documents, if there are any, since it knows more then.
+
+    Args:
+        positions: a table, or (axes, tokens) ids.
+        told: arguments of check behind the reading.
+    """
+
+    positions: Any
+    told: tuple[Any, ...]
+
+
+def _meant(
+    dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
+) -> _Meant | None:
+    """Return the positions that were meant, if any are given."""
     given = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
     several = [name for name, there in given.items() if there]
     if len(several) > 1:
         raise InvalidInputError(f"{several[0]}: got one beside {several[1]}, want one of them")
     if documents:
         segments = SegmentTable.from_documents(read_specs(documents).documents)
-        return place(segments, model.scheme, model.start if start is None else start)
+        told = segments, model.scheme, model.start if start is None else start
+        return _Meant(place(*told), told)
     if start is not None:
         raise InvalidInputError("--start: got one without --spec, want both")
     if not any(given.values()):
@@ -272,4 +408,5 @@ def _meant(dump: Arrays, ids: Path | None, documents: list[str] | None, start: i
             lengths = int_array("lengths", dump["lengths"], (batch,))
             first_bad("lengths", lengths, minimum=0, maximum=length)
         array = array[:, np.arange(length) < lengths[:, None]]
-    return array.reshape(axes, -1)
+    array = array.reshape(axes, -1)
+    return _Meant(array, (array,))

@@ -43,7 +43,16 @@ from mmpos.rotary.hf_models import (
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
-__all__ = ["ROPE_TYPES", "Fields", "class_defaults", "hf_arguments", "hf_pairing", "read_field", "read_json"]
+__all__ = [
+    "ROPE_TYPES",
+    "Fields",
+    "class_defaults",
+    "hf_arguments",
+    "hf_layer_types",
+    "hf_pairing",
+    "read_field",
+    "read_json",
+]
 
 
 Values: TypeAlias = Mapping[str, Any]
@@ -137,6 +146,16 @@ def hf_pairing(config: object) -> str | None:
     """
     fields = _language_model(config)
     return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
+
+
+def hf_layer_types(config: object) -> list[str]:
+    """List the type of each layer of a config's language model; none where the config does not have them.
+
+    Raises:
+        InvalidInputError: the config has them in no list of names.
+    """
+    fields = _language_model(config, released=True)
+    return [] if fields.own("layer_types") is None else _layer_types(fields)
 
 
 def _known(fields: Fields) -> bool:

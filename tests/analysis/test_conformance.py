@@ -239,6 +239,8 @@ WANT = {"position_ids": [[0, None, 2], ["1/2", 4, 5]], "next_position": 3, "cos"
         ({"position_ids": [[0, 0, "2"], ["1/2", 4, 5]]}, 'position_ids[0][2]: got "2", want the number 2'),
         ({"position_ids": {"0": [0, 0, 2]}}, 'position_ids: got {"0": [0, 0, 2]}, want 2 values in a list'),
         ({"next_position": 10**99}, f"next_position: got 1{'0' * 56}..., want 3"),
+        ({"next_position": 10**400}, f"next_position: got 1{'0' * 56}..., want 3"),
+        ({"cos": [[-(10**400), 1.0]]}, f"cos[0][0]: got -1{'0' * 55}..., want 0.5403023059"),
         ({"position_ids": [[0, 0, True], ["1/2", 4, 5]]}, "position_ids[0][2]: got true, want the number 2"),
         ({"position_ids": [[0, 0, 2]]}, "position_ids: got 1 value, want 2"),
         ({"position_ids": [[0, 0], [1, 4, 5]]}, "position_ids[0]: got 2 values, want 3"),

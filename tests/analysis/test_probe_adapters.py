@@ -14,6 +14,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from cache_name import CACHE  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -69,7 +70,7 @@ def test_chunks_go_on_where_the_one_before_ended(static: bool) -> None:
     model = model_of("llama")
     first: dict[str, Any] = {"input_ids": IDS[:, :4]}
     if static:
-        first["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=16)
+        first[CACHE] = transformers.StaticCache(config=model.config, max_cache_len=16)
     assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
 
 
@@ -153,6 +154,33 @@ def test_an_attention_may_call_its_cache_layer_past(name: str, sizes: dict[str, 
     assert [one.reference is None for one in layers] == [name != "gptj"] * 2
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_goes_by_the_name_that_the_model_has_for_it(name: str) -> None:
+    class Attention(torch.nn.Linear):  # type: ignore[misc,name-defined]
+        layer_idx = 0
+
+    class Model(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention(8, 8)
+
+        def forward(self, states: Any, use_cache: bool, **cached: Any) -> dict[str, Any]:
+            cache = cached.setdefault(name, transformers.DynamicCache())
+            self.attention(states, **{name: cache})
+            return {name: cache}
+
+    def forward(self: Any, hidden_states: Any, cache: Any) -> None:
+        key = torch.nn.Linear.forward(self, hidden_states)[:, None]
+        cache.update(key + cache.get_seq_length(), key, 0)
+
+    Attention.forward = (
+        forward if name == "cache" else lambda self, states, past_key_values: forward(self, states, past_key_values)
+    )
+    states = torch.ones(1, 2, 8)
+    (layer,) = keys_of(Model(), {"states": states}, {"states": states}, {"states": states})
+    assert (layer.keys - layer.keys[:, :1])[0, :, 0, 0].tolist() == pytest.approx([0, 0, 2, 2, 4, 4])
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind(fails: bool) -> None:
     model = model_of("llama")
@@ -164,10 +192,10 @@ def test_nothing_is_left_behind(fails: bool) -> None:
     if fails:  # inside the attention of the second layer
         model.model.layers[1].self_attn.o_proj = torch.nn.Linear(3, 3)
         with pytest.raises(RuntimeError):
-            keys_of(model, {"input_ids": IDS, "past_key_values": cache})
+            keys_of(model, {"input_ids": IDS, CACHE: cache})
         model.model.layers[1].self_attn.o_proj = product
     else:
-        keys_of(model, {"input_ids": IDS, "past_key_values": cache})
+        keys_of(model, {"input_ids": IDS, CACHE: cache})
     assert [set(vars(module)) for module in model.modules()] + [set(vars(cache))] == names
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with torch.no_grad():
@@ -180,7 +208,7 @@ def test_refusals_name_what_came() -> None:
         keys_of(model)
     with pytest.raises(InvalidInputError, match=r"^calls: got 2, want 1 with generate$"):
         keys_of(model, {"input_ids": IDS}, {"input_ids": IDS}, generate=1)
-    with pytest.raises(UnsupportedError, match=r"^model: got Linear, want one whose attention takes past_key_values$"):
+    with pytest.raises(UnsupportedError, match=r"^model: got Linear, want one whose attention takes a cache$"):
         keys_of(torch.nn.Linear(1, 1), {})
     wrong: Any = "x"
     with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):

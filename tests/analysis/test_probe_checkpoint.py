@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from probe_configs import GEMMA3, GLM, QWEN
 
+from mmpos.__main__ import main
+from mmpos.analysis.probe import transformers as keys_of
 from mmpos.analysis.probe import write_checkpoint
+from mmpos.analysis.probe.reading import ONE_KEY
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -134,7 +139,88 @@ def test_what_keys_depend_on_is_kept(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen3_vl"), tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     assert (text["head_dim"], text["rope_parameters"]["mrope_section"], text["vocab_size"]) == (32, [4, 6, 6], 600)
-    assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 2, 1)
+    assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 4, 2)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
+TWO = TEXT | {
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN},
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model with two rotations."""
+    return write_checkpoint(TWO, tmp_path_factory.mktemp("probe"))
+
+
+def run(folder: Path, network: Any, dump: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    """What mmpos probe run says of the keys of a running model."""
+    ids = torch.arange(5, 45)[None]
+    np.savez(dump, *(one.keys for one in keys_of(network, {"input_ids": ids[:, :30]}, {"input_ids": ids[:, 30:]})))
+    code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
+    return code, json.loads(capsys.readouterr().out)["layers"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_faults_of_single_layers_and_heads_of_a_model_are_named(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = transformers.AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32).eval()
+    assert (network.config.num_attention_heads, network.config.num_key_value_heads) == (4, 2)
+    code, layers = run(two, network, tmp_path / "keys.npz", capsys)
+    kinds = {name: one["layer_type"] for name, one in layers.items()}
+    assert (code, kinds) == (0, {"arr_0": "sliding_attention", "arr_1": "full_attention"})
+    assert all(one["factor_judged"] for one in layers.values())
+    rotary = network.model.rotary_emb
+    factor, rotary.full_attention_attention_scaling = rotary.full_attention_attention_scaling, 1.0
+    code, layers = run(two, network, tmp_path / "keys.npz", capsys)
+    assert (code, [one["equal"] for one in layers.values()]) == (3, [True, False])
+    assert f"cos and sin are multiplied by 1, not by {factor:.4g}" in str(layers["arr_1"]["message"])
+    rotary.full_attention_attention_scaling = factor
+    with patch_of_head(network.model.layers[0].self_attn, 1):
+        code, layers = run(two, network, tmp_path / "keys.npz", capsys)
+    assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[1], []])
+    assert layers["arr_0"]["message"][0] == "Of 2 kv heads, head 1 alone:"
+    assert ONE_KEY in layers["arr_0"]["message"]
+
+
+@contextmanager
+def patch_of_head(attention: Any, head: int) -> Iterator[None]:
+    """Leave a kv head of one layer as it is, while all others are turned."""
+    own, theirs = transformers.models.gemma3.modeling_gemma3.apply_rotary_pos_emb, attention.layer_idx
+    calls: list[int] = []
+
+    def turned(q: Any, k: Any, *rest: Any, **named: Any) -> Any:
+        q_out, k_out = own(q, k, *rest, **named)
+        if len(calls) % 2 == theirs:
+            k_out = torch.cat([k_out[:, :head], k[:, head : head + 1], k_out[:, head + 1 :]], dim=1)
+        calls.append(1)
+        return q_out, k_out
+
+    with mock.patch("transformers.models.gemma3.modeling_gemma3.apply_rotary_pos_emb", turned):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_keys_before_their_rotation_are_written_beside_the_config(name: str, tmp_path: Path) -> None:
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024, "factor": 4.0}
+    rope = longrope | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if name == "phi3" else dict(YARN)
+    sizes = {field: value for field, value in MODELS[name].items() if field != "head_dim"}  # which Phi-3 has not
+    config = transformers.CONFIG_MAPPING[name](**sizes | {"rope_parameters": rope}).to_dict()
+    write_checkpoint(config, tmp_path)
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    layers = keys_of(network, {"input_ids": torch.arange(5, 25)[None]})
+    factor = network.model.rotary_emb.attention_scaling
+    assert factor > 1.05
+    with np.load(tmp_path / "reference.npz") as written:
+        assert written.files == ["0", "1"]
+        for one in layers:  # its first token has id 0
+            np.testing.assert_allclose(written[str(one.layer)] * factor, one.keys[0, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_an_encoder_keeps_layers_of_both_kinds_and_a_projector_fewer_parts_than_layers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from mmpos.segments import SegmentTable
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from cache_name import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -198,7 +199,7 @@ def test_a_model_that_is_right_raises_no_alarm(name: str, way: str) -> None:
     network.set_attn_implementation("eager" if way == "eager" else "sdpa")
     if way == "static":
         own = transformers.StaticCache(config=network.config.get_text_config(), max_cache_len=width + 8)
-        assert_calm(name, keys_of(network, {**inputs, "past_key_values": own}, *later), want, CASTS)
+        assert_calm(name, keys_of(network, {**inputs, CACHE: own}, *later), want, CASTS)
         return
     assert_calm(name, keys_of(network, inputs, *later), want, CASTS)
     if name in VIDEOS:
@@ -260,7 +261,7 @@ class Qwen3VL:
     def run(self, inputs: Mapping[str, Any], **changes: Any) -> None:
         """Call the model with the cache of the call before."""
         with self.recorder, torch.no_grad():
-            self.cache = self.network(**inputs, **changes, use_cache=True, past_key_values=self.cache).past_key_values
+            self.cache = self.network(**inputs, **changes, use_cache=True, **{CACHE: self.cache})[CACHE]
 
     def decode(self, tokens: int, **changes: Any) -> None:
         self.run({"input_ids": torch.full((1, tokens), 5)}, **changes)

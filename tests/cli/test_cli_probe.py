@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,25 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mmpos import Grid, SegmentTable, Text, from_hf_config, place
 from mmpos.__main__ import main
+from mmpos.analysis.probe.reading import ONE_KEY
 
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_vl_text",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 5000000,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+}
 CONFIG = {
     "model_type": "qwen3_vl",
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "rope_theta": 5000000,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-    },
+    "text_config": TEXT,
     "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
 }
+TOKENS = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
 SPEC = "3,2x4,5"
 IDS = np.array(
     [
@@ -45,11 +50,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("config.json").write_text(json.dumps(CONFIG))
 
 
-def turned(ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS) -> npt.NDArray[np.float32]:
+def turned(
+    ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS, theta: float = 5e6
+) -> npt.NDArray[np.float32]:
     """(tokens, 2, 128) one key, turned as Qwen3-VL does."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(2, 64, 2)).view(np.complex128)[..., 0]
-    angle = ids[axis].T * 5e6 ** -(np.arange(64) / 64)
+    angle = ids[axis].T * theta ** -(np.arange(64) / 64)
     pairs = key * np.exp(1j * angle)[:, None]
     return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
 
@@ -165,6 +172,7 @@ def test_values_and_keys_before_their_rotation_are_one_key(capsys: pytest.Captur
     said = (
         "  All tokens have one key: values, keys before their rotation, copies of heads, or one id for all.\n"
         "  To do: dump keys as they enter the cache, after their rotation.\n"
+        "The attention factor was not judged: there is no reference, a key that was not turned.\n"
     )
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
     assert code == 3
@@ -220,6 +228,133 @@ def test_right_ids_by_another_rotation_are_not_as_meant(capsys: pytest.CaptureFi
     assert code == 3
     assert "All 40 tokens of 1 document have the ids of" in out
     assert "Cause: YaRN's ramp begins and ends at whole pairs. To do: let YaRN take truncate from the config." in out
+
+
+UNJUDGED = "The attention factor was not judged"
+
+
+def layers_of(out: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(out)["layers"]
+    return found
+
+
+def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "keys.npz", "--config", "config.json", "--spec", SPEC
+    dump: dict[str, Any] = {"layers.0.attn": turned(IDS), "layers.1.attn": 1.1 * turned(IDS, seed=1)}
+    np.savez("keys.npz", **dump)
+    code, out, _ = run(capsys, *asked)
+    assert (code, out.splitlines()[-1][: len(UNJUDGED)]) == (0, UNJUDGED)
+    unturned = [turned(0 * IDS[:, :1], seed=layer)[0] for layer in range(2)]
+    np.savez("reference.npz", **{"0": unturned[0], "1": unturned[1]})
+    code, out, _ = run(capsys, *asked)
+    assert (code, UNJUDGED in out) == (3, False)
+    assert "cos and sin are multiplied by 1.1, not by 1." in out
+    np.savez("reference.npz", **{"0": unturned[1], "1": unturned[1]})  # the first is of other weights
+    layers = layers_of(run(capsys, *asked, "--json")[1])
+    assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(True, False), (False, True)]
+    other = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+    assert [other in one["message"] for one in layers.values()] == [True, False]
+
+
+def test_a_reference_shows_what_all_ids_have_too_much(capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez("keys.npz", layer0=turned(IDS + 3))
+    assert run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)[0] == 0
+    np.savez("reference.npz", **{"0": turned(0 * IDS)[0]})
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert code == 3
+    assert "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out
+    np.savez("keys.npz", layer0=turned(IDS + 3), layer1=turned(IDS + 3, seed=1))  # the second has no reference
+    assert "other ids than" not in run(capsys, "keys.npz", "--config", "config.json")[1]
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 128,
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 5e6},
+    },
+}
+
+
+def test_layers_are_judged_by_the_rotation_of_their_type(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.json").write_text(json.dumps(GEMMA3))
+    count = np.arange(40)[None]
+    full = turned(np.tile(count, (3, 1)))
+    sliding = turned(np.tile(count, (3, 1)), theta=1e4)
+    asked = "keys.npz", "--config", "config.json", "--spec", "40"
+    np.savez("keys.npz", sliding, full)
+    code, out, _ = run(capsys, *asked, "--json")
+    kinds = {name: one["layer_type"] for name, one in layers_of(out).items()}
+    assert (code, kinds) == (0, {"arr_0": "sliding_attention", "arr_1": "full_attention"})
+    np.savez("keys.npz", full)
+    assert run(capsys, *asked)[0] == 3
+    assert run(capsys, *asked, "--layer-type", "full_attention")[0] == 0
+    np.savez("keys.npz", keys=full)
+    code, _, err = run(capsys, *asked)
+    assert code == 2
+    assert err.startswith("mmpos: error: keys: layer_type: got None, want one of 'full_attention', 'sliding_attention'")
+
+
+@pytest.mark.parametrize(
+    ("rate", "cause"),
+    [
+        ("1", "seconds_per_frame is forgotten: frames are one second apart"),
+        ("2", "frames per second are taken for seconds per frame"),
+        ("1/4", "times are half of what they should be: temporal_patch_size is forgotten"),
+    ],
+)
+def test_mistakes_in_placing_documents_are_named_as_mmpos_check_names_them(
+    rate: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    text = {**TEXT, "model_type": "qwen2_5_vl_text", "rope_scaling": None, "rope_parameters": rope}
+    vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
+    Path("config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
+    )
+    video = Grid(1, 2, frames=4, seconds_per_frame=Fraction(rate))
+    given = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
+    np.savez("keys.npz", turned(given, axis=np.repeat([0, 1, 2], [24, 20, 20])))
+    spec = [{"text": 2}, {"grid": [4, 1, 2], "seconds_per_frame": 0.5}, {"text": 3}]
+    Path("spec.json").write_text(json.dumps({"documents": [spec]}))
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", "spec.json")
+    assert code == 3
+    assert f"Cause: {cause}." in out
+
+
+def test_a_head_that_is_wrong_alone_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    right, still, other = turned(IDS), turned(0 * IDS), turned(IDS, theta=1e4)
+    heads = {
+        "still": [right[:, :1], still[:, 1:]],
+        "another": [other[:, :1], right[:, 1:]],
+        "both": [other[:, :1], other[:, 1:]],
+        "missing": [right[:, :1], 0 * right[:, 1:]],
+    }
+    dump: dict[str, Any] = {name: np.concatenate(two, axis=1) for name, two in heads.items()}
+    np.savez("keys.npz", **dump)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+    layers = layers_of(out)
+    assert (code, [one["equal"] for one in layers.values()]) == (3, [False] * 4)
+    assert {name: one["wrong_heads"] for name, one in layers.items()} == {
+        "still": [1],
+        "another": [0],
+        "both": [],
+        "missing": [1],
+    }
+    assert [one["message"][0] for one in layers.values()] == [
+        "Of 2 kv heads, head 1 alone:",
+        "Of 2 kv heads, head 0 alone:",
+        layers["both"]["message"][0],
+        "Of 2 kv heads, head 1 alone:",
+    ]
+    assert ONE_KEY in layers["still"]["message"]
+    assert all("theta is 10,000, not 5,000,000" in str(layers[name]["message"]) for name in ("another", "both"))
+    assert layers["missing"]["message"][1].startswith("reference: token 0: got nothing but zeros")
 
 
 def test_one_token_alone_is_not_as_meant(capsys: pytest.CaptureFixture[str]) -> None:

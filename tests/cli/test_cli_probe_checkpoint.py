@@ -22,7 +22,7 @@ def test_checkpoint_writes_a_folder_that_an_engine_loads(tmp_path: Path, capsys:
     assert main(["probe", "checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     wanted = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert wanted | {"tokenizer_config.json"} == {path.name for path in output.iterdir()}
+    assert wanted | {"reference.npz", "tokenizer_config.json"} == {path.name for path in output.iterdir()}
     assert json.loads((output / "config.json").read_text())["head_dim"] == 16
 
 

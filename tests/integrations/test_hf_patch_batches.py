@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_name import CACHE
 from hf_models import CONFIGS, WAYS, model_of, patched, rotary_of, text, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
@@ -31,7 +32,7 @@ def test_packed_documents_have_the_logits_of_their_own_runs(attention: str, way:
     with torch.no_grad():
         packed = model(input_ids, mm_position_ids=table)
         told = model(input_ids, mm_position_ids=as_ids_of_one_row(table), position_ids=restart, use_cache=False)
-        assert packed.past_key_values is None
+        assert packed.get(CACHE) is None
         assert torch.equal(model(input_ids, mm_position_ids=table, position_ids=restart).logits, packed.logits)
         assert torch.equal(told.logits, packed.logits)
         bound = rounding(lambda: model(input_ids, mm_position_ids=table).logits, model.parameters())
@@ -52,8 +53,9 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
         model(input_ids, mm_position_ids=table, use_cache=True)
     with pytest.raises(InvalidInputError, match=r"attention_mask: got shape \(1, 9\) beside packed documents"):
         model(input_ids, mm_position_ids=table, attention_mask=torch.ones(1, 9))
-    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
-        model(input_ids, mm_position_ids=table, past_key_values=DynamicCache())
+    for name in ("cache", CACHE):
+        with pytest.raises(UnsupportedError, match=f"^{name}: got one beside packed documents"):
+            model(input_ids, mm_position_ids=table, **{name: DynamicCache()})
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     document = torch.tensor([0] * 4 + [1] * 5)
     own = (causal & (document[:, None] == document))[None, None]
@@ -70,7 +72,7 @@ def test_a_slice_that_holds_one_document_is_one_document() -> None:
         part = table.slice(4, 9)  # the first document stays, empty
         mask = torch.ones(1, 5, dtype=torch.int64)
         first = model(input_ids[:, 4:7], mm_position_ids=table.slice(4, 7), use_cache=True)
-        rest = model(input_ids[:, 7:], mm_position_ids=table.slice(7, 9), past_key_values=first.past_key_values)
+        rest = model(input_ids[:, 7:], mm_position_ids=table.slice(7, 9), **{CACHE: first[CACHE]})
         assert torch.equal(model(input_ids[:, 4:], mm_position_ids=part, attention_mask=mask).logits, want)
         bound = rounding(lambda: model(input_ids[:, 4:], mm_position_ids=text(5)).logits, model.parameters())
     assert_within(torch.cat((first.logits, rest.logits), dim=1), want, bound)
@@ -146,14 +148,12 @@ def test_decoding_with_a_cache_is_the_full_forward(name: str, way: str) -> None:
     with torch.no_grad():
         whole = model(input_ids, mm_position_ids=longer).logits
         first = model(input_ids[:, :10], mm_position_ids=table.window([0, 1], [0, 0], [10, 10]))  # cuts both images
-        cache, found = first.past_key_values, [first.logits]
+        cached, found = {CACHE: first[CACHE]}, [first.logits]
         found.append(
-            model(
-                input_ids[:, 10:24], past_key_values=cache, mm_position_ids=table.window([0, 1], [10] * 2, [14] * 2)
-            ).logits
+            model(input_ids[:, 10:24], **cached, mm_position_ids=table.window([0, 1], [10] * 2, [14] * 2)).logits
         )
         for step in range(3):
             ids = table.decode(step + 1).take([step, 2 * step + 1], [step + 1, 2 * step + 2])
-            found.append(model(input_ids[:, [24 + step]], past_key_values=cache, mm_position_ids=ids).logits)
+            found.append(model(input_ids[:, [24 + step]], **cached, mm_position_ids=ids).logits)
         bound = rounding(lambda: model(input_ids, mm_position_ids=longer).logits, model.parameters())
     assert_within(torch.cat(found, dim=1), whole, bound)

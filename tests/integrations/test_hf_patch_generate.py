@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_name import CACHE
 from hf_models import as_ids, model_of, rotary_of, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
@@ -15,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
-from mmpos.integrations.hf.positions import Prompt
+from mmpos.integrations.hf.positions import Prompt, prepare_inputs_for_generation
 from mmpos.rotary import DevicePositions
 
 SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])
@@ -157,12 +158,12 @@ def test_drafts_are_judged_at_their_own_positions(assistant: str) -> None:
 def test_a_conversation_goes_on_from_its_cache(given: str) -> None:
     model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
     with torch.no_grad():
-        cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9)).past_key_values
+        cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9))[CACHE]
     assert isinstance(cache, DynamicCache)
     want = gone_on(model, input_ids[0], table, 0)
     mask = torch.ones(1, 24, dtype=torch.int64)
     sent = input_ids if given == "all tokens" else input_ids[:, 9:]
-    found = generated(model, sent, attention_mask=mask, mm_position_ids=table, past_key_values=cache)
+    found = generated(model, sent, attention_mask=mask, mm_position_ids=table, **{CACHE: cache})
     assert found[:, -NEW:].tolist() == [want]
 
 
@@ -184,6 +185,19 @@ def test_columns_are_those_of_the_table_and_its_decoding() -> None:
             got = prompt.columns(at, length, 4)
             assert got.dtype == torch.float64
             assert got.tolist() == longer[:, [0, 0, 1, 1], start : start + length].tolist()
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_ids_of_a_step_begin_where_its_cache_ends(name: str) -> None:
+    class Model:
+        def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+            return {"input_ids": input_ids[:, -1:]}
+
+    prompt, cache = Prompt(as_ids(two_rows()), torch.tensor([50, 60])), DynamicCache()
+    cache.update(torch.zeros(2, 1, 26, 4), torch.zeros(2, 1, 26, 4), 0)
+    told: dict[str, Any] = {"mm_position_ids": prompt, "inputs_embeds": None, name: cache}
+    made = prepare_inputs_for_generation(Model(), torch.zeros(2, 27, dtype=torch.int64), **told)
+    assert made["mm_position_ids"].tolist() == [[[52], [62]]] * 2
 
 
 REFUSED: list[tuple[Callable[[PositionTable], dict[str, Any]], str]] = [

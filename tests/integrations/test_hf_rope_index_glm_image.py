@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_name import CACHE
 from model_configs import config_of, settings_of
 from test_hf_rope_index import Away, Counting, Request, assert_same, both_ways, mask_of
 from test_models_rope_index import Rows, glm_image_row, unbound
@@ -135,11 +136,11 @@ def model_of() -> Any:
 
 def steps(model: Any) -> list[Tensor]:
     """The ids of a prompt and of three steps of decoding, as the model computes them."""
-    asked: dict[str, Any] = told() | {"inputs_embeds": torch.zeros(2, 6, 1), "past_key_values": None}
+    asked: dict[str, Any] = told() | {"inputs_embeds": torch.zeros(2, 6, 1), CACHE: None}
     made = [model.compute_3d_position_ids(**asked)]
     for step in range(3):
         cache = SimpleNamespace(get_seq_length=lambda seen=6 + step: seen)
-        asked |= {"inputs_embeds": torch.zeros(2, 1, 1), "past_key_values": cache}
+        asked |= {"inputs_embeds": torch.zeros(2, 1, 1), CACHE: cache}
         made.append(model.compute_3d_position_ids(**asked))
     return made
 

@@ -135,9 +135,9 @@ def _number(value: Any) -> Fraction | None:
     """Convert an integer, a finite float or text such as "9/2"; no other text, for 1e999999999 is long to compute."""
     if isinstance(value, str):
         return Fraction(value) if FRACTION.fullmatch(value) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return Fraction(value)
+    if isinstance(value, int) and not isinstance(value, bool):  # of any size, which isfinite does not take
+        return Fraction(value)
+    return Fraction(value) if isinstance(value, float) and math.isfinite(value) else None
 
 
 def as_json(value: object) -> str:

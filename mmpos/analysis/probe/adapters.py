@@ -23,8 +23,8 @@ __all__ = ["KeyRecorder", "LayerKeys", "transformers"]
 Float32Array = npt.NDArray[np.float32]
 
 _NORMS = ("k_norm", "key_layernorm", "k_layernorm")
-_CACHES = ("past_key_values", "layer_past")
-"""How an attention may call its cache."""
+_CACHES = ("cache", "past_key_values", "layer_past")
+"""How an attention, a model and its output may call the cache; the first since Transformers 5.24."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
     Args:
         model: a PreTrainedModel, with a head or without, patched by ``mmpos.integrations.hf.patch`` or not.
         calls: arguments of forward, as a processor gives them; several are chunks of the same rows, and each goes on
-            with the cache of the one before. ``past_key_values`` in the first, a StaticCache perhaps, is that of all.
+            with the cache of the one before. A cache in the first, a StaticCache perhaps, is that of all.
         generate: how many tokens to generate after the only call, by ``model.generate``; their keys follow those of the
             prompt, but for the last of them, which no forward has seen.
 
@@ -79,7 +79,8 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
             cache: dict[str, Any] = {}
             for call in calls:
                 output = model(**{"use_cache": True, **cache, **call})
-                cache = {"past_key_values": output.past_key_values}
+                name = next((name for name in _CACHES if name in output), None)
+                cache = {} if name is None else {name: output[name]}
     return recorder.layers
 
 
@@ -110,7 +111,7 @@ class KeyRecorder:
             and _cache_of(module)
         ]
         if not self._attentions:
-            raise UnsupportedError(f"model: got {type(model).__name__}, want one whose attention takes past_key_values")
+            raise UnsupportedError(f"model: got {type(model).__name__}, want one whose attention takes a cache")
         self._taps: dict[int, _Tap] = {}
         self._handles: list[Any] = []
 

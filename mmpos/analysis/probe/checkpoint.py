@@ -18,10 +18,15 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.analysis.probe import adapters
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.support.extras import needed_for
 from mmpos.support.files import local_path
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["write_checkpoint"]
+
+REFERENCE = "reference.npz"
+"""Name of the file with the keys before their rotation."""
 
 FILES = (
     "tokenizer.json",
@@ -185,10 +193,12 @@ PROCESSORS = {"glm_ocr": "glm46v", "glm4v_moe": "glm4v", "qwen3_vl_moe": "qwen3_
 def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path, *, seed: int = 0) -> Path:
     """Write a small checkpoint of an architecture in which every token has one hidden state in every layer.
 
-    It has two layers (or one of each type) and two heads; head_dim, rotary settings, vocabulary and token ids are those
-    of the config. Tokenizer and preprocessor are copied from beside config.json where they are there; else they are a
-    tokenizer of bytes with the special tokens at their ids, and the defaults of Transformers. Before it is saved, the
-    model runs on a prompt, with an image if it takes images, and all its hidden states are compared.
+    It has two layers (or one of each type) and two heads, or two groups of two where heads share keys; head_dim, rotary
+    settings, vocabulary and token ids are those of the config. Tokenizer and preprocessor are copied from beside
+    config.json where they are there; else they are a tokenizer of bytes with the special tokens at their ids, and the
+    defaults of Transformers. Before it is saved, the model runs on a prompt, with an image if it takes images, and all
+    its hidden states are compared. ``reference.npz`` holds, by the number of each layer, (kv_heads, head_dim) float32
+    the key of every token before its rotation.
 
     Args:
         config: config.json, its folder, or the mapping in it.
@@ -222,6 +232,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
             inputs = _inputs(model, processor, family)
             _project(model, inputs)
             _prove(model, inputs)
+            references = _references(model, inputs)
         except (MmposError, ImportError):
             raise
         except Exception as error:  # Transformers has one of every kind
@@ -229,6 +240,8 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
             raise UnsupportedError(f"config.model_type: got {got}, want another") from error
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
+        if references:
+            np.savez(folder / REFERENCE, allow_pickle=False, **references)
         for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
             path.chmod((folder / "config.json").stat().st_mode)
         processor.save_pretrained(folder)
@@ -298,8 +311,10 @@ def _small_model(values: Mapping[str, Any]) -> Any:
         raise UnsupportedError(
             f"config.model_type: got {model_type!r}, whose keys do not turn, want one with rotations"
         )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    for width in (64, 2 * head_dim):  # some classes do not read head_dim, but divide the width by heads
+    own = getattr(text, "head_dim", None)
+    head_dim = own or text.hidden_size // text.num_attention_heads
+    whole = _heads(text.to_dict())[0] * head_dim
+    for width in (64, whole) if own else (whole,):  # some classes do not read head_dim, but divide the width by heads
         small = _shrink(full.to_dict(), width)
         if "multimodal_projector_bias" in small:
             small["multimodal_projector_bias"] = True  # then the projector gives the vector whatever it sees
@@ -314,6 +329,12 @@ def _small_model(values: Mapping[str, Any]) -> Any:
     return model
 
 
+def _heads(full: Mapping[str, Any]) -> tuple[int, int]:
+    """Choose few heads, in groups of two where they share keys, and two kv_heads if the config has as many."""
+    heads, kv_heads = full.get("num_attention_heads"), full.get("num_key_value_heads")
+    return (2 * min(kv_heads, 2), min(kv_heads, 2)) if isinstance(kv_heads, int) and kv_heads != heads else (2, 2)
+
+
 def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[str, Any]:
     """Make a config, and the configs inside, small where no key depends on it."""
     layers = next((full[name] for name in LAYERS if isinstance(full.get(name), int)), 0)
@@ -321,12 +342,12 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
     kept = sorted({kind: types.index(kind) for kind in types}.values())
     few = 3 if encoder else 2  # llama.cpp's converter counts the parts of a projector, 0 and 2, as it does layers
     kept = kept if len(kept) > 1 else list(range(min(layers, few)))
-    heads = full.get("num_attention_heads")
+    heads, kv_heads = _heads(full)
     numbers: dict[str, int] = {
         **dict.fromkeys(LAYERS, len(kept)),
-        **dict.fromkeys(HEADS, 2),
+        **dict.fromkeys(HEADS, heads),
         **dict.fromkeys(HIDDEN, width),
-        "num_key_value_heads": 2 if full.get("num_key_value_heads") == heads else 1,
+        "num_key_value_heads": kv_heads,
         **({"head_dim": width // 2} if encoder else {}),
     }
     small: dict[str, Any] = {}
@@ -427,6 +448,21 @@ def _prove(model: Any, inputs: Mapping[str, Any]) -> None:
             where = "its embeddings" if layer == 0 else f"layer {layer - 1}"
             got = f"{model.config.model_type!r}, whose token {different[0]} differs after {where}"
             raise UnsupportedError(f"config.model_type: got {got}, want one hidden state for all tokens")
+
+
+def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+    """Record, by layer, the key of every token before its rotation: in float32, since engines may run in that.
+
+    Where q, k and v are one product it is the key at id 0, without the factor of the rotation.
+    """
+    decoder = deepcopy(model.get_decoder()).float()
+    try:
+        layers = adapters.transformers(decoder, {"input_ids": inputs["input_ids"][:, :2]})
+    except UnsupportedError:  # a kind of attention that is not recorded
+        return {}
+    factor = getattr(getattr(decoder, "rotary_emb", None), "attention_scaling", np.nan)
+    keys = {str(one.layer): one.keys[0, 0] / factor if one.reference is None else one.reference for one in layers}
+    return {layer: key for layer, key in keys.items() if np.isfinite(key).all()}
 
 
 def _processor(config: Any, family: Family) -> Any:
@@ -546,8 +582,6 @@ def _tokenizer(config: Any, family: Family) -> Any:
 
 def _inputs(model: Any, processor: Any, family: Family) -> dict[str, Any]:
     """Prepare the prompt of the proof: text, and two images if the model takes images."""
-    import numpy as np
-
     if not hasattr(processor, "image_processor"):
         return dict(processor("A small bird, 3 times.", return_tensors="pt"))
     draw = np.random.default_rng(0)

@@ -123,15 +123,15 @@ FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
 """Videos that need no decoder, as errors describe them."""
 
 
-@dataclass(frozen=True)
 class Frames:
-    """Frames of one video, told from a list of videos.
+    """Frames of one video, told from a list of videos; no dataclass, which Transformers makes a mapping of in a chat.
 
     Args:
         images: each as ImageProcessor takes it, or text that stands for one.
     """
 
-    images: tuple[Any, ...]
+    def __init__(self, images: tuple[Any, ...]) -> None:
+        self.images = images
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,16 @@ def _several(ids: object, rows: CallTokens) -> bool:
     return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
 
 
+def _caches(arguments: Mapping[str, object]) -> list[str]:
+    """Name the arguments that are a cache: ``cache`` since Transformers 5.24, ``past_key_values`` before."""
+    return [name for name in ("cache", "past_key_values") if arguments.get(name) is not None]
+
+
 def _check_boundaries(arguments: Mapping[str, object]) -> None:
     """Refuse DevicePositions of several documents, if no other argument keeps these apart."""
-    mask, names = arguments.get("attention_mask"), ("position_ids", "past_key_values")
+    mask = arguments.get("attention_mask")
     whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    if whole and all(arguments.get(name) is None for name in names):
+    if whole and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
             "mm_position_ids: got DevicePositions of several documents, which do not say where these end, want "
             "position_ids that restart with each beside them, or the PositionTable"
@@ -131,10 +136,8 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
 
 def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, object]) -> dict[str, object]:
     mask = arguments.get("attention_mask")
-    if arguments.get("past_key_values") is not None:
-        raise UnsupportedError(
-            "past_key_values: got a cache beside packed documents, want None: a cache does not keep them apart"
-        )
+    for name in _caches(arguments):
+        raise UnsupportedError(f"{name}: got one beside packed documents, want None: a cache does not keep them apart")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise InvalidInputError(
             f"attention_mask: got shape {tuple(mask.shape)} beside packed documents, which it cannot keep apart, "
@@ -271,7 +274,7 @@ def generate(
         inputs: as there.
         args: as there.
         mm_position_ids: a PositionTable with a document for every row, all of one length; or dense ids (axes, batch,
-            seq), or DevicePositions, with mm_next_positions. With past_key_values they are those of the cached tokens
+            seq), or DevicePositions, with mm_next_positions. With a cache they are those of the cached tokens
             and of the new ones.
         mm_next_positions: (batch,) the id of the token after each prompt; a table knows it.
         kwargs: as there.
@@ -280,7 +283,7 @@ def generate(
         raise InvalidInputError("mm_next_positions: got it without mm_position_ids, want these beside it")
     if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant is handed a Prompt
         tokens = tokens_of(kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
-        cached = kwargs.get("past_key_values") is not None
+        cached = bool(_caches(kwargs))
         _check_guidance(model, args, kwargs)
         mm_position_ids = Prompt.of(mm_position_ids, mm_next_positions, rotaries, tokens, cached)
     if mm_position_ids is not None:
@@ -312,7 +315,6 @@ def prepare_inputs_for_generation(
     if mm_position_ids is None:
         return prepared
     tokens = tokens_of(prepared.get("inputs_embeds"), prepared.get("input_ids"))
-    cache = kwargs.get("past_key_values")
-    start = 0 if cache is None else cache.get_seq_length()
+    start = next((kwargs[name].get_seq_length() for name in _caches(kwargs)), 0)
     prepared[ARGUMENT] = mm_position_ids.columns(start, tokens.shape[1], tokens.shape[0]).to(tokens.device)
     return prepared

@@ -97,6 +97,15 @@ class Ladder:
         """Mean of squared rad that an id off by one adds to the noise."""
         return float(self.weight @ self.inv_freq**2)
 
+    @cached_property
+    def one(self) -> float:
+        """A pair's share of all that weigh: one over their number where all weigh the same."""
+        return float(np.square(self.weight, dtype=np.float64).sum())
+
+    def rounding(self, ids: Float64Array) -> Float64Array:
+        """Compute (ids,) rad that angles which are made in float32 may be off, from those of the reference."""
+        return 2 * ROUNDED * np.fmin(np.abs(ids), REACH) * self.stiffness**0.5
+
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
         whole = np.floor(ids)
@@ -207,6 +216,20 @@ class Ladder:
         """(2·pairs,) weights of squared sines."""
         return np.stack([np.zeros_like(self.weight), self.weight], axis=1).ravel()
 
+    def explain(
+        self, phasors: Phasors, lengths: Float32Array, ids: Float64Array, left: Float64Array | None = None
+    ) -> tuple[Float64Array, Flags]:
+        """See what ids leave of phasors; ``left`` of them if it is known.
+
+        Returns:
+            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
+            the id explains the phases.
+        """
+        cosine, away, across = self.left(phasors, ids) if left is None else left
+        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
+        across = np.where(far > ROUNDS, np.maximum(across, far), across)
+        return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
+
     def _apart(self, weights: Float64Array, times: int = 1) -> Float64Array:
         """Compute (2·REACH,) 2·Σ w·(1 − cos(k·ω)), squared distances of the phasors of ids that are k apart, from 1.
 
@@ -292,7 +315,7 @@ class Follower:
             alike: (tokens,) whether they can be read at all.
 
         Returns:
-            (3, tokens) of ``settle``; NaN for an id where none explains the phases.
+            (3, tokens) of ``Ladder.explain``; NaN for an id where none explains the phases.
         """
         found = np.full((3, len(phasors)), np.inf)
         found[0] = np.nan
@@ -355,12 +378,7 @@ class Follower:
             self.known = np.concatenate([near, learned[-255:], [step]])
 
     def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
-        """Move guesses to where the phases fit best, to integers where those do.
-
-        Returns:
-            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
-            the id explains the phases.
-        """
+        """Move guesses to where the phases fit best, to integers where those do; see ``Ladder.explain``."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
         along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # whatever the id
@@ -382,7 +400,4 @@ class Follower:
             moving = moving[moved]
             ids[moving] = there[moved]
             left[:, moving] = self.ladder.left(phasors[moving], ids[moving])
-        cosine, away, across = left
-        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
-        across = np.where(far > ROUNDS, np.maximum(across, far), across)
-        return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
+        return self.ladder.explain(phasors, lengths, ids, left)

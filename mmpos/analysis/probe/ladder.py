@@ -53,6 +53,9 @@ ROUNDED = 2.0**-22
 ROUNDS = 1e-4
 """Squares in rad² above which a mean cosine in float32 tells them."""
 
+TRUSTED = 0.15
+"""Most noise in rad up to which an id needs no search: one more or less leaves as much where pairs are fast."""
+
 LEAST_NOISE = 1e-6
 """Noise of float32 keys in rad, which covers the rounding of the phases here."""
 
@@ -288,7 +291,7 @@ class Follower:
         last_id: id of the last token that was read.
         last: (pairs,) its phasors.
         searches: tokens that were searched.
-        found: those of them whose id was found.
+        found: those of them whose id was found, and leaves no more than the noise.
         trusted: noise in rad up to which an id that steps led to needs no search, whatever the lengths of pairs show.
     """
 
@@ -328,8 +331,7 @@ class Follower:
             guess = self.last_id + np.cumsum(self._steps(phasors[start:]))
             found[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
             found[0, start:][~fits] = np.nan
-            doubted = found[1, start:] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1, start:]))
-            failed = start + np.flatnonzero(~fits | doubted)
+            failed = start + np.flatnonzero(~fits | self._doubted(found[:, start:], lengths[:, start:]))
             good = int(failed[0]) if failed.size else len(phasors)
             if good > start:
                 self.last, self.last_id = phasors[good - 1], float(found[0, good - 1])
@@ -339,11 +341,15 @@ class Follower:
             restarts += 1
             self._search(phasors, lengths, failed if restarts > 32 else failed[:1], found)
             if found[0, good] == tracked:  # so large is the noise
-                self.trusted = max(self.trusted, 1.5 * found[1, good])
+                self.trusted = min(max(self.trusted, 1.5 * found[1, good]), TRUSTED)
             if restarts > 32:
                 break
             start = good + 1
         return found
+
+    def _doubted(self, found: Float64Array, lengths: Float32Array) -> Flags:
+        """Tell (tokens,) whether ids leave more than the noise."""
+        return np.asarray(found[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:
         """Estimate (tokens,) steps from each token to the next, from the last one on."""
@@ -366,9 +372,10 @@ class Follower:
             searched, fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
             better = fits & (np.isnan(found[0, few]) | (found[1, few] > 1.5 * searched[1]))
             found[:, few[better]] = searched[:, better]
+            good = fits & ~self._doubted(searched, lengths[:, few])
             self.searches += few.size
-            self.found += int(fits.sum())
-            if fits[-1]:
+            self.found += int(good.sum())
+            if good[-1]:  # what follows is not told by its step from a token that is broken
                 self._learn(float(found[0, few[-1]]) - self.last_id)
                 self.last, self.last_id = phasors[few[-1]], float(found[0, few[-1]])
 

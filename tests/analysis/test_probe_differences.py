@@ -144,12 +144,24 @@ def test_noise_of_healthy_keys_is_no_difference(name: str, dtype: str) -> None:
         assert (named.as_meant, named.first_wrong) == (True, None)
 
 
+def test_tokens_after_those_that_no_id_explains_are_read() -> None:
+    rotary = ROTARIES["mrope"][0]
+    ids = np.tile(np.arange(700), (3, 1))
+    keys = turned(rotary, ids)
+    keys[301:309] = turned(rotary, ids[:, 301:309], theta=5e5)
+    reading = read(keys.astype(np.float32), rotary)
+    assert np.flatnonzero(~reading.known.all(axis=0)).tolist() == list(range(301, 309))
+
+
 def test_ids_that_slow_pairs_do_not_separate_are_counted_and_no_difference() -> None:
     rotary = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
     table = place(PROMPT, "mrope")
     found = check(read(torch.tensor(turned(rotary, table.dense())).bfloat16(), rotary), table)
     assert (found.equal, found.num_tokens, found.unknown_tokens) == (True, 0, 120)
-    assert str(found).endswith("120 more tokens have ids that could not be told.")
+    words = (
+        "The ids of 1 document that could be told are those of mrope. 120 tokens have others that could not be told."
+    )
+    assert str(found) == words
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,6 +68,9 @@ class Diagnosis:
         documents = counted(self.num_documents, "document")
         unknown = f"{counted(self.unknown_tokens, 'more token')} have ids that could not be told."
         hidden = (unknown,) if self.unknown_tokens else ()
+        if self.equal and self.unknown_tokens and not self.num_tokens:
+            known = f"The ids of {documents} that could be told are those of {self.scheme}."
+            return known, f"{counted(self.unknown_tokens, 'token')} have others that could not be told."
         if self.equal:
             return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.", *hidden)
         got, want = (_position(ids) if ids else "no token" for ids in (self.got, self.want))

@@ -422,8 +422,10 @@ class _Judge:
             yield from _vector(cause, meant, axis)
 
     def scale(self) -> float:
-        """Return how much longer turned pairs are than those of a key that was not turned."""
-        return float(np.median(np.abs(self._phasors(self.keys.rotary))))
+        """Return how much longer the turned pairs of most tokens are than those of a key that was not turned."""
+        weights = np.abs(self.keys.pairs(self.keys.reference))
+        lengths = np.tensordot(np.abs(self._phasors(self.keys.rotary)), weights / weights.sum(), 2)
+        return max(float(np.median(lengths)), 1e-30)
 
     def _scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]

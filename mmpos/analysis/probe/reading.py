@@ -212,17 +212,18 @@ class Traces:
         driven = [axis for axis in range(len(self.ids)) if self.axes[axis].columns.size]
         for axis in driven:
             ladder, ids, across, along = self.axes[axis].ladder, self.ids[axis], self.across[axis], self.along[axis]
-            good = np.isfinite(ids) & self.alike
-            if not good.any():
+            good = _some(np.isfinite(ids) & self.alike)
+            if not good.size:
                 return np.ones_like(broken)
-            chance, usual = _chance(ladder), max(float(np.median(along[good])), rounding)
-            most = chance * max(usual, min(float(np.median(self.noise[axis][good])), ROUNDED))
+            noise, chance = np.maximum(across, along), _chance(ladder)
+            usual = max(float(np.median(along[good])), rounding)
+            most = chance * max(usual, min(float(np.median(noise[good])), ROUNDED))
             with np.errstate(invalid="ignore"):
                 off = np.sqrt(across**2 - np.minimum(across, chance * np.maximum(along, usual)) ** 2)
                 least = max(min(3 * chance * float(np.median(off[good])), ROUNDED), 3 * rounding, EXPLAINED)
                 fits = off <= np.fmax(least, ladder.rounding(ids))
             sure = True if told is None else told[axis]
-            fits &= self.noise[axis] <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED)
+            fits &= noise <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED)
             tail = 2 * most if self.alike.mean() > 1 - RARE else 0.0
             broken |= np.where(self.alike, ~fits, ~(along <= max(ALIKE, tail)))
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
@@ -232,9 +233,10 @@ class Traces:
         weights = [self.axes[axis].ladder.weights for axis in driven]
         every = np.concatenate(weights) / np.concatenate(weights).sum()
         length = np.average(self.length[driven], axis=0, weights=[each.sum() for each in weights])
-        off = np.abs(length / np.median(length[self.alike]) - 1)
-        noise = float(np.median(self.along[driven][:, self.alike])) * float(np.sqrt(every @ every))
-        scatter = max(noise, float(np.median(off[self.alike])) / 0.6745)
+        some = _some(self.alike)
+        off = np.abs(length / np.median(length[some]) - 1)
+        noise = float(np.median(self.along[np.ix_(driven, some)])) * float(np.sqrt(every @ every))
+        scatter = max(noise, float(np.median(off[some])) / 0.6745)
         return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
 
 
@@ -256,7 +258,7 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
         pairs = keys.pairs(block)
         phasors = [each.phasors(pairs) for each in axes]
         if index == 0:
-            scale = _scale(phasors)
+            scale = _scale(axes, phasors)
             if keys.token is not None and abs(scale - 1) <= FACTOR:
                 scale = 1.0
         if scale != 1.0:
@@ -274,11 +276,12 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
             if ids is None:
                 found[:, axis, here] = follower.read(phasors[axis], lengths, same[here])
             else:
-                found[:, axis, here], _ = follower.ladder.explain(phasors[axis], lengths, ids[axis, here])
+                with np.errstate(invalid="ignore", over="ignore"):
+                    found[:, axis, here], _ = follower.ladder.explain(phasors[axis], lengths, ids[axis, here])
             length[axis, here], along[axis, here] = lengths[0], np.sqrt(lengths[1])
-            good = (
-                same[here] & (lengths[1] <= 16 * np.median(lengths[1][same[here]])) if same[here].any() else same[here]
-            )
+            good = same[here]
+            if good.any():
+                good = good & (lengths[1] <= 16 * np.median(lengths[1][good]))
             by_pair[axis] += (squares if good.all() else squares[good]).sum(axis=0)
             counts[axis] += int(good.sum())
         if progress is not None:
@@ -290,9 +293,17 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
     )
 
 
-def _scale(phasors: list[Phasors]) -> float:
-    """How much longer turned pairs are than those of the key that was not turned: an attention factor."""
-    lengths = np.abs(np.concatenate([each.ravel() for each in phasors]))
+def _some(good: Flags) -> IntArray:
+    """Pick up to 2¹⁶ of the tokens that are good, spread over all: enough for a median."""
+    tokens = np.flatnonzero(good)
+    return tokens[:: max(1, tokens.size >> 15)]
+
+
+def _scale(axes: list[Axis], phasors: list[Phasors]) -> float:
+    """How much longer the turned pairs of most tokens are than those of the reference: an attention factor."""
+    weights = np.concatenate([each.ladder.weights for each in axes])
+    with np.errstate(invalid="ignore", over="ignore"):
+        lengths = np.abs(np.concatenate(phasors, axis=1)) @ weights / max(weights.sum(), 1e-300)
     scale = float(np.median(lengths[np.isfinite(lengths)])) if np.isfinite(lengths).any() else 1.0
     return scale if scale > 0 else 1.0
 
@@ -566,8 +577,8 @@ def _late(reading: Reading, off: Float64Array, want: Float64Array, table: Positi
     begins = np.unique(np.concatenate([reading.row_offsets[:-1], table.documents[FIRST_TOKEN]]))
     begins = begins[begins < reading.num_tokens]
     told = reading.known.any(axis=1)
-    known, off, want = (each[told][:, begins] for each in (reading.known, off, want))
-    below = known.all(axis=0) & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
+    known, off, want = reading.known[told][:, begins].all(axis=0), off[told][:, begins], want[told][:, begins]
+    below = known & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
     return float(-off[0, below].min(initial=0))
 
 

@@ -235,7 +235,7 @@ class Traces:
         length = np.average(self.length[driven], axis=0, weights=[each.sum() for each in weights])
         some = _some(self.alike)
         off = np.abs(length / np.median(length[some]) - 1)
-        noise = float(np.median(self.along[np.ix_(driven, some)])) * float(np.sqrt(every @ every))
+        noise = float(np.median(self.along[:, some][driven])) * float(np.sqrt(every @ every))
         scatter = max(noise, float(np.median(off[some])) / 0.6745)
         return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
 

@@ -212,20 +212,24 @@ class Traces:
         driven = [axis for axis in range(len(self.ids)) if self.axes[axis].columns.size]
         for axis in driven:
             ladder, ids, across, along = self.axes[axis].ladder, self.ids[axis], self.across[axis], self.along[axis]
-            good = _some(np.isfinite(ids) & self.alike)
+            read, noise, chance = np.isfinite(ids) & self.alike, np.maximum(across, along), _chance(ladder)
+            good = _some(read)
             if not good.size:
                 return np.ones_like(broken)
-            noise, chance = np.maximum(across, along), _chance(ladder)
             usual = max(float(np.median(along[good])), rounding)
             most = chance * max(usual, min(float(np.median(noise[good])), ROUNDED))
+            few = np.flatnonzero(~(read & (noise <= EXPLAINED)))  # the others are within all bounds
             with np.errstate(invalid="ignore"):
-                off = np.sqrt(across**2 - np.minimum(across, chance * np.maximum(along, usual)) ** 2)
-                least = max(min(3 * chance * float(np.median(off[good])), ROUNDED), 3 * rounding, EXPLAINED)
-                fits = off <= np.fmax(least, ladder.rounding(ids))
-            sure = True if told is None else told[axis]
-            fits &= noise <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED)
+                off, typical = (
+                    np.sqrt(across[at] ** 2 - np.minimum(across[at], chance * np.maximum(along[at], usual)) ** 2)
+                    for at in (few, good)
+                )
+                least = max(min(3 * chance * float(np.median(typical)), ROUNDED), 3 * rounding, EXPLAINED)
+                fits = off <= np.fmax(least, ladder.rounding(ids[few]))
+            sure = True if told is None else told[axis, few]
+            fits &= read[few] & (noise[few] <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED))
             tail = 2 * most if self.alike.mean() > 1 - RARE else 0.0
-            broken |= np.where(self.alike, ~fits, ~(along <= max(ALIKE, tail)))
+            broken[few] |= np.where(self.alike[few], ~fits, ~(along[few] <= max(ALIKE, tail)))
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
 
     def _other_factor(self, driven: list[int], rounding: float) -> Flags:
@@ -281,7 +285,7 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
             length[axis, here], along[axis, here] = lengths[0], np.sqrt(lengths[1])
             good = same[here]
             if good.any():
-                good = good & (lengths[1] <= 16 * np.median(lengths[1][good]))
+                good = good & (lengths[1] <= 16 * np.median(lengths[1][good][::16]))
             by_pair[axis] += (squares if good.all() else squares[good]).sum(axis=0)
             counts[axis] += int(good.sum())
         if progress is not None:

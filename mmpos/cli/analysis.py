@@ -146,7 +146,9 @@ def _json(diagnosis: Diagnosis) -> str:
     """Write the fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
-    return report.json_lines({**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)})
+    found = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
+    del found["unknown_tokens"]  # of keys alone
+    return report.json_lines(found)
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:

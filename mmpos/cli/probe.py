@@ -20,6 +20,7 @@ from mmpos.cli.commands import SPECS, app
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.positions.place import place
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
 from mmpos.support.program import DIFFERENT, STDIN
@@ -183,7 +184,7 @@ def _beside(config: Path) -> Arrays:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What is said of one layer: whether it is as meant, the first token that is not, and words."""
+    """What is said of one layer: whether it is as meant, the first token over all rows that is not, and words."""
 
     reading: Reading
     equal: bool
@@ -196,9 +197,11 @@ class _Verdict:
         return self.reading.reference is None
 
     def as_json(self) -> dict[str, Any]:
-        known = float(self.reading.known.mean())
-        found = {"factor_judged": self.factor_judged, "wrong_heads": self.wrong_heads}
-        return {"equal": self.equal, "known": known, "first_wrong": self.first_wrong, **found, "message": self.words}
+        known = self.reading.known
+        unknown = int((self.reading.explained & ~known.all(axis=0)).sum())
+        found = {"equal": self.equal, "known": float(known.mean()), "unknown_tokens": unknown}
+        heads = {"factor_judged": self.factor_judged, "wrong_heads": self.wrong_heads}
+        return {**found, "first_wrong": self.first_wrong, **heads, "message": self.words}
 
 
 def _judge(
@@ -273,14 +276,19 @@ def _compared(
     from mmpos.analysis.probe import check, identify
     from mmpos.analysis.probe.reading import ONE_KEY
 
-    notes, sentences, why, wrong = [note for note in reading.notes if note != ONE_KEY], list[str](), None, None
+    notes, sentences = [note for note in reading.notes if note != ONE_KEY], list[str]()
+    differs, wrong = False, None
     alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
     equal = bool(meant is not None and reading.known.any() and not alone)
     if meant is None:
         notes.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
     elif equal:
         diagnosis = check(reading, *meant.told)
-        equal, why, wrong, sentences = diagnosis.equal, diagnosis.cause, diagnosis.token, [*diagnosis.sentences]
+        equal, sentences = diagnosis.equal, [*diagnosis.sentences]
+        differs, wrong = not equal, diagnosis.token
+        if diagnosis.document and wrong is not None:
+            wrong += int(meant.positions.documents[FIRST_TOKEN, diagnosis.document])
+            sentences.insert(1, f"Counted over all rows, this is token {wrong}.")
         if equal and reading.reference is not None:
             notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
     if alone:
@@ -291,11 +299,13 @@ def _compared(
         return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
     positions = None if meant is None else meant.positions
     identified = identify(keys, rotary, positions, **options)  # ids may be read through a wrong rotation
-    right = equal and identified.as_meant
-    wrong = identified.first_wrong if wrong is None else wrong
-    if identified.named and not identified.as_meant:
+    right = equal and identified.as_meant and identified.first_wrong is None
+    earlier = identified.first_wrong is not None and (wrong is None or identified.first_wrong < wrong)
+    wrong = identified.first_wrong if earlier else wrong
+    other = identified.named and not identified.as_meant
+    if other:
         sentences = _uncaused(sentences)  # what the ids look like through the rotation that was meant
-    if (not right or reading.notes) and (identified.named or why is None):
+    if other or earlier or (not differs and (not right or reading.notes)):
         notes.append(str(identified))
     return _Verdict(reading, right, wrong, [*sentences, *notes])
 

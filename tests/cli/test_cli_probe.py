@@ -444,3 +444,55 @@ def test_files_that_are_no_dumps(capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = run(capsys, name, "--config", "config.json")
         assert code == 2
         assert err.startswith(f"mmpos: error: {name}: {got}")
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (4, 4)])
+def test_sentences_do_not_contradict_each_other(capsys: pytest.CaptureFixture[str], shape: tuple[int, int]) -> None:
+    """An axis that stands in place of another in few bits: the rotation as a whole looks as it was meant."""
+    height, width = shape
+    patch = np.arange(16)
+    ids = np.concatenate([np.tile(np.arange(90), (3, 1)), np.stack([0 * patch, patch // width, patch % width]) + 90], 1)
+    ids = np.concatenate([ids, np.tile(np.arange(300), (3, 1)) + 90 + max(height, width)], axis=1)
+    np.save("ids.npy", ids)
+    keys = turned(ids[[0, 1, 0]])
+    keys = keys * (1 + 0.03 * np.random.default_rng(3).normal(size=keys.shape).astype(np.float32))  # of e4m3
+    np.save("keys.npy", keys)
+    code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--ids", "ids.npy")
+    assert code == 3
+    assert "axis 0 (frame) stands in place of axis 2 (col), which is dropped" in out
+    assert "rotation that was meant" not in out
+
+
+def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = np.concatenate([np.tile(np.arange(16), (3, 1)), IDS], axis=1)
+    late = ids + (np.arange(32) >= 29)
+    np.savez("keys.npz", late=turned(late), other=turned(ids[[0, 0, 0]]))
+    arguments = ["keys.npz", "--config", "config.json", "--spec", "16", "--spec", SPEC]
+    code, out, _ = run(capsys, *arguments)
+    assert code == 3
+    assert "documents[1], token 13, is token 2 of a run of text (segment 3)" in out
+    assert "Counted over all rows, this is token 29." in out
+    assert "The first token whose key is another is 20. Cause: all pairs turn by axis 0" in out
+    layers = json.loads(run(capsys, *arguments, "--json")[1])["layers"]
+    assert {name: layer["first_wrong"] for name, layer in layers.items()} == {"late": 29, "other": 20}
+
+
+def test_tokens_that_cannot_be_read_are_different_and_those_that_may_be_right_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = np.tile(np.arange(200), (3, 1))
+    keys = turned(ids)
+    keys[150] = np.nan
+    np.savez("keys.npz", nan=keys, position_ids=ids)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert code == 3
+    assert "Cause: no id explains the keys of 1 token." in out
+    layer = json.loads(run(capsys, "keys.npz", "--config", "config.json", "--json")[1])["layers"]["nan"]
+    assert (layer["equal"], layer["unknown_tokens"], layer["first_wrong"]) == (False, 0, 150)
+    keys[150] = keys[149]
+    keys[150, :, np.arange(128) % 64 % 3 == 2] = 0  # one axis alone
+    np.savez("keys.npz", half=keys, position_ids=ids)
+    layer = json.loads(run(capsys, "keys.npz", "--config", "config.json", "--json")[1])["layers"]["half"]
+    assert (layer["equal"], layer["first_wrong"]) == (False, 150)

@@ -196,7 +196,7 @@ def test_ids_of_a_step_begin_where_its_cache_ends(name: str) -> None:
     prompt, cache = Prompt(as_ids(two_rows()), torch.tensor([50, 60])), DynamicCache()
     cache.update(torch.zeros(2, 1, 26, 4), torch.zeros(2, 1, 26, 4), 0)
     told: dict[str, Any] = {"mm_position_ids": prompt, "inputs_embeds": None, name: cache}
-    made = prepare_inputs_for_generation(Model(), torch.zeros(2, 27, dtype=torch.int64), **told)
+    made: dict[str, Any] = prepare_inputs_for_generation(Model(), torch.zeros(2, 27, dtype=torch.int64), **told)
     assert made["mm_position_ids"].tolist() == [[[52], [62]]] * 2
 
 

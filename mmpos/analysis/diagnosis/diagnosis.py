@@ -37,11 +37,12 @@ class Diagnosis:
         token: its first such token, counted from the document's first; of padding, the place in the padded row.
         what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
         axis: the first axis on which it differs.
-        got: its ids as they came, one per row of the ids; none where there is no such token.
+        got: its ids as they came, one per row of the ids; none where there is no such token, NaN what is unknown.
         want: its ids in the scheme, one per axis, exactly; likewise.
         cause: the mistake that explains the difference, if one is known that does.
         remedy: what to do about that mistake.
         explained: how many of the different tokens have exactly the ids that the mistake gives.
+        unknown_tokens: tokens of which an id is unknown and was not compared, where ids are read from keys.
     """
 
     equal: bool
@@ -59,13 +60,19 @@ class Diagnosis:
     cause: str | None = None
     remedy: str | None = None
     explained: int = 0
+    unknown_tokens: int = 0
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
         documents = counted(self.num_documents, "document")
+        unknown = f"{counted(self.unknown_tokens, 'more token')} have ids that could not be told."
+        hidden = (unknown,) if self.unknown_tokens else ()
+        if self.equal and self.unknown_tokens and not self.num_tokens:
+            known = f"The ids of {documents} that could be told are those of {self.scheme}."
+            return known, f"{counted(self.unknown_tokens, 'token')} have others that could not be told."
         if self.equal:
-            return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
+            return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.", *hidden)
         got, want = (_position(ids) if ids else "no token" for ids in (self.got, self.want))
         first = (
             f"documents[{self.document}], token {self.token}, is {self.what}: got {got}, want {want} in {self.scheme}."
@@ -77,17 +84,19 @@ class Diagnosis:
         if self.cause is None:
             many = self.different_tokens > 1
             why = "no known mistake gives the first two differences" if many else "one token alone proves no mistake"
-            return first, count, f"Cause unknown: {why}."
+            return first, count, *hidden, f"Cause unknown: {why}."
         part = f" (so {self.explained} of the {self.different_tokens})"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
-        return first, count, cause, f"To do: {self.remedy}."
+        return first, count, *hidden, cause, f"To do: {self.remedy}."
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
 
 
 def _position(values: Sequence[Fraction | int | float]) -> str:
-    words = [str(int(value)) if value == value // 1 else str(value) for value in values]
+    words = [
+        "unknown" if value != value else str(int(value)) if value == value // 1 else str(value) for value in values
+    ]
     return words[0] if len(words) == 1 else f"({', '.join(words)})"
 
 

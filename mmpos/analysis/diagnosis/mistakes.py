@@ -375,6 +375,17 @@ def constant(case: Case) -> Iterator[Guess]:
     yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
 
 
+def multiplied(case: Case) -> Iterator[Guess]:
+    """Ids times a whole number, or over one."""
+    got, want = case.got[:, case.first], case.want[:, case.first]
+    times = got[want != 0] / want[want != 0]
+    if times.size and (times == times[0]).all() and times[0].is_integer() and times[0] > 1:
+        yield Guess(f"ids are {times[0]:g} times as large as they should be", times[0] * case.want)
+    for over in (2, 3, 4):
+        yield Guess(f"ids are divided by {over}", case.want / over)
+        yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
+
+
 def constant_in_runs(case: Case) -> Iterator[Guess]:
     """Runs of tokens, with right ones between, the same too much or too little, as drafts in the windows of steps."""
     begins = case.wrong & ~np.concatenate([[False], case.wrong[:-1]])
@@ -641,6 +652,7 @@ SUSPECTS = (
     Suspect(delta_of_another, "keep deltas with their documents, never on the model: positions.deltas"),
     Suspect(one_token_off, "shift labels and not position ids: id and token have the same index"),
     Suspect(constant, "look at what stands before the first difference: it takes another number of ids"),
+    Suspect(multiplied, "count each token once, as the scheme does, and leave factors to the rotation"),
     Suspect(constant_in_runs, "place the tokens of a draft after the one before them, as positions.decode does"),
     Suspect(
         index_among_right_ids,

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, read_keys
-from mmpos.analysis.probe.reading import ROUNDED, follow
+from mmpos.analysis.probe.ladder import Flags
+from mmpos.analysis.probe.reading import EXPLAINED, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.rows import axis_names
 from mmpos.positions.table import PositionTable
@@ -57,8 +58,8 @@ class Identification:
         remedy: what to change.
         residual: rad: root mean square of what it leaves unexplained.
         meant: rad: the same of the one that was meant.
-        first_wrong: the first token, counted over all rows, whose key is not the one that was meant: where the ids are
-            known, and another rotation or none explains the keys.
+        first_wrong: the first token, counted over all rows, whose key is not the one that was meant, where the ids are
+            known: also where most keys were turned as meant, and that one was not.
     """
 
     as_meant: bool
@@ -140,10 +141,12 @@ def identify(
         for suspect in (*judged.by_pair(meant), *judged.ladders(meant)):
             found = judged.residual(suspect)
             if found < share * least:
-                best, least = suspect, found
+                best, least, share = suspect, found, min(share, 0.9)
+    if best is not first and (least > FITS or not judged.believed(best)):
+        best = first
     if best is first and own <= 3 * judged.noise + ROUNDED:
         return judged.as_meant(own)
-    if best is not first and least <= FITS:
+    if best is not first:
         cause, plain = best.cause, best.sign > 0 and not best.cast
         if best.cast and ids is not None:
             cause = f"{cause}: they err by up to {judged.error(best):.2g} rad at id {np.abs(ids).max():g}"
@@ -152,8 +155,9 @@ def identify(
     remedy = "look whether all tokens had one hidden state and whether the ids are right"
     if ids is None:
         remedy = "give the ids that are right as positions"
-    wrong = judged.first_wrong(first, None, 3 * judged.noise + ROUNDED)
-    return Identification(False, None, UNEXPLAINED, remedy, least, own, wrong)
+    wrong_tokens = np.flatnonzero(judged.unexplained)
+    wrong = int(wrong_tokens[0]) if wrong_tokens.size else None
+    return Identification(False, None, UNEXPLAINED, remedy, own, own, wrong)
 
 
 def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Float64Array:
@@ -310,7 +314,31 @@ class _Judge:
             return self._readable(suspect.rotary)
         return float(np.sqrt(self._squares(suspect).mean()))
 
-    def first_wrong(self, meant: _Suspect, found: _Suspect | None, limit: float) -> int | None:
+    @cached_property
+    def unexplained(self) -> Flags:
+        """(tokens,) which of all keys are not what the rotation that was meant makes of the ids."""
+        if self.all_ids is None:
+            return np.zeros(self.keys.num_tokens, np.bool_)
+        return follow(self.keys, ids=self.all_ids - self.zero).unexplained(self.keys.rounding)
+
+    def believed(self, suspect: _Suspect) -> bool:
+        """Tell whether a rotation leaves as little as other ids would, where these explain the keys as they are meant.
+
+        Ids that are a little off, with slow pairs, are nearly another rotation: the ids explain them to the noise.
+        """
+        if self.ids is None:
+            return True
+        free = follow(read_keys(self.sample, self.keys.rotary, self.keys.reference, None))
+        good = free.alike & ~free.unexplained(self.keys.rounding)
+        if good.mean() < MOST:
+            return True
+        noise = max(float(np.median(free.residual[good])), self.noise)
+        if noise > 3 * self.noise + ROUNDED:
+            return True
+        left = np.sqrt(self._squares(suspect)[good])
+        return bool((left**2).mean() <= (3 * noise + 1e-4) ** 2 and left.max() <= 6 * noise + EXPLAINED)
+
+    def first_wrong(self, meant: _Suspect, found: _Suspect, limit: float) -> int | None:
         """Find the first token of all of which the rotation that was meant leaves more rad than the limit.
 
         It counts only if the rotation that was found leaves less.
@@ -323,28 +351,34 @@ class _Judge:
             block.ids = self.all_ids[:, start:stop]
             with np.errstate(invalid="ignore"):
                 wrong = block._squares(meant) > limit**2
-                if found is not None and wrong.any():
+                if wrong.any():
                     wrong &= block._squares(found) <= limit**2
             if wrong.any():
                 return start + int(wrong.argmax())
         return None
 
     def as_meant(self, residual: float) -> Identification:
-        """Say that the rotation is the one that was meant, but for a factor on cos and sin."""
+        """Say that the rotation is the one that was meant, but for a factor on cos and sin, or for single tokens."""
         meant = self.keys.rotary
         if self.keys.token is None and abs(self.scale() / meant.attention_factor - 1) > 0.02:
             cause = f"cos and sin are multiplied by {self.scale():.4g}, not by {meant.attention_factor:.4g}"
             remedy = "multiply cos and sin by the attention factor of the config's scaling, once"
             return Identification(False, None, cause, remedy, residual, residual)
         cause = "the keys were turned by the rotation that was meant"
-        return Identification(True, meant, cause, "nothing", residual, residual)
+        wrong, remedy, first = int(self.unexplained.sum()), "nothing", None
+        if wrong:
+            first = int(self.unexplained.argmax())
+            cause += f", but for those of {counted(wrong, 'token')}, the first {first}"
+            remedy = "look how such tokens enter the cache, and whether their ids are right"
+        return Identification(True, meant, cause, remedy, residual, residual, first)
 
     @cached_property
     def noise(self) -> float:
-        """Noise of the keys in rad, by the lengths of their pairs; no more than a rotation that fits may leave."""
+        """Noise of most keys in rad, by the lengths of their pairs; no more than a rotation that fits may leave."""
         lengths = np.abs(self._phasors(self.keys.rotary)) / self.scale()
         weights = np.abs(self.keys.pairs(self.keys.reference))
-        return min(float(np.sqrt(np.average((lengths - 1) ** 2, weights=_like(weights, lengths)))), FITS / 3)
+        squares = np.tensordot((lengths - 1) ** 2, weights / weights.sum(), 2)
+        return min(float(np.sqrt(np.median(squares))), FITS / 3)
 
     def error(self, suspect: _Suspect) -> float:
         """Return the largest angle, in rad, between a suspect and the rotation that was meant, at the ids."""
@@ -361,6 +395,11 @@ class _Judge:
             cause = f"theta is about {theta:,.0f}, not {meant.theta:,.0f}"
             yield from _if_made(cause, "give the engine the theta of the config", meant, theta=theta)
         factor = self._scanned(meant, lambda value: base * value, (1e-2, 1e2))
+        whole = round(factor)
+        if whole > 1:
+            cause = f"all ids are {whole} times those that were meant, or all frequencies are"
+            remedy = "count each token once, and scale frequencies as the config says"
+            yield from _if_made(cause, remedy, meant, inv_freq=(base * whole).tolist(), **plain)
         cause = f"all frequencies are {factor:.5g} times those that were meant, as ids over {1 / factor:.5g} would be"
         yield from _if_made(cause, "", meant, inv_freq=(base * factor).tolist(), **plain)
 
@@ -383,8 +422,10 @@ class _Judge:
             yield from _vector(cause, meant, axis)
 
     def scale(self) -> float:
-        """Return how much longer turned pairs are than those of a key that was not turned."""
-        return float(np.median(np.abs(self._phasors(self.keys.rotary))))
+        """Return how much longer the turned pairs of most tokens are than those of a key that was not turned."""
+        weights = np.abs(self.keys.pairs(self.keys.reference))
+        lengths = np.tensordot(np.abs(self._phasors(self.keys.rotary)), weights / weights.sum(), 2)
+        return max(float(np.median(lengths)), 1e-30)
 
     def _scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
@@ -393,12 +434,13 @@ class _Judge:
         assert self.ids is not None
         distance = np.abs(self.ids - self.zero).max(axis=0)
         unit, ids = self._unit(meant), _by_pair(meant, self.ids - self.zero)
-        grid, reach = np.geomspace(*bounds, 1000), 16.0
+        grid, reach = np.geomspace(*bounds, 1000), max(16.0, float(distance.min()))
         while True:
             near = distance <= reach
             turned = [np.exp(-1j * ids[near] * frequencies(value)) for value in grid.tolist()]
             value = float(grid[int(np.argmax([(unit[near] * each).real.mean() for each in turned]))])
-            if reach > distance.max():
+            fine = grid[1] / grid[0] - 1
+            if reach > distance.max() and fine * distance.max() < 1e-3:
                 return value
             grid, reach = value * np.exp(np.linspace(-2, 2, 33) * np.log(grid[1] / grid[0])), 4 * reach
 
@@ -456,10 +498,6 @@ def _turned(suspect: _Suspect, ids: Float64Array) -> Float64Array:
     with np.errstate(invalid="ignore", over="ignore"):  # ids beyond float16
         angles = _by_pair(rotary, suspect.sign * ids) * frequencies
         return _cast(angles, kind) if what in ("angles", "products") else angles
-
-
-def _like(weights: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.broadcast_to(weights, values.shape)
 
 
 def _by_pair(rotary: Rotary, ids: Float64Array) -> Float64Array:

@@ -53,6 +53,9 @@ ROUNDED = 2.0**-22
 ROUNDS = 1e-4
 """Squares in rad² above which a mean cosine in float32 tells them."""
 
+TRUSTED = 0.15
+"""Most noise in rad up to which an id needs no search: one more or less leaves as much where pairs are fast."""
+
 LEAST_NOISE = 1e-6
 """Noise of float32 keys in rad, which covers the rounding of the phases here."""
 
@@ -96,6 +99,15 @@ class Ladder:
     def stiffness(self) -> float:
         """Mean of squared rad that an id off by one adds to the noise."""
         return float(self.weight @ self.inv_freq**2)
+
+    @cached_property
+    def one(self) -> float:
+        """A pair's share of all that weigh: one over their number where all weigh the same."""
+        return float(np.square(self.weight, dtype=np.float64).sum())
+
+    def rounding(self, ids: Float64Array) -> Float64Array:
+        """Compute (ids,) rad that angles which are made in float32 may be off, from those of the reference."""
+        return 2 * ROUNDED * np.fmin(np.abs(ids), REACH) * self.stiffness**0.5
 
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
@@ -207,6 +219,20 @@ class Ladder:
         """(2·pairs,) weights of squared sines."""
         return np.stack([np.zeros_like(self.weight), self.weight], axis=1).ravel()
 
+    def explain(
+        self, phasors: Phasors, lengths: Float32Array, ids: Float64Array, left: Float64Array | None = None
+    ) -> tuple[Float64Array, Flags]:
+        """See what ids leave of phasors; ``left`` of them if it is known.
+
+        Returns:
+            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
+            the id explains the phases.
+        """
+        cosine, away, across = self.left(phasors, ids) if left is None else left
+        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
+        across = np.where(far > ROUNDS, np.maximum(across, far), across)
+        return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
+
     def _apart(self, weights: Float64Array, times: int = 1) -> Float64Array:
         """Compute (2·REACH,) 2·Σ w·(1 − cos(k·ω)), squared distances of the phasors of ids that are k apart, from 1.
 
@@ -265,7 +291,7 @@ class Follower:
         last_id: id of the last token that was read.
         last: (pairs,) its phasors.
         searches: tokens that were searched.
-        found: those of them whose id was found.
+        found: those of them whose id was found, and leaves no more than the noise.
         trusted: noise in rad up to which an id that steps led to needs no search, whatever the lengths of pairs show.
     """
 
@@ -292,7 +318,7 @@ class Follower:
             alike: (tokens,) whether they can be read at all.
 
         Returns:
-            (3, tokens) of ``settle``; NaN for an id where none explains the phases.
+            (3, tokens) of ``Ladder.explain``; NaN for an id where none explains the phases.
         """
         found = np.full((3, len(phasors)), np.inf)
         found[0] = np.nan
@@ -305,8 +331,7 @@ class Follower:
             guess = self.last_id + np.cumsum(self._steps(phasors[start:]))
             found[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
             found[0, start:][~fits] = np.nan
-            doubted = found[1, start:] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1, start:]))
-            failed = start + np.flatnonzero(~fits | doubted)
+            failed = start + np.flatnonzero(~fits | self._doubted(found[:, start:], lengths[:, start:]))
             good = int(failed[0]) if failed.size else len(phasors)
             if good > start:
                 self.last, self.last_id = phasors[good - 1], float(found[0, good - 1])
@@ -316,11 +341,15 @@ class Follower:
             restarts += 1
             self._search(phasors, lengths, failed if restarts > 32 else failed[:1], found)
             if found[0, good] == tracked:  # so large is the noise
-                self.trusted = max(self.trusted, 1.5 * found[1, good])
+                self.trusted = min(max(self.trusted, 1.5 * found[1, good]), TRUSTED)
             if restarts > 32:
                 break
             start = good + 1
         return found
+
+    def _doubted(self, found: Float64Array, lengths: Float32Array) -> Flags:
+        """Tell (tokens,) whether ids leave more than the noise."""
+        return np.asarray(found[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:
         """Estimate (tokens,) steps from each token to the next, from the last one on."""
@@ -343,9 +372,10 @@ class Follower:
             searched, fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
             better = fits & (np.isnan(found[0, few]) | (found[1, few] > 1.5 * searched[1]))
             found[:, few[better]] = searched[:, better]
+            good = fits & ~self._doubted(searched, lengths[:, few])
             self.searches += few.size
-            self.found += int(fits.sum())
-            if fits[-1]:
+            self.found += int(good.sum())
+            if good[-1]:  # what follows is not told by its step from a token that is broken
                 self._learn(float(found[0, few[-1]]) - self.last_id)
                 self.last, self.last_id = phasors[few[-1]], float(found[0, few[-1]])
 
@@ -355,12 +385,7 @@ class Follower:
             self.known = np.concatenate([near, learned[-255:], [step]])
 
     def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
-        """Move guesses to where the phases fit best, to integers where those do.
-
-        Returns:
-            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
-            the id explains the phases.
-        """
+        """Move guesses to where the phases fit best, to integers where those do; see ``Ladder.explain``."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
         along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # whatever the id
@@ -382,7 +407,4 @@ class Follower:
             moving = moving[moved]
             ids[moving] = there[moved]
             left[:, moving] = self.ladder.left(phasors[moving], ids[moving])
-        cosine, away, across = left
-        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
-        across = np.where(far > ROUNDS, np.maximum(across, far), across)
-        return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
+        return self.ladder.explain(phasors, lengths, ids, left)

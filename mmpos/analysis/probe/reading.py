@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mmpos.analysis.probe.keys import ALIKE, Axis, Keys, read_keys
 from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, Flags, Follower, Ladder, Phasors
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, NO_POSITION, OFFSET, WIDTH
+from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Float64Array
@@ -34,7 +35,7 @@ MOST_DENOMINATOR = 4096
 """Largest denominator of fractions that are looked for."""
 
 RARE = 0.01
-"""Share of tokens whose ids may be off integers by noise before all are taken for fractions."""
+"""Share of tokens whose ids may be off integers by noise before all are taken for fractions, or of unlike lengths."""
 
 MOST = 0.5
 """Share of tokens that must fit ids before any is believed: else the rotary is another one."""
@@ -60,6 +61,12 @@ ROUNDED = 0.02
 NOISY = 0.35
 """Noise in rad above which a token's phases fit no id."""
 
+EXPLAINED = 0.005
+"""What an id may leave, in rad, beyond the noise of other tokens: bfloat16 among float32 leaves less."""
+
+FACTOR = 0.02
+"""What the lengths of a token's pairs may be off on average, relative: as factors on cos and sin, which are larger."""
+
 
 @dataclass(frozen=True, eq=False)
 class Reading:
@@ -73,6 +80,8 @@ class Reading:
             a token is not like the reference.
         confidence: (axes, tokens) float64: at least so probable is it that no other id within reach explains the keys.
         alike: (tokens,) whether the token's pairs are as long as the reference's, as those of one hidden state are.
+        explained: (tokens,) whether the token's key is the reference's, turned by some id, as far as the noise of other
+            tokens lets it show; False for what was never written, overwritten, or turned by another rotation.
         reference: the token that ids are relative to, None where they are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences about what could not be told, and why.
@@ -83,6 +92,7 @@ class Reading:
     residual: Float64Array
     confidence: Float64Array
     alike: Flags
+    explained: Flags
     reference: int | None
     row_offsets: IntArray
     notes: tuple[str, ...]
@@ -153,6 +163,7 @@ class Traces:
         ids: (axes, tokens) NaN where none explains the keys.
         across: (axes, tokens) rad that ids leave of the phases.
         along: (axes, tokens) what lengths are off, the noise along phasors.
+        length: (axes, tokens) mean lengths of phasors.
         by_pair: of each axis (pairs,) the mean squares of what lengths are off.
         away: (axes, tokens) how many ids away the keys would fit best.
         still: (tokens,) mean square of rad by which pairs have turned that should not.
@@ -165,6 +176,7 @@ class Traces:
     ids: Float64Array
     across: Float64Array
     along: Float64Array
+    length: Float64Array
     by_pair: list[Float64Array]
     away: Float64Array
     still: Float64Array
@@ -189,15 +201,57 @@ class Traces:
             return np.where(self.alike, ANY_ANGLE, np.nan)
         return np.where(self.alike, np.sqrt(np.average(squares, axis=0, weights=weights)), np.nan)
 
+    def unexplained(self, rounding: float, told: Flags | None = None) -> Flags:
+        """Tell (tokens,) whose keys are not the reference's, turned by their ids, at the noise that other tokens have.
 
-def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Traces:
-    """Find the ids of every token, sure or not."""
+        Args:
+            rounding: ``Keys.rounding``.
+            told: (axes, tokens) ids that are sure although the token has more noise than others; by default all.
+        """
+        broken = ~self.alike & (self.along <= ALIKE).all(axis=0) | (self.still > (0.05 + 3 * rounding) ** 2)
+        driven = [axis for axis in range(len(self.ids)) if self.axes[axis].columns.size]
+        for axis in driven:
+            ladder, ids, across, along = self.axes[axis].ladder, self.ids[axis], self.across[axis], self.along[axis]
+            read, noise, chance = np.isfinite(ids) & self.alike, np.maximum(across, along), _chance(ladder)
+            good = _some(read)
+            if not good.size:
+                return np.ones_like(broken)
+            usual = max(float(np.median(along[good])), rounding)
+            most = chance * max(usual, min(float(np.median(noise[good])), ROUNDED))
+            few = np.flatnonzero(~(read & (noise <= EXPLAINED)))  # the others are within all bounds
+            with np.errstate(invalid="ignore"):
+                off, typical = (
+                    np.sqrt(across[at] ** 2 - np.minimum(across[at], chance * np.maximum(along[at], usual)) ** 2)
+                    for at in (few, good)
+                )
+                least = max(min(3 * chance * float(np.median(typical)), ROUNDED), 3 * rounding, EXPLAINED)
+                fits = off <= np.fmax(least, ladder.rounding(ids[few]))
+            sure = True if told is None else told[axis, few]
+            fits &= read[few] & (noise[few] <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED))
+            tail = 2 * most if self.alike.mean() > 1 - RARE else 0.0
+            broken[few] |= np.where(self.alike[few], ~fits, ~(along[few] <= max(ALIKE, tail)))
+        return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
+
+    def _other_factor(self, driven: list[int], rounding: float) -> Flags:
+        """Tell (tokens,) whose pairs are all longer or shorter than those of most tokens."""
+        weights = [self.axes[axis].ladder.weights for axis in driven]
+        every = np.concatenate(weights) / np.concatenate(weights).sum()
+        length = np.average(self.length[driven], axis=0, weights=[each.sum() for each in weights])
+        some = _some(self.alike)
+        off = np.abs(length / np.median(length[some]) - 1)
+        noise = float(np.median(self.along[:, some][driven])) * float(np.sqrt(every @ every))
+        scatter = max(noise, float(np.median(off[some])) / 0.6745)
+        return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
+
+
+def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: Float64Array | None = None) -> Traces:
+    """Find the ids of every token, sure or not; or see what (axes, tokens) ids leave that are given."""
     tokens, axes = keys.num_tokens, keys.axes()
     turning = axes[: keys.rotary.axes]
     found = np.full((3, len(turning), tokens), np.inf)
     found[0] = np.nan
-    along = np.zeros((len(turning), tokens))
-    by_pair = [np.zeros(each.columns.size) for each in turning]
+    along, length = np.zeros((len(turning), tokens)), np.ones((len(turning), tokens))
+    by_pair, counts = [np.zeros(each.columns.size) for each in turning], [0] * len(turning)
     still, same = np.zeros(tokens), np.zeros(tokens, np.bool_)
     followers = [Follower(each.ladder, np.ones(each.columns.size, np.complex64)) for each in turning]
     plain = keys.reference[:, 2 * keys.rotary.num_pairs :]
@@ -207,8 +261,10 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
         at = here.stop
         pairs = keys.pairs(block)
         phasors = [each.phasors(pairs) for each in axes]
-        if index == 0 and keys.token is None:
-            scale = _scale(phasors)
+        if index == 0:
+            scale = _scale(axes, phasors)
+            if keys.token is not None and abs(scale - 1) <= FACTOR:
+                scale = 1.0
         if scale != 1.0:
             phasors = [each / np.float32(scale) for each in phasors]
         same[here] = _unturned_alike(block, plain)
@@ -219,20 +275,39 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None) -> Tr
         same[here] &= np.all([off <= ALIKE**2 for (_, off), _ in measured], axis=0)
         for axis, follower in enumerate(followers):
             lengths, squares = measured[axis]
-            if turning[axis].columns.size:
+            if not turning[axis].columns.size:
+                continue
+            if ids is None:
                 found[:, axis, here] = follower.read(phasors[axis], lengths, same[here])
-                along[axis, here] = np.sqrt(lengths[1])
-                by_pair[axis] += (squares if same[here].all() else squares[same[here]]).sum(axis=0)
+            else:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    found[:, axis, here], _ = follower.ladder.explain(phasors[axis], lengths, ids[axis, here])
+            length[axis, here], along[axis, here] = lengths[0], np.sqrt(lengths[1])
+            good = same[here]
+            if good.any():
+                good = good & (lengths[1] <= 16 * np.median(lengths[1][good][::16]))
+            by_pair[axis] += (squares if good.all() else squares[good]).sum(axis=0)
+            counts[axis] += int(good.sum())
         if progress is not None:
             progress(at, tokens)
-    ids, across, away = found
-    by_pair = [squares / max(same.sum(), 1) for squares in by_pair]
-    return Traces(axes, ids, across, along, by_pair, away, still, same, any(each.futile for each in followers), scale)
+    _, across, away = found
+    by_pair = [squares / max(count, 1) for squares, count in zip(by_pair, counts, strict=True)]
+    return Traces(
+        axes, found[0], across, along, length, by_pair, away, still, same, any(each.futile for each in followers), scale
+    )
 
 
-def _scale(phasors: list[Phasors]) -> float:
-    """How much longer turned pairs are than those of the key that was not turned: an attention factor."""
-    lengths = np.abs(np.concatenate([each.ravel() for each in phasors]))
+def _some(good: Flags) -> IntArray:
+    """Pick up to 2¹⁶ of the tokens that are good, spread over all: enough for a median."""
+    tokens = np.flatnonzero(good)
+    return tokens[:: max(1, tokens.size >> 15)]
+
+
+def _scale(axes: list[Axis], phasors: list[Phasors]) -> float:
+    """How much longer the turned pairs of most tokens are than those of the reference: an attention factor."""
+    weights = np.concatenate([each.ladder.weights for each in axes])
+    with np.errstate(invalid="ignore", over="ignore"):
+        lengths = np.abs(np.concatenate(phasors, axis=1)) @ weights / max(weights.sum(), 1e-300)
     scale = float(np.median(lengths[np.isfinite(lengths)])) if np.isfinite(lengths).any() else 1.0
     return scale if scale > 0 else 1.0
 
@@ -280,9 +355,12 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     if misfit:
         confidence[:] = 0
     position_ids = np.where(confidence >= SURE, numerators, UNKNOWN)
+    explained = ~raw.unexplained(keys.rounding, position_ids != UNKNOWN)
     offsets = np.concatenate([[0], np.cumsum(keys.lengths)])
-    notes = _notes(keys, raw, position_ids, rational, unfit, misfit)
-    return Reading(position_ids, denominators, raw.residual, confidence, raw.alike, keys.token, offsets, notes)
+    notes = _notes(keys, raw, position_ids, explained, rational, unfit, misfit)
+    return Reading(
+        position_ids, denominators, raw.residual, confidence, raw.alike, explained, keys.token, offsets, notes
+    )
 
 
 def _usual(noise: Float64Array, read: Flags) -> Float64Array:
@@ -300,21 +378,16 @@ def _doubt(
 
     Returns:
         these, and (tokens,) whether phases are off by more than rounding makes them.
-
-    Source of what sums of squares exceed: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by
-    model selection, 2000, lemma 1.
     """
     read = np.isfinite(across)
     weight = ladder.weight.astype(np.float64)
-    one = float(weight @ weight)  # pair's share of all that weigh
     presumed = float(weight @ by_pair) * np.maximum(1, weight**-2.0 / (1 / weight).sum())
     count = int(read.sum())
     by_pair = np.maximum((count * by_pair + PRESUMED * presumed) / (count + PRESUMED), rounding**2)
     usual = max(float(np.median(along[read])), rounding)
-    share = min((max(float(np.median(across[read])), rounding) / usual) ** 2 / max(1 - one, one), 1.0)
+    share = min((max(float(np.median(across[read])), rounding) / usual) ** 2 / max(1 - ladder.one, ladder.one), 1.0)
     along = np.maximum(along, usual)
-    rare = -np.log(1 - SURE)
-    chance = np.sqrt(1 + 2 * np.sqrt(rare * one) + 2 * rare * one)  # so rarely have so many pairs more than is usual
+    chance = _chance(ladder)
     honest = np.minimum(across, along * np.sqrt(share) * chance)
     misfit = np.sqrt(across**2 - honest**2)
     noise = np.maximum(along, honest / np.sqrt(share))
@@ -322,6 +395,15 @@ def _doubt(
     doubt = ladder.doubt(noise * np.maximum(1, noise / COARSE), unseen, by_pair, share)
     doubt[misfit > ROUNDED] = 1
     return doubt, misfit > ROUNDED
+
+
+def _chance(ladder: Ladder) -> float:
+    """Return how many times the usual noise the pairs of a token have once in a million.
+
+    Source: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by model selection, 2000, lemma 1.
+    """
+    rare = -np.log(1 - SURE)
+    return float(np.sqrt(1 + 2 * np.sqrt(rare * ladder.one) + 2 * rare * ladder.one))
 
 
 def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[IntArray, IntArray, Flags]:
@@ -356,7 +438,9 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     return np.rint(whole * denominators).astype(np.int64), denominators, told
 
 
-def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, unfit: Flags, misfit: bool) -> tuple[str, ...]:
+def _notes(
+    keys: Keys, raw: Traces, ids: IntArray, explained: Flags, rational: Flags, unfit: Flags, misfit: bool
+) -> tuple[str, ...]:
     """Word what could not be told."""
     notes = []
     unlike = int((~raw.alike).sum())
@@ -365,6 +449,11 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, unfit: Flags
         notes.append(
             f"{counted(unlike, 'token')}, the first {first}, have pairs of other lengths than the reference, or NaN: "
             "another hidden state, a normalisation after the rotation, or another pairing or rotary_dim."
+        )
+    if not explained.all() and not misfit:
+        broken, first = int((~explained).sum()), int(explained.argmin())
+        notes.append(
+            f"{counted(broken, 'token')}, the first {first}, have keys that no id explains at the noise of the others."
         )
     alone = keys.token is not None and keys.num_tokens == 1
     if alone:
@@ -398,10 +487,11 @@ def _notes(keys: Keys, raw: Traces, ids: IntArray, rational: Flags, unfit: Flags
                 "another rotary, or angles of few bits."
             )
         odd += off
-        if count > lost + odd:
+        hidden = int((unknown & explained).sum()) - odd
+        if hidden > 0:
             fastest, noise = float(np.abs(each.ladder.inv_freq).max()), float(np.median(raw.noise[axis][unknown]))
             notes.append(
-                f"Axis {axis}: {counted(count - lost - odd, 'id')} of {ids.shape[1]}, the first that of token {first}, "
+                f"Axis {axis}: {counted(hidden, 'id')} of {ids.shape[1]}, the first that of token {first}, "
                 f"could be others as well: {counted(each.columns.size, 'pair')} of at most {fastest:.2g} rad per id do "
                 f"not separate them at a noise of {noise:.2g} rad."
             )
@@ -425,8 +515,10 @@ def check(
 ) -> Diagnosis:
     """Compare a reading with the positions that were meant, in the words of ``diagnose``.
 
-    Ids that could not be told are not compared: the Diagnosis counts the tokens of which all ids are known, or, if
-    there is a difference, any.
+    A token whose key no id explains differs. Ids that nothing but noise or slow pairs hide are not compared: the
+    Diagnosis has the number of their tokens as ``unknown_tokens``, and counts as compared the tokens of which all ids
+    are known, or, if there is a difference, any. Where ids are relative and another row or document would begin below
+    zero, the reference's own began too late.
 
     Args:
         reading: of as many tokens as the documents have, padding left out.
@@ -458,9 +550,40 @@ def check(
     ids = np.where(known, reading.position_ids, 0) / reading.denominators
     if reading.reference is not None:
         ids += want[:, [reading.reference]]
+        ids += _late(reading, ids - want, want, table)
     found = diagnose(np.where(known, ids, want), documents, scheme, start, tolerance=1e-9)
-    compared = known.all(axis=0) if found.equal else known.any(axis=0)
-    return replace(found, num_tokens=int(compared.sum()))
+    if found.equal and reading.explained.all():
+        unknown = int((~known.all(axis=0)).sum())
+        return replace(found, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
+    wrong = (known & (np.abs(ids - want) > 1e-9)).any(axis=0) | ~reading.explained
+    first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
+    if found.equal:
+        cause = f"no id explains the keys of {counted(int(wrong.sum()), 'token')}"
+        remedy = "look how such tokens enter the cache: never written, overwritten, or turned by another rotation"
+        found = replace(found, equal=False, cause=cause, remedy=remedy, explained=int(wrong.sum()))
+    return replace(
+        found,
+        num_tokens=int((known.any(axis=0) | wrong).sum()),
+        unknown_tokens=int((~known.all(axis=0) & ~wrong).sum()),
+        different_tokens=int(wrong.sum()),
+        different_documents=np.unique(document[wrong]).size,
+        document=int(document[first]),
+        token=first - int(table.documents[FIRST_TOKEN, document[first]]),
+        what=table.describe(first, documents if isinstance(documents, SegmentTable) else None),
+        axis=int((~known[:, first] | (np.abs(ids - want)[:, first] > 1e-9)).argmax()),
+        got=tuple(np.where(known[:, first], ids[:, first], np.nan).tolist()),
+        want=tuple(Fraction(value, int(denominators[first])) for value in numerators[:, first].tolist()),
+    )
+
+
+def _late(reading: Reading, off: Float64Array, want: Float64Array, table: PositionTable) -> float:
+    """Return by how much the reference's row began too late: else another row or document would begin below zero."""
+    begins = np.unique(np.concatenate([reading.row_offsets[:-1], table.documents[FIRST_TOKEN]]))
+    begins = begins[begins < reading.num_tokens]
+    told = reading.known.any(axis=1)
+    known, off, want = reading.known[told][:, begins].all(axis=0), off[told][:, begins], want[told][:, begins]
+    below = known & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
+    return float(-off[0, below].min(initial=0))
 
 
 def _given(ids: npt.ArrayLike, axes: int) -> PositionTable:

@@ -1,0 +1,225 @@
+"""Keys that are not as meant are never called equal, and no rotation is blamed for ids that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from mmpos import place
+from mmpos.analysis.probe import check, identify, read
+from mmpos.rotary import Rotary
+from mmpos.segments import Grid, SegmentTable, Text
+from mmpos.support.checks import counted
+
+Floats = npt.NDArray[np.float64]
+PROMPT = SegmentTable.from_documents([[Text(12), Grid(3, 5), Text(93)]])
+ROTARIES = {
+    "text": (Rotary(64, axes=1), "rope-tie"),
+    "rope-tie": (Rotary(128), "rope-tie"),
+    "mrope": (Rotary(128, 5e6, allocation="mrope-interleaved"), "mrope-qwen3"),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEY = np.random.default_rng(5).normal(size=128)
+
+
+def turned(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> Floats:
+    """(tokens, 1, head_dim) one key, turned to (axes, tokens) ids in halves."""
+    pairs = rotary.num_pairs
+    freq = rotary.inv_freq_array if theta is None else theta ** -(np.arange(pairs) / pairs)
+    angle = np.asarray(ids, np.float64)[rotary.pair_axis].T * freq
+    z = (KEY[:pairs] + 1j * KEY[pairs : 2 * pairs]) * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag], axis=1)[:, None]
+
+
+def meant(name: str) -> tuple[Rotary, Any, npt.NDArray[np.int64]]:
+    """A rotary, what check compares with, and its ids."""
+    rotary, scheme = ROTARIES[name]
+    if name == "text":
+        return rotary, np.arange(PROMPT.num_tokens), np.arange(PROMPT.num_tokens)[None]
+    table = place(PROMPT, scheme)
+    return rotary, table, table.dense()
+
+
+def rolled(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    keys[61:69] = np.random.default_rng(1).normal(size=keys[61:69].shape)
+
+
+def noisy(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    """As long as the others by and large, so that no length tells."""
+    keys[61:69] += 0.15 * np.random.default_rng(1).normal(size=keys[61:69].shape)
+
+
+def unwritten(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    keys[61:69] = 0
+
+
+def nan(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    keys[61] = np.nan
+
+
+def other_theta(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    keys[61:69] = turned(rotary, ids[:, 61:69], theta=5e5)
+
+
+def phases(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    """The lengths of pairs are right, and their angles are any."""
+    angle = np.random.default_rng(1).uniform(-4, 4, (8, rotary.num_pairs))
+    x, y = np.split(keys[61:69, 0], 2, axis=1)
+    z = (x + 1j * y) * np.exp(1j * angle)
+    keys[61:69, 0] = np.concatenate([z.real, z.imag], axis=1)
+
+
+def no_factor(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+    keys[85:] /= 1.0 + 0.1 * np.log(4.0)
+
+
+BROKEN: dict[str, tuple[Callable[[Floats, Rotary, npt.NDArray[np.int64]], None], int, int]] = {
+    "one NaN": (nan, 61, 1),
+    "slots never written": (unwritten, 61, 8),
+    "random keys": (rolled, 61, 8),
+    "random phases": (phases, 61, 8),
+    "noise": (noisy, 61, 8),
+    "another theta": (other_theta, 61, 8),
+    "YaRN's factor left out while decoding": (no_factor, 85, 35),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROTARIES)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_tokens_that_cannot_be_read_differ(broken: str, name: str, dtype: str) -> None:
+    rotary, documents, ids = meant(name)
+    change, first, count = BROKEN[broken]
+    changed = turned(rotary, ids)
+    change(changed, rotary, ids)
+    keys = torch.tensor(changed).to(DTYPES[dtype])
+    reading = read(keys, rotary)
+    assert np.flatnonzero(~reading.explained).tolist() == list(range(first, first + count))
+    assert f"the first {first}, have keys that no id explains at the noise" in " ".join(reading.notes)
+    found = check(reading, documents)
+    assert (found.equal, found.token, found.different_tokens, found.explained) == (False, first, count, count)
+    assert found.cause == f"no id explains the keys of {counted(count, 'token')}"
+    assert found.unknown_tokens == 0
+    named = identify(keys, rotary, documents if name != "text" else ids)
+    assert named.first_wrong == first
+    assert named.as_meant or not named.named
+
+
+def test_eight_tokens_of_twenty_thousand_are_not_hidden_by_a_sample() -> None:
+    rotary, ids = Rotary(64, axes=1), np.arange(20_000)[None]
+    keys = turned(rotary, ids).astype(np.float32)
+    keys[15_001:15_009] = turned(rotary, ids[:, 15_001:15_009], theta=5e5)
+    named = identify(keys, rotary, ids)
+    assert (named.as_meant, named.first_wrong) == (True, 15_001)
+    assert "but for those of 8 tokens, the first 15001" in str(named)
+    found = check(read(keys, rotary), ids)
+    assert (found.equal, found.token, found.different_tokens) == (False, 15_001, 8)
+    assert found.got is not None
+    assert np.isnan(found.got).all()
+    assert "got unknown, want 15001 in" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", ROTARIES)
+def test_noise_of_healthy_keys_is_no_difference(name: str, dtype: str) -> None:
+    """Numbers of few bits, a last chunk of more bits, and angles that are made in float32 far away."""
+    rotary, _, ids = meant(name)
+    ids = ids + 120_000
+    pairs = rotary.num_pairs
+    angle = ids.astype(np.float32)[rotary.pair_axis].T * rotary.inv_freq_array.astype(np.float32)
+    z = (KEY[:pairs] + 1j * KEY[pairs : 2 * pairs]) * np.exp(1j * angle.astype(np.float64))
+    keys = torch.tensor(np.concatenate([z.real, z.imag], axis=1)[:, None])
+    coarse = keys.to(getattr(torch, dtype)).double()
+    coarse[100:] = keys[100:]
+    for each in (coarse, keys.to(getattr(torch, dtype))):
+        reading = read(each, rotary)
+        assert reading.explained.all()
+        assert check(reading, ids).equal
+        named = identify(each, rotary, ids)
+        assert (named.as_meant, named.first_wrong) == (True, None)
+
+
+def test_tokens_after_those_that_no_id_explains_are_read() -> None:
+    rotary = ROTARIES["mrope"][0]
+    ids = np.tile(np.arange(700), (3, 1))
+    keys = turned(rotary, ids)
+    keys[301:309] = turned(rotary, ids[:, 301:309], theta=5e5)
+    reading = read(keys.astype(np.float32), rotary)
+    assert np.flatnonzero(~reading.known.all(axis=0)).tolist() == list(range(301, 309))
+
+
+def test_ids_that_slow_pairs_do_not_separate_are_counted_and_no_difference() -> None:
+    rotary = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
+    table = place(PROMPT, "mrope")
+    found = check(read(torch.tensor(turned(rotary, table.dense())).bfloat16(), rotary), table)
+    assert (found.equal, found.num_tokens, found.unknown_tokens) == (True, 0, 120)
+    words = (
+        "The ids of 1 document that could be told are those of mrope. 120 tokens have others that could not be told."
+    )
+    assert str(found) == words
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROTARIES)
+@pytest.mark.parametrize(("at", "amount"), [(27, 1), (60, 2), (90, -3), (100, 5)])
+def test_no_rotation_is_blamed_for_ids_that_are_off_from_some_token_on(
+    at: int, amount: int, name: str, dtype: str
+) -> None:
+    rotary, documents, ids = meant(name)
+    made = ids + amount * (np.arange(ids.shape[1]) >= at)
+    keys = torch.tensor(turned(rotary, made)).to(DTYPES[dtype])
+    named = identify(keys, rotary, ids)
+    assert named.as_meant or not named.named, named.cause
+    assert named.first_wrong == at
+    found = check(read(keys, rotary), documents)
+    way = "large" if amount > 0 else "small"
+    words = f"from the first difference to the end of the document, ids are {abs(amount)} too {way}"
+    assert (found.token, found.cause) == (at, words)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROTARIES)
+def test_a_whole_factor_has_words_of_its_own(name: str, dtype: str) -> None:
+    rotary, documents, ids = meant(name)
+    for made, cause in (
+        (2 * ids, "ids are 2 times as large as they should be"),
+        (3 * ids, "ids are 3 times as large as they should be"),
+        (ids // 2, "ids are divided by 2, and rounded down"),
+    ):
+        keys = torch.tensor(turned(rotary, made)).to(DTYPES[dtype])
+        assert check(read(keys, rotary), documents).cause == cause
+        named = identify(keys, rotary, ids)
+        if "times" in cause:
+            assert named.cause == f"all ids are {made[0, 1]} times those that were meant, or all frequencies are"
+        else:
+            assert not named.named
+
+
+def test_no_rotation_is_blamed_for_frames_that_are_too_far_apart() -> None:
+    rotary = Rotary(128, 5e6, allocation="mrope-interleaved")
+    ids = np.tile(np.arange(100), (3, 1))
+    frame = np.arange(64) // 8
+    video = 20 + np.stack([2 * frame, np.arange(64) // 4 % 2, np.arange(64) % 4])
+    ids[:, 20:84] = video
+    made = ids.copy()
+    made[0, 20:84] = 20 + np.floor(2.5 * frame)
+    named = identify(turned(rotary, made).astype(np.float32), rotary, ids)
+    assert not named.named
+    assert named.first_wrong == 36
+
+
+def test_a_row_that_began_too_late_is_not_blamed_on_the_next() -> None:
+    """Padding is counted in the first row, to which ids are relative: the second would begin at -5."""
+    rotary = Rotary(64, axes=1)
+    rows = np.concatenate([5 + np.arange(16), np.arange(16)])[None]
+    keys = turned(rotary, rows).reshape(2, 16, 1, 64)
+    found = check(read(keys, rotary), np.tile(np.arange(16), 2))
+    assert (found.token, found.different_tokens, found.got) == (0, 16, (5.0,))
+    later = turned(rotary, np.roll(rows, 16)).reshape(2, 16, 1, 64)
+    found = check(read(later, rotary), np.tile(np.arange(16), 2))
+    assert (found.token, found.different_tokens, found.got) == (16, 16, (5.0,))

@@ -148,7 +148,7 @@ def test_every_form_of_positions_agrees(axes: int) -> None:
             st.one_of(st.just(1), st.integers(1, INT32_MAX)),
         ),
         min_size=1,
-        max_size=17,
+        max_size=9,
     ),
     inv_freq=st.lists(st.floats(-100, 100), min_size=1, max_size=5),
     pairing=st.sampled_from(PAIRINGS),

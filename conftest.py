@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """More than CI has time for, and what `make dist` built."""
     parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
     parser.addoption("--mutations", type=int, default=40_000, help="Broken requests that the service is sent.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give back in the end what pytest_collection freezes, so that modules see their objects go."""
+    config.add_cleanup(gc.unfreeze)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among millions of objects of modules and tests, which live until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

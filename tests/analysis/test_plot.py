@@ -158,7 +158,7 @@ def test_every_scheme_can_be_drawn(tmp_path: Path, scheme: str) -> None:
 def test_documents_are_drawn_one_below_the_other(tmp_path: Path) -> None:
     plot_positions(table("3", "2,4x4", "1"), tmp_path / "ids.png")
     with Image.open(tmp_path / "ids.png") as picture:
-        assert picture.size == (1600, 3480)
+        assert picture.size in ((1600, 3480), (1600, 3479))  # matplotlib 3.10 cuts off what 3.11 rounds
 
 
 def test_fine_images_are_thinned_and_say_so(tmp_path: Path) -> None:

@@ -870,7 +870,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
     return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_json_raises_anything_but_a_record_error(name: str, data: st.DataObject) -> None:

@@ -343,7 +343,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     again = [plain(batch) for batch in loader]
     assert again == whole
     # The last: of a run that had ended; what comes then is the next epoch.
-    for stop in (0, 1, 7, len(whole) - 1, len(whole)):
+    for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
         iterator = iter(loader)
         head = [plain(batch) for batch in islice(iterator, stop)]

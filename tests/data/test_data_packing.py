@@ -198,7 +198,7 @@ packers = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(documents, packers)
 def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], options: dict[str, Any]) -> None:
     examples, packer = examples_of(documents), Packer(**options)
@@ -227,7 +227,7 @@ def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], opt
     assert packer.pending == ()
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(documents, packers, st.integers(0, 12))
 def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], options: dict[str, Any], stop: int) -> None:
     examples, packer = examples_of(documents), Packer(**options)
@@ -246,7 +246,7 @@ def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], opti
 @pytest.mark.parametrize(("split_text", "least"), [(False, 0.99), (True, 0.998)])
 def test_packs_of_a_realistic_mix_are_full(split_text: bool, least: float) -> None:
     """The mix of mmpos_bench.data: log-normal text, 0 to 8 images of 64 to 1024 tokens; 8,192 a pack."""
-    counts, held = packed_counts(list(mix(3000)), 8192, split_text)
-    assert counts.packs > 500
+    counts, held = packed_counts(list(mix(1000)), 8192, split_text)
+    assert counts.packs > 160
     assert counts.fill >= least
     assert held <= 256

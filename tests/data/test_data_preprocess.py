@@ -449,6 +449,19 @@ def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
         write_sequences(shards(["out/s0.parquet"]), Path("out"), PAGES, overwrite=True)
 
 
+DESCRIBED = """
+import json, sys
+from pathlib import Path
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data.examples import Preprocess
+from mmpos.data.formats import Obelics
+from mmpos.data.formats.images import Images
+from mmpos.data.preprocess.shard_job import describe
+pages = Preprocess(Obelics(images=Images(Path(sys.argv[1]))), SequenceBuilder(images=ImageProcessor("pillow")))
+print(json.dumps(describe({"preprocess": pages})))
+"""
+
+
 def test_settings_are_described_alike_in_every_process() -> None:
     settings = [
         PAGES,
@@ -466,13 +479,8 @@ def test_settings_are_described_alike_in_every_process() -> None:
     described = [json.dumps(describe({"preprocess": each})) for each in settings]
     assert len(set(described)) == len(settings)
     assert max(map(len, described)) < 5000
-    imports = (
-        "import json; from test_data_preprocess import PAGES; from mmpos.data.preprocess.shard_job import describe"
-    )
-    code = f"{imports}; print(json.dumps(describe({{'preprocess': PAGES}})))"
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'helpers'}", "PYTHONHASHSEED": "7"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    command, environment = [sys.executable, "-c", DESCRIBED, str(PHOTOS)], {**os.environ, "PYTHONHASHSEED": "7"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == described[0]
 
 

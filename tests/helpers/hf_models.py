@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,11 +121,16 @@ def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int
     rotary_emb = model.model.rotary_emb
     exact = ids_of(ids) if isinstance(ids, PositionTable) else ids
 
-    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    @cache
+    def made(layer_type: str | None) -> tuple[Tensor, Tensor]:
         one = rotary if layer_type is None else rotary[layer_type]
         angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
-        return tuple((f(angle) * one.attention_factor).to(x) for f in (torch.cos, torch.sin))
+        return torch.cos(angle) * one.attention_factor, torch.sin(angle) * one.attention_factor
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        cos, sin = made(layer_type)
+        return cos.to(x), sin.to(x)
 
     rotary_emb.forward = forward
     try:

@@ -128,7 +128,7 @@ def by_triton(rotate: Any) -> Any:
 def main() -> dict[str, Any]:
     """Compare many launches, and count those that Triton bound where something is out of the ordinary."""
     draw = random.Random(20)
-    calls = [call(draw) for _ in range(1000)]
+    calls = [call(draw) for _ in range(300)]
     bound = [launched(rotate)[1] for rotate in calls]
     straight = [launched(rotate) for rotate in calls]
     expected = [by_triton(rotate) for rotate in calls]

@@ -20,6 +20,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
+from mmpos.positions import expand
 from mmpos.schemes import Grid2D, RopeTie, Scheme
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
@@ -143,19 +144,20 @@ def test_dense_writes_into_the_rows_it_is_given(one: PositionTable, dtype: type[
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope"])
-def test_tables_beyond_one_block_of_expansion(scheme: str) -> None:
+def test_tables_beyond_one_block_of_expansion(scheme: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that begin, end and straddle where expansion goes on with its next block."""
+    monkeypatch.setattr(expand, "BLOCK", 256)
     documents: list[Document] = [
-        [Text(16384), Grid(2, 8192), Text(16383), Grid(3, 1)],
-        [part for n in range(60) for part in (Text(1), Grid(5, n + 1))],
-        [Text(16385)],
-        [Grid(100, 170), Text(2)],
+        [Text(256), Grid(2, 128), Text(255), Grid(3, 1)],
+        [part for n in range(15) for part in (Text(1), Grid(5, n + 1))],
+        [Text(257)],
+        [Grid(10, 27), Text(2)],
     ]
     ids = [position for document in documents for position in place_document(document, scheme, 3).ids]
     positions = place(SegmentTable.from_documents(documents), scheme, 3)
     want = np.array(ids, np.float64).T
     np.testing.assert_array_equal(positions.dense(), want)
-    np.testing.assert_array_equal(positions.slice(7, 60_000).dense(), want[:, 7:60_000])
+    np.testing.assert_array_equal(positions.slice(7, 1_500).dense(), want[:, 7:1_500])
     numerators, denominators = positions.rationals()
     np.testing.assert_array_equal(numerators / denominators, want)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rotary_oracle import BY_AXES, DTYPES, ROTARIES, SCHEMES, assert_rotated, heads, ids_of, lengths, packed, rotated
 from rotary_oracle import table_of as positions_at
@@ -161,6 +161,7 @@ def test_two_forms_of_positions_go_together(one: str, other: str) -> None:
         assert_moved(got, keys, here, there, ROTARY)
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.fractions(-(2**31), 2**31 - 2, max_denominator=720)] * 4), min_size=1, max_size=6),
     st.sampled_from(sorted(ROTARIES)),

@@ -148,7 +148,7 @@ def test_every_form_of_positions_agrees(axes: int) -> None:
             st.one_of(st.just(1), st.integers(1, INT32_MAX)),
         ),
         min_size=1,
-        max_size=17,
+        max_size=9,
     ),
     inv_freq=st.lists(st.floats(-100, 100), min_size=1, max_size=5),
     pairing=st.sampled_from(PAIRINGS),
@@ -198,11 +198,11 @@ def test_any_number_of_tokens_agrees(tokens: int) -> None:
 
 
 CASES: dict[str, Callable[[], PositionTable]] = {
-    "one-token segments": lambda: table_of([[Fraction(7 * i, i % 5 + 1), -i] for i in range(70)]),
-    "one-column rows": lambda: placed([Text(1), Grid(1, 1), Text(1), Grid(1, 2)] * 14, "rope-tie"),
-    "one long image": lambda: placed([Grid(7, 9)], "rope-tie-fractional"),
-    "one long text": lambda: placed([Text(69)], "rope-tie", 2**30),
-    "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 273),
+    "one-token segments": lambda: table_of([[Fraction(7 * i, i % 5 + 1), -i] for i in range(35)]),
+    "one-column rows": lambda: placed([Text(1), Grid(1, 1), Text(1), Grid(1, 2)] * 7, "rope-tie"),
+    "one long image": lambda: placed([Grid(5, 7)], "rope-tie-fractional"),
+    "one long text": lambda: placed([Text(35)], "rope-tie", 2**30),
+    "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 246),
     "a segment that begins with each block": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
 }
 
@@ -215,7 +215,7 @@ def test_segments_of_any_length_agree(case: str) -> None:
     assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), Rotary(4))
 
 
-@pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2100])
+@pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 127, 128, 129, 700])
 def test_every_token_is_found_among_any_number_of_segments(segments: int) -> None:
     parts: list[Text | Grid] = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
     table = placed(parts[:segments], "rope-tie")
@@ -230,8 +230,8 @@ def test_every_token_is_found_among_any_number_of_segments(segments: int) -> Non
 def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile: Any) -> None:
     tile(block, 2)
     rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs
-    table = placed([Text(5), Grid(4, 5), Text(12)], "rope-tie-fractional")
-    q, k = device_heads(37, 3, 24), device_heads(37, 1, 24, seed=1)
+    table = placed([Text(3), Grid(3, 4), Text(3)], "rope-tie-fractional")
+    q, k = device_heads(18, 3, 24), device_heads(18, 1, 24, seed=1)
     assert_kernel_agrees(q, k, table, rotary)
 
 

@@ -24,6 +24,7 @@ from waiting import eventually, free_port
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import launch
+from mmpos_server.__main__ import main
 
 SERVING, NOT_SERVING = 1, 2
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
@@ -291,7 +292,9 @@ def test_the_metrics_page(start: Start) -> None:
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Refused, tmp_path: Path) -> None:
+def test_tls_asks_clients_for_a_certificate_if_told_so(
+    start: Start, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("server", "other"):
         make_certificate(tmp_path, name)
     cert, key = tmp_path / "server.pem", tmp_path / "server.key"
@@ -306,8 +309,9 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Re
     assert ask(key.read_bytes(), cert.read_bytes()) == [0, 4096]
     with pytest.raises(grpc.RpcError):
         ask(None, None)
-    assert refused("--port", "0", "--tls-cert", str(cert)) == (
-        f"--tls-cert: got {cert} alone, want --tls-cert and --tls-key"
+    assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
+    assert capsys.readouterr().err == (
+        f"mmpos_server: error: --tls-cert: got {cert} alone, want --tls-cert and --tls-key\n"
     )
     said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
     assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
@@ -320,8 +324,9 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Re
         (["--host", "192.0.2.1"], "port: got 192.0.2.1:50051 (Cannot assign requested address), want one to listen on"),
     ],
 )
-def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, refused: Refused) -> None:
-    assert refused(*arguments) == said
+def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
 
 
 LAST = """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
@@ -200,6 +200,7 @@ def test_tables_of_lists_are_the_same(documents: Any) -> None:
     both(lambda: SegmentTable.from_documents(tuple(documents)))
 
 
+@settings(max_examples=50)
 @given(st.data(), st.integers(0, 3), st.integers(0, 4))
 def test_tables_of_spans_are_the_same(data: st.DataObject, documents: int, spans: int) -> None:
     small = st.integers(0, 12) | st.sampled_from([-1, 2**31 - 1, 2**31])
@@ -212,6 +213,7 @@ def test_tables_of_spans_are_the_same(data: st.DataObject, documents: int, spans
     both(lambda: SegmentTable.from_spans(lengths, offsets, grids, owners, row_separator=separators))
 
 
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 3), st.integers(0, 150))
 def test_tables_of_input_ids_are_the_same(data: st.DataObject, batch: int, length: int) -> None:
     row = st.lists(st.tuples(st.sampled_from([5, 7, 8, 7 + 2**32]), st.integers(1, 70)), max_size=8)

@@ -18,20 +18,6 @@ import mmpos  # noqa: F401
 # A channel of grpc.aio waits for its thread when it is collected: for ever in a forked child, which has none.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# A plugin for runs of its own; and what imports other projects, which takes seconds and fails where they are missing.
-collect_ignore = [
-    "tests/helpers/native_choice.py",
-    "benchmarks/mmpos_bench/peers",
-    "mmpos/integrations/torchtitan/override.py",
-    "mmpos/integrations/vllm/models.py",
-]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """More than CI has time for, and what `make dist` built."""
-    parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
-    parser.addoption("--mutations", type=int, default=40_000, help="Broken requests that the service is sent.")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give back in the end what pytest_collection freezes, so that modules see their objects go."""
@@ -48,3 +34,18 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+# A plugin for runs of its own; and what imports other projects, which takes seconds and fails where they are missing.
+collect_ignore = [
+    "tests/helpers/native_choice.py",
+    "benchmarks/mmpos_bench/peers",
+    "mmpos/integrations/torchtitan/override.py",
+    "mmpos/integrations/vllm/models.py",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """More than CI has time for, and what `make dist` built."""
+    parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
+    parser.addoption("--mutations", type=int, default=40_000, help="Broken requests that the service is sent.")

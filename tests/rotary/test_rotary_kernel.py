@@ -94,7 +94,8 @@ def assert_kernel_agrees(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, *
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("name", ROTARIES)
-def test_every_allocation_agrees(name: str, pairing: Any) -> None:
+def test_every_allocation_agrees(name: str, pairing: Any, tile: Any) -> None:
+    tile(32, 1)
     rotary = replace(ROTARIES[name], pairing=pairing)
     q, k = device_heads(32, 2, rotary.head_dim), device_heads(32, 1, rotary.head_dim, seed=1)
     assert_kernel_agrees(q, k, packed(BY_AXES[rotary.axes], 70_000), rotary)
@@ -103,7 +104,8 @@ def test_every_allocation_agrees(name: str, pairing: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("conjugate", [False, True])
-def test_every_dtype_agrees(conjugate: bool, pairing: Any, dtype: torch.dtype) -> None:
+def test_every_dtype_agrees(conjugate: bool, pairing: Any, dtype: torch.dtype, tile: Any) -> None:
+    tile(32, 1)
     rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
     q, k = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1)
     assert_kernel_agrees(q, k, packed("rope-tie-fractional", 70_000), rotary, conjugate=conjugate)
@@ -127,7 +129,8 @@ def test_every_table_agrees(scheme: str, view: str) -> None:
 
 
 @pytest.mark.parametrize("axes", [pytest.param(n, marks=[pytest.mark.slow] * (n in (1, 3))) for n in BY_AXES])
-def test_every_form_of_positions_agrees(axes: int) -> None:
+def test_every_form_of_positions_agrees(axes: int, tile: Any) -> None:
+    tile(32, 1)
     table = packed(BY_AXES[axes])
     ids = torch.from_numpy(table.dense()).to(DEVICE)
     rotary = Rotary(8, axes=axes)
@@ -333,7 +336,8 @@ def test_channels_that_do_not_turn_are_copied_where_the_other_tensor_has_no_head
 
 @pytest.mark.parametrize("axes", BY_AXES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_hf_precision_agrees_within_an_ulp_of_cos_and_sin(pairing: Any, axes: int) -> None:
+def test_hf_precision_agrees_within_an_ulp_of_cos_and_sin(pairing: Any, axes: int, tile: Any) -> None:
+    tile(32, 1)
     rotary = Rotary(16, axes=axes, precision="hf", pairing=pairing)
     table = packed(BY_AXES[axes], 100_000)
     q, k = device_heads(32, 2, 16), device_heads(32, 1, 16, seed=1)

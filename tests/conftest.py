@@ -52,6 +52,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def batches(pytestconfig: pytest.Config) -> int:
+    """Random batches of a model type, beside those of `make test`."""
+    return int(pytestconfig.getoption("--batches"))
+
+
+@pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
     """A disk with room for so many bytes of each file, as far as this process and its children can tell."""
 

@@ -154,8 +154,8 @@ def test_ids_and_deltas_are_those_of_get_rope_index(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_2100_batches_are_those_of_get_rope_index(model: str) -> None:
-    compare(model, 2100, seed=7)
+def test_many_batches_are_those_of_get_rope_index(model: str, batches: int) -> None:
+    compare(model, batches, seed=7)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -24,15 +24,15 @@ from mmpos.support import native
 
 APART = ("cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen4_exp")
 """Model types whose frames are grids of their own, with timestamps between."""
-BATCHES = [pytest.param(100, id="100"), pytest.param(2100, id="2100", marks=pytest.mark.slow)]
+MANY = pytest.param("many", marks=pytest.mark.slow)
 
 Array = npt.NDArray[np.int64]
 
 
-@pytest.fixture(params=BATCHES)
-def count(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(params=["few", MANY])
+def count(request: pytest.FixtureRequest, batches: int) -> int:
     """Batches of a model type."""
-    return int(request.param)
+    return 100 if request.param == "few" else batches
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -246,7 +246,7 @@ def test_pictures_of_minicpm_lie_on_a_canvas(mode: str, count: int, monkeypatch:
     settings = mmpos.from_hf_config(config)
     kind, told = unbound("minicpmv4_7", config)
     image, video = settings.image_token_id or 0, settings.video_token_id or 0
-    for _ in range(max(150, count // 2)):
+    for _ in range(max(150, count)):
         grids: dict[int, list[list[int]]] = {image: [], video: []}
         rows = Rows.padded(random, [minicpm_row(random, settings, grids) for _ in range(random.randint(1, 3))])
         types = (rows.input_ids == image) + 2 * (rows.input_ids == video)

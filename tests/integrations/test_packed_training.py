@@ -214,10 +214,16 @@ def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
     return {**made, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
 
 
+VIDEOS, MIXED = (True, True), (True, False, True)
+
+
 @pytest.mark.parametrize(
-    "model_type", ["glm4v", *(pytest.param(name, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v")]
+    ("model_type", "kinds"),
+    [
+        *(("glm4v", kinds) for kinds in (VIDEOS, MIXED)),
+        *(pytest.param(name, MIXED, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v"),
+    ],
 )
-@pytest.mark.parametrize("kinds", [(True, True), (True, False, True)])
 def test_videos_of_glm_train_in_packs_as_alone(model_type: str, kinds: tuple[bool, ...]) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)

@@ -192,7 +192,7 @@ def test_a_trained_model_says_what_photos_show_in_their_order() -> None:
 def test_a_model_that_is_shown_nothing_can_only_guess() -> None:
     shown = photos()
     model = TinyVLM(processor())
-    cost = train(model, processor(), shown, 150, see=False)
+    cost = train(model, processor(), shown, 50, see=False)
     # Of sixteen ways to begin, eight photos alone and eight before another, every step has each once: whatever a model
     # without photos believes, they cost log 16 nats at least.
     assert cost > math.log(16)

@@ -19,7 +19,6 @@ CASES += [
     "rerotate: fractional, sm_90",
     "rerotate: e4m3, sm_80",
     "rerotate: e4m3, scales of slots, sm_90",
-    "rerotate: e4m3, scales of slots, sm_100",
 ]
 CASES += ["rerotate: e4m3 adjacent, scales of slots, sm_80", "rerotate: e5m2 partial, scales of slots, sm_90"]
 
@@ -62,5 +61,5 @@ def test_keys_of_16_bits_are_read_and_written_16_bytes_at_a_time(found: dict[str
 
 @pytest.mark.slow
 def test_it_compiles_for_amd(tmp_path_factory: pytest.TempPathFactory) -> None:
-    names = ["rerotate: plain, gfx942", "rerotate: e4m3, scales of slots, gfx942"]
-    assert facts_of(names, tmp_path_factory.mktemp("triton")) == {name: {"spills": 0} for name in names}
+    name = "rerotate: e4m3, scales of slots, gfx942"
+    assert facts_of([name], tmp_path_factory.mktemp("triton")) == {name: {"spills": 0}}

@@ -9,31 +9,22 @@ pytest.importorskip("triton")
 
 QUICK = ["table integer half, sm_90", "norm half, sm_90"]
 REST = [
-    "table integer adjacent",
     "table fractional half",
-    "dense integer half",
-    "head_dim 80 half",
-    "table fractional adjacent",
     "dense integer adjacent",
     "dense fixed half",
     "head_dim 80 adjacent",
     "table integer half, few tokens",
-    "table fractional adjacent, few tokens",
-    "by head half",
     "by head fractional adjacent",
     "by head head_dim 80 half",
 ]
 NORMS = ["norm half", "backward half", "norm after half", "backward after half"]
 NORM_REST = [
-    "norm adjacent",
     "norm fractional half",
     "norm half, few tokens",
     "norm of q half",
-    "norm head_dim 80 half",
     "norm after adjacent",
     "norm after head_dim 80 half",
     "norm after cached float32 half",
-    "backward adjacent",
     "backward after adjacent",
     "backward fractional half",
     "backward half, few tokens",
@@ -41,7 +32,7 @@ NORM_REST = [
     "backward head_dim 80 half",
     "backward by head half",
 ]
-NORM_PARTIAL = ["norm partial half", "backward partial half", "norm partial adjacent", "backward partial adjacent"]
+NORM_PARTIAL = ["norm partial adjacent", "backward partial half"]
 CACHED = [
     "cached float32 half",
     "cached bfloat16 adjacent",
@@ -49,7 +40,6 @@ CACHED = [
     "cached float16 half, few tokens",
 ]
 AMD = [
-    "norm after half, gfx942",
     "backward after half, gfx942",
     "cached bfloat16 adjacent, gfx942",
     "by head half, gfx942",
@@ -58,7 +48,6 @@ PLAIN_OTHER = [
     "partial half",
     "partial adjacent",
     "table integer half, fused",
-    "table integer half, one token",
     "table fractional half, one token",
     "dense fixed half, one head",
 ]
@@ -79,15 +68,14 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts that slow tests of plain rotations share."""
-    names = ["table integer half", *each_on_one(REST + PLAIN_OTHER + CACHED), *AMD]
+    names = [*each_on_one(["table integer half", *REST, *PLAIN_OTHER, *CACHED]), *AMD]
     return facts_of(names, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
 def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts that slow tests of norms share."""
-    names = [*NORMS, *each_on_one(NORM_REST + NORM_PARTIAL)]
-    return facts_of(names, tmp_path_factory.mktemp("triton"))
+    return facts_of(each_on_one(NORMS + NORM_REST + NORM_PARTIAL), tmp_path_factory.mktemp("triton"))
 
 
 def test_the_kernel_compiles_to_wide_exact_code_without_spills(quick: dict[str, dict[str, int]]) -> None:

@@ -8,7 +8,7 @@ from aot_facts import each_on_one, facts_of, those
 pytest.importorskip("triton")
 
 NAMES = [
-    "plain", "norm", "fractional", "norm adjacent", "head_dim 80", "partial", "few tokens",
+    "plain", "fractional", "norm adjacent", "head_dim 80", "partial", "few tokens",
     "norm, return k", "other values", "norm after", "cached bfloat16", "by head",
 ]  # fmt: skip
 
@@ -25,8 +25,7 @@ OTHER = ["one of each", "norm partial"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts of all cases."""
-    names = ["norm", *each_on_one([name for name in NAMES if name != "norm"] + OTHER)]
-    facts = facts_of([f"store: {name}" for name in names], tmp_path_factory.mktemp("triton"))
+    facts = facts_of([f"store: {name}" for name in each_on_one(NAMES + OTHER)], tmp_path_factory.mktemp("triton"))
     return {case.removeprefix("store: "): counts for case, counts in facts.items()}
 
 

@@ -20,7 +20,7 @@ from mmpos_server.inference.messages import DATATYPES
 from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
 from mmpos_server.testing import running
 
-QUICK, LONG = 40, 3000
+QUICK, LONG = 40, 800
 FAULTS = {"INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND"}
 CONFIG = config(limits={"tokens": 100_000, "request_bytes": 1_000_000, "response_bytes": 4_000_000})
 

@@ -19,7 +19,7 @@ from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 
 FAULTS = set(STATUSES.values()) - {"INTERNAL"}
-QUICK, LONG = 60, 1500
+QUICK, LONG = 60, 400
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-def patched(implementation: Any, name: str = "llama") -> Any:
-    model = model_of(name)
+def patched(implementation: Any, **sizes: int) -> Any:
+    model = model_of("llama", **sizes)
     return patch(model, rotary_of(model), implementation=implementation)
 
 
@@ -49,7 +49,7 @@ def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
 @pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
 def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
-    model, counter = patched(implementation), CompileCounterWithBackend("aot_eager")
+    model, counter = patched(implementation, num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
     @torch.no_grad()

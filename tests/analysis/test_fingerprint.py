@@ -126,7 +126,7 @@ def test_floats_stand_for_the_fractions_that_they_round() -> None:
     assert fingerprint(np.array([[1 / 3]], np.float32)) != [digest([[Fraction(1, 3)]])]  # float32 cannot hold a third
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(DOCUMENTS, SCHEMES, st.data())
 def test_documents_alone_count(documents: list[list[Any]], scheme: str | Scheme, data: st.DataObject) -> None:
     positions = placed(documents, scheme)
@@ -482,7 +482,7 @@ def test_sides_that_cannot_be_compared_are_refused() -> None:
         same_positions(*close)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(DOCUMENTS, SCHEMES, st.data())
 def test_digests_and_comparison_agree(documents: list[list[Any]], scheme: str | Scheme, data: st.DataObject) -> None:
     positions = placed(documents, scheme)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
@@ -135,7 +135,6 @@ some_documents = document_lists.filter(bool)
 collators = st.sampled_from([1, 3, 8])
 
 
-@settings(deadline=None)
 @given(some_documents, collators)
 def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
@@ -149,7 +148,6 @@ def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> N
     assert batch.grid_thw.tolist() == [grid for one in examples for grid in one.sequence.grid_thw.tolist()]
 
 
-@settings(deadline=None)
 @given(some_documents, collators, st.sampled_from(["left", "right"]))
 def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
@@ -162,7 +160,6 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
     assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), seq)
 
 
-@settings(deadline=None)
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
 def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
     examples = examples_of(documents)

@@ -41,7 +41,7 @@ uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without to
 some = documents.filter(lambda given: 0 < len(given) <= 4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(some, st.booleans(), st.sampled_from([1, 8]))
 def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_of: int) -> None:
     examples = examples_of(documents)
@@ -52,7 +52,7 @@ def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_
     assert torch.equal(dense(batch.mask_mod(bidirectional_images=bidirectional), batch)[0], want)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(some, st.booleans(), st.sampled_from(["left", "right"]))
 def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)

@@ -63,7 +63,6 @@ def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
 def test_first_fit_decreasing_is_what_plain_loops_find(lengths: list[int], max_tokens: int) -> None:
     assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -31,15 +30,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A Ray of two processors, as a user would be connected to one."""
+@pytest.fixture(scope="module", autouse=True)
+def stopped() -> Iterator[None]:
+    """Stop the Ray of the last test, whatever it was."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def cluster() -> None:
+    """A Ray of two processors, as a user would be connected to one."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -91,10 +95,7 @@ def test_a_callable_of_ones_own_travels(tmp_path: Path) -> None:
 def test_the_command_starts_a_ray_of_its_own_and_stops_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if ray.is_initialized():
-        ray.shutdown()
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.shutdown()
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 2, 2)
     assert main(command("s*.jsonl", "--engine", "ray", "--workers", "2")) == 0
@@ -105,12 +106,12 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
 
 
 def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 8, 40)
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
             assert process.poll() is None
             time.sleep(0.005)

@@ -141,7 +141,7 @@ def takes(request: Request) -> bool:
     return True
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(relatives(), st.integers(1, 5))
 def test_keys_are_equal_exactly_where_everything_up_to_the_end_of_the_block_is(
     requests: list[Request], block_size: int

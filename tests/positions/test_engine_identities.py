@@ -17,7 +17,7 @@ from mmpos import Grid, PositionTable, SegmentTable, place
 from mmpos.positions.rows import NEXT_POSITION
 from mmpos.schemes import XDRope
 
-settled = settings(derandomize=True, deadline=None, max_examples=60)
+settled = settings(max_examples=60)
 
 Row = npt.NDArray[np.int64]
 
@@ -229,7 +229,7 @@ PREFIX_STABLE = [case for case in RESUMABLE if case.name != "mrope-transformers"
 
 
 @pytest.mark.parametrize("case", PREFIX_STABLE, ids=lambda case: case.label)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_the_suffix_depends_on_the_prefix_only_through_the_cursor(case: Case, data: st.DataObject) -> None:
     document = data.draw(documents(case).filter(lambda parts: len(parts) > 1))

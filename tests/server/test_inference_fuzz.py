@@ -133,7 +133,7 @@ def answer(infer: Infer, examples: int) -> dict[str, int]:
     counts: dict[str, int] = {}
     health = list(HealthCheck)
 
-    @settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=health)
+    @settings(max_examples=examples, database=None, suppress_health_check=health)
     @given(requests())
     def once(request: pb.ModelInferRequest) -> None:
         try:

@@ -373,15 +373,13 @@ class ProcessedInputs:
         Raises:
             RecordError: the record has no tokens, padding, or grids and pixels that do not fit its tokens; the message
                 names it.
-            UnsupportedError: the model takes no such images or videos, whatever the record is.
         """
         key = str(record.get("id", record.get("key", location)))
         try:
             return self._example(key, record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
             said = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # as records name it
-            kind = UnsupportedError if isinstance(error, UnsupportedError) else RecordError
-            raise kind(f"{key}: {said}") from error
+            raise RecordError(f"{key}: {said}") from error
 
     def _example(self, key: str, record: Record) -> Example:
         input_ids = _tokens("input_ids", record.get("input_ids"))

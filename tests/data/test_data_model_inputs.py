@@ -324,7 +324,7 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
     ],
 )
 def test_what_packs_of_a_model_cannot_hold_is_refused(settings: Any, record: Any, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(RecordError, match=words):
         ProcessedInputs(settings)(record, HERE)
 
 

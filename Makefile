@@ -27,7 +27,7 @@ test: $(VENV)/dev  ## the tests
 	$(PYTEST) -n 3 --dist worksteal
 
 slow: $(VENV)/dev  ## the tests that take longer
-	$(PYTEST) -n 4 --dist loadgroup -m slow
+	$(PYTEST) -n 4 --dist loadgroup -m slow $(FLAGS)
 
 versions: $(VENV)/dev  ## the tests with the oldest and the newest versions, extras alone, and other Pythons: hours
 	$(BIN)/python tests/helpers/versions.py $(VERSIONS)

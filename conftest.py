@@ -50,10 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
     parser.addoption("--mutations", type=int, default=10_000, help="Broken requests that the service is sent.")
     parser.addoption("--batches", type=int, default=300, help="Random batches of a model type for its get_rope_index.")
-    parser.addoption("--one-in", type=int, default=4, help="One in so many configs of a model type that it is read by.")
+    parser.addoption("--one-in", type=int, default=4, help="Read one in N variants of the configs of a model type.")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Pass over files that mark no test where the marked ones alone are run: every worker imports the others."""
-    told = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
-    return True if told and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None
+    only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
+    return True if only_slow and "slow" not in collection_path.read_text(encoding="utf-8").lower() else None

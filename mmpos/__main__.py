@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info() -> App:
-    """Run ``mmpos info`` without the packages of the command line, for reports of what is missing."""
+    """Make a program that prints ``mmpos info`` without the packages of the command line, to report what is missing."""
     return lambda **_: print_info()
 
 

@@ -2,7 +2,7 @@
 
     MmposError
     ├── InvalidInputError (ValueError)      the caller's argument is wrong
-    ├── UnsupportedError (ValueError)       right, but of no such scheme, layout or builder; NotImplementedError, too
+    ├── UnsupportedError (ValueError)       right, but not supported (a NotImplementedError)
     ├── LimitExceededError (ValueError)     right, but beyond a stated limit
     └── ServiceError                        a service could not answer, whatever it was asked
         ├── ServiceUnavailableError         no server answered, after all retries

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
-from mmpos.support.program import console
+from mmpos.support.program import INTERRUPTED, console
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json, unit_of
 from mmpos_bench.suites import SUITES, Interrupted, Watch, run
@@ -84,7 +84,7 @@ def bench(
 
         plot_report(report, plot)
     if report.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager

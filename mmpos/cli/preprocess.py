@@ -22,7 +22,7 @@ from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos.support.program import console
+from mmpos.support.program import INTERRUPTED, console
 
 if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
@@ -110,7 +110,7 @@ def preprocess(
         float,
         typer.Option(
             metavar="SHARE",
-            help="Of the first 1,000 records of a worker: stop if more are skipped. Ten may be in any case.",
+            help="Largest share of the first 1,000 records of a worker that may be skipped; ten always may.",
         ),
     ] = 0.1,
     on_image_error: Annotated[
@@ -155,7 +155,7 @@ def preprocess(
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     _print(summary, output)
 
 

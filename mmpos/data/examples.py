@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import AUDIO, TEXT
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
+from mmpos.sequence.builder import InterleavedSequence, MissingComponentError, SequenceBuilder, is_ids
 from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
 from mmpos.support.ragged import ragged_arange
 
@@ -257,8 +257,8 @@ class Preprocess:
 
         Raises:
             RecordError: the record is wrong; the message names it and the field or part.
-            UnsupportedError: the builder or its scheme takes no such part, as one without an ImageProcessor takes no
-                image: a mistake of the set-up, whatever is done about records and images that are wrong.
+            MissingComponentError: the builder has no ImageProcessor or no Markers for a part: a mistake of the set-up,
+                whatever is done about records and images that are wrong.
             ServiceError: the builder is a client whose server does not answer: no fault of the record.
         """
         if self.on_image_error is None:
@@ -301,7 +301,9 @@ class Preprocess:
         try:
             with naming(_where(document, location)):
                 sequence = self.builder.build(document.parts)
-        except (InvalidInputError, LimitExceededError) as error:
+        except MissingComponentError:
+            raise
+        except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
             raise RecordError(str(error)) from error
         return Example(document.key, sequence, self._labels(document, sequence))
 

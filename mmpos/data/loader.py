@@ -74,8 +74,8 @@ class BatchDataset(IterableDataset[_Item]):
         on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine. The
             on_image_error of a Preprocess decides about images. A mistake of the set-up, such as a builder without an
             ImageProcessor for images, always stops.
-        max_skipped: share of the first 1,000 records of a worker (of all, where it reads fewer) of which more must not
-            be skipped, 0 to 1: more are hardly broken records. Ten may be in any case.
+        max_skipped: largest share of the first 1,000 records of a worker (of all, where it reads fewer) that may be
+            skipped, 0 to 1; ten may always be skipped.
         quarantine: folder for the skipped records and dropped images, one file of JSON lines per worker, each record
             once an epoch, also where an epoch is resumed.
         threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.

@@ -45,10 +45,10 @@ _logger = logging.getLogger(__name__)
 class SkipLimit:
     """Limit of the records that one worker may skip among the first 1,000 that it reads.
 
-    More of them are hardly broken records, but a mistake of the set-up, such as another format.
+    When more are unusable, the set-up is likely wrong, such as the format, and not the records.
 
     Args:
-        share: the most of these records that may be skipped, 0 to 1; ten may be in any case.
+        share: largest share of these records that may be skipped, 0 to 1; ten may always be skipped.
         records: those that were read before, where a run resumes.
         skipped: those among them that were skipped.
 
@@ -92,7 +92,8 @@ class SkipLimit:
             self._judge(self._records)
 
     def _judge(self, records: int, of: str = "") -> None:
-        if self._skipped <= max(_ALWAYS, self._share * records):
+        allowed = max(_ALWAYS, int(self._share * records))
+        if self._skipped <= allowed:
             return
         reasons = "; ".join(
             f"{counted(count, 'record', ',')} such as {self._examples[reason]}"
@@ -100,7 +101,7 @@ class SkipLimit:
         )
         more = f"; {len(self._reasons) - _REASONS} more reasons" if len(self._reasons) > _REASONS else ""
         got = f"{self._skipped:,} skipped of the first {counted(self._records, 'record', ',')}"
-        raise InvalidInputError(f"max_skipped: got {got}, want at most {100 * self._share:g}%{of}: {reasons}{more}")
+        raise InvalidInputError(f"max_skipped: got {got}, want at most {allowed:,}{of}: {reasons}{more}")
 
 
 class Quarantine:

@@ -41,13 +41,17 @@ from mmpos.support import checks
 from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video", "is_ids"]
+__all__ = ["InterleavedSequence", "Markers", "MissingComponentError", "SequenceBuilder", "Video", "is_ids"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Images that any thread may read: files and arrays."""
+
+
+class MissingComponentError(UnsupportedError):
+    """A builder lacks the ImageProcessor or the Markers that a part needs, whatever the part holds."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,9 @@ class SequenceBuilder:
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; the builder has
-                no ImageProcessor or no Markers for a part; or a part is a Thumbnail or a Tile, into which no
-                ImageProcessor cuts a picture.
+            MissingComponentError: the builder has no ImageProcessor or no Markers for a part.
+            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; or a part is a
+                Thumbnail or a Tile, into which no ImageProcessor cuts a picture.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -177,16 +181,16 @@ class SequenceBuilder:
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
             if missing:
                 want = f"a builder with Markers({', '.join(missing)})"
-                raise UnsupportedError(f"{name}: got {type(part).__name__}, want {want}")
+                raise MissingComponentError(f"{name}: got {type(part).__name__}, want {want}")
             return part
         if isinstance(part, Grid):
             if part.row_separator and self.markers.row is None:
-                raise UnsupportedError(
+                raise MissingComponentError(
                     f"{name}: got a grid with row separators, want one without, or a builder with Markers(row=…)"
                 )
             return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
         if self.images is None:
-            raise UnsupportedError(
+            raise MissingComponentError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
         with naming(name):

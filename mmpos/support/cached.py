@@ -15,7 +15,7 @@ class cached_property(Generic[Value]):  # noqa: N801  # the name that readers kn
 
     It takes no lock. That of ``functools`` in Python 3.11 is one for all instances: a process that forks while a thread
     holds it leaves a child in which nobody releases it. Threads that ask at the same time may each compute the value;
-    the first one that is kept stays, so all of them get the same object.
+    the value stored first is kept, so all of them get the same object.
 
     Args:
         function: the method; its instances need a ``__dict__``, and may be frozen dataclasses.

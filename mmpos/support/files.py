@@ -31,9 +31,10 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     Traceback (most recent call last):
     mmpos.errors.InvalidInputError: folder: got 's3://bucket/out', want a path on this machine, not a URL
     """
-    url = _URL.fullmatch(os.fspath(path))
+    url = _URL.fullmatch(os.fsdecode(path))
     if url:
-        raise InvalidInputError(f"{name}: got '{url[1]}://{url[2]}', want a path on this machine, not a URL")
+        got = path if isinstance(path, str) else f"{url[1]}://{url[2]}"  # pathlib leaves out a slash
+        raise InvalidInputError(f"{name}: got {got!r}, want a path on this machine, not a URL")
     return Path(path)
 
 

@@ -48,7 +48,7 @@ def info() -> dict[str, str]:
 
 
 def print_info() -> None:
-    """Print what info reports, an entry a line."""
+    """Print what info reports, one entry per line."""
     for name, value in info().items():
         print(f"{name:12} {value}")
 

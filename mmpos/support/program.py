@@ -17,7 +17,7 @@ from mmpos.support.extras import pip_install
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "console", "read_input", "run_program", "write_output"]
+__all__ = ["DIFFERENT", "EXIT_CODES", "INTERRUPTED", "STDIN", "console", "read_input", "run_program", "write_output"]
 
 STDIN = "-"
 """The name of standard input and standard output in place of a file's."""

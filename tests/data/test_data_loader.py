@@ -554,7 +554,7 @@ def test_too_many_skipped_records_stop_a_run_and_one_that_resumes_at_the_same_pl
     state = json.loads(json.dumps(begun.state_dict()))
     whole, said = run(new(240))
     assert whole == [f"a/{i}" for i in range(0, 202, 2)]
-    want = "max_skipped: got 101 skipped of the first 202 records, want at most 10% of 1,000: "
+    want = "max_skipped: got 101 skipped of the first 202 records, want at most 100 of 1,000: "
     reasons = ("96 records such as a/11 (a[11]): got 'xxxxxxxxxxxx', want an image", "5 records such as a/1 (a[1]): ")
     assert said.startswith(want + "; ".join(reasons))
     resumed = new(240)
@@ -563,7 +563,7 @@ def test_too_many_skipped_records_stop_a_run_and_one_that_resumes_at_the_same_pl
     assert first + rest == whole
     assert said.startswith(want + "72 records such as a/59 (a[59]): ")
     # Fewer records are judged at their end, and ten may always be skipped.
-    assert run(new(22))[1].startswith("max_skipped: got 11 skipped of the first 22 records, want at most 10%: ")
+    assert run(new(22))[1].startswith("max_skipped: got 11 skipped of the first 22 records, want at most 10: ")
     assert len(list(new(21))) == 11
     assert len(list(new(240, max_skipped=0.5))) == 120
 

@@ -350,7 +350,7 @@ def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_shard(tmp_path: 
     options: dict[str, Any] = {"engine": "local", "on_error": "skip"}
     with pytest.raises(InvalidInputError) as stopped:
         write_sequences(readers, tmp_path / "out", PAGES, **options)
-    want = "max_skipped: got 12 skipped of the first 14 records, want at most 10%: 12 records such as 0-0 ("
+    want = "max_skipped: got 12 skipped of the first 14 records, want at most 10: 12 records such as 0-0 ("
     assert str(stopped.value).startswith(want)
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s0.quarantine.jsonl"]
     summary = write_sequences(readers, tmp_path / "out", PAGES, max_skipped=1, **options)

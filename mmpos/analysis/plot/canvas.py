@@ -78,8 +78,8 @@ def line_style(i: int) -> Style:
 def scheme_styles(labels: Sequence[str]) -> list[Style]:
     """Choose the styles of curves by the names of schemes in their labels, whatever the order of the curves.
 
-    A scheme has the style of its place in SCHEMES, and others that behind the last. Where its colour is taken, by an
-    earlier scheme or another curve of the same, it is one of those that nobody has.
+    A scheme has the style of its place in SCHEMES; other labels have the style after the last one. A curve whose
+    colour is taken already has a free one.
 
     >>> [style["color"] for style in scheme_styles(["mrope", "rope-tie, split", "rope-tie, interleaved"])]
     ['#D55E00', '#009E73', '#0072B2']

@@ -156,8 +156,8 @@ def write_sequences(
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
             and writes them to a file beside the output. A mistake of the set-up, such as a builder without an
             ImageProcessor for images, always stops.
-        max_skipped: share of the first 1,000 records of a worker of which more must not be skipped, 0 to 1: more are
-            hardly broken records. It is also judged at the end of each shard before; ten may be skipped in any case.
+        max_skipped: largest share of the first 1,000 records of a worker that may be skipped, 0 to 1; also judged at
+            the end of each shard before. Ten may always be skipped.
         patches: whether pixels are stored.
         overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
         max_tokens: of the packs whose fill rate is in the summary.

@@ -91,8 +91,8 @@ class ShardJob:
             output.
         patches: whether pixels are stored; without them images are still decoded, so that content hashes and the
             records refused are the same.
-        max_skipped: share of the first 1,000 records of a process of which more must not be skipped; it is also judged
-            at the end of each shard before.
+        max_skipped: largest share of the first 1,000 records of a process that may be skipped; also judged at the end
+            of each shard before.
     """
 
     preprocess: MakeExample

@@ -92,7 +92,7 @@ class Tokens:
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
-        """Merge the grids of a kind, and leave those at the end away that no token is left for.
+        """Merge the grids of a kind, and leave out those at the end that no token is left for.
 
         Videos whose frames are apart are as many grids as they have frames, and those of 0 frames none.
         """
@@ -153,8 +153,8 @@ def merged(
 ) -> IntArray | None:
     """Merge patches, (grids, sizes) by (sizes,); a 0 in ``merge`` makes that size 1.
 
-    With ``room``, the number of tokens, grids behind the last that has one are left away, whatever their sizes; with
-    ``frames_apart``, a grid may have 0 frames.
+    With ``room``, the number of tokens, grids after the last one that has a token are left out, whatever their sizes;
+    with ``frames_apart``, a grid may have 0 frames.
     """
     if grid_thw is None:
         return None

@@ -338,6 +338,7 @@ def test_recorder_keeps_what_failed_and_counts(tmp_path: Path) -> None:
     variables = {
         "MMPOS_JOURNAL": str(tmp_path / "j.jsonl"),
         "MMPOS_SUITE": "some",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # such as of an order of its own
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     usual = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}

@@ -369,10 +369,7 @@ class _Judge:
         if wrong:
             first = int(self.unexplained.argmax())
             cause += f", but for those of {counted(wrong, 'token')}, the first {first}"
-            remedy = (
-                "look how such tokens enter the cache, whether without the attention factor, and whether their ids "
-            )
-            remedy += "are right"
+            remedy = "look how such tokens enter the cache: with other ids, or without the attention factor"
         return Identification(True, meant, cause, remedy, residual, residual, first)
 
     @cached_property

@@ -565,8 +565,8 @@ def check(
     first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
     if found.equal:
         cause = f"no id explains the keys of {counted(int(wrong.sum()), 'token')}"
-        remedy = "look how such tokens enter the cache: never written, overwritten, without the attention "
-        remedy += "factor, or turned by another rotation"
+        remedy = "look how such tokens enter the cache: never written, overwritten, without the attention factor, or "
+        remedy += "turned by another rotation"
         found = replace(found, equal=False, cause=cause, remedy=remedy, explained=int(wrong.sum()))
     return replace(
         found,

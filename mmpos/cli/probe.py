@@ -228,11 +228,12 @@ def _judge(
         whole = _compared(reading, keys, rotary, meant, options)
     except InvalidInputError as error:  # of keys in another layout, which the notes see
         raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
-    if reference is not None and not whole.factor_judged:
-        whole.words.append("The keys are not those of reference.npz: other weights, heads, or order of channels.")
-    if keys.shape[-2] == 1 or rotary.head_axes is not None or meant is None or reading.num_tokens == 1:
-        return whole
-    return _by_head(whole, keys, rotary, meant, options)
+    verdict = whole
+    if keys.shape[-2] > 1 and rotary.head_axes is None and meant is not None and reading.num_tokens > 1:
+        verdict = _by_head(whole, keys, rotary, meant, options)
+    if reference is not None and not verdict.factor_judged:
+        verdict.words.append("The keys are not those of reference.npz: other weights, heads, or order of channels.")
+    return verdict
 
 
 def _by_head(

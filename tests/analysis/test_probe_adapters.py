@@ -74,6 +74,13 @@ def test_chunks_go_on_where_the_one_before_ended(static: bool) -> None:
     assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
 
 
+def test_chunks_need_the_cache_of_the_one_before() -> None:
+    first = {"input_ids": IDS[:, :4], "use_cache": False}
+    with pytest.raises(UnsupportedError, match=r"^model: got an output without a cache, want one for the next call$"):
+        keys_of(model_of("llama"), first, {"input_ids": IDS[:, 4:]})
+    assert_at(keys_of(model_of("llama"), first), [range(4)])
+
+
 def test_generated_tokens_follow_the_prompt() -> None:
     assert_at(keys_of(model_of("llama"), {"input_ids": IDS}, generate=4), [range(10)])
 

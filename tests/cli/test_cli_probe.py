@@ -254,6 +254,11 @@ def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(capsys
     assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(True, False), (False, True)]
     other = "The keys are not those of reference.npz: other weights, heads, or order of channels."
     assert [other in one["message"] for one in layers.values()] == [True, False]
+    keys = turned(IDS)
+    keys[6:, 1] = turned(IDS + 1)[6:, 1]
+    np.savez("keys.npz", keys)
+    (layer,) = layers_of(run(capsys, *asked, "--json")[1]).values()
+    assert (layer["wrong_heads"], layer["message"][-1]) == ([1], other)
 
 
 def test_a_reference_shows_what_all_ids_have_too_much(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ class Diagnosis:
         token: its first such token, counted from the document's first; of padding, the place in the padded row.
         what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
         axis: the first axis on which it differs.
-        got: its ids as they came, one per row of the ids; none where there is no such token, NaN what is unknown.
+        got: its ids as they came, one per row of the ids; none where there is no such token, NaN for an id that is
+            unknown.
         want: its ids in the scheme, one per axis, exactly; likewise.
         cause: the mistake that explains the difference, if one is known that does.
         remedy: what to do about that mistake.
@@ -66,11 +67,11 @@ class Diagnosis:
     def sentences(self) -> tuple[str, ...]:
         """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
         documents = counted(self.num_documents, "document")
-        unknown = f"{counted(self.unknown_tokens, 'more token')} have ids that could not be told."
+        unknown = f"The ids of {counted(self.unknown_tokens, 'more token')} could not be read."
         hidden = (unknown,) if self.unknown_tokens else ()
         if self.equal and self.unknown_tokens and not self.num_tokens:
-            known = f"The ids of {documents} that could be told are those of {self.scheme}."
-            return known, f"{counted(self.unknown_tokens, 'token')} have others that could not be told."
+            known = f"All ids that could be read are those of {self.scheme}."
+            return known, f"The ids of {counted(self.unknown_tokens, 'token')} could not be read."
         if self.equal:
             return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.", *hidden)
         got, want = (_position(ids) if ids else "no token" for ids in (self.got, self.want))

@@ -62,7 +62,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 
     Raises:
         InvalidInputError: there is no call, or several with generate; a call is no mapping, or the model no module.
-        UnsupportedError: nothing entered a cache.
+        UnsupportedError: nothing entered a cache, or a call gave none for the next one.
     """
     with needed_for("probe.transformers", extra="hf"):
         import torch
@@ -77,9 +77,11 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
             model.generate(**calls[0], **named)  # type: ignore[operator]
         else:
             cache: dict[str, Any] = {}
-            for call in calls:
+            for index, call in enumerate(calls, start=1):
                 output = model(**{"use_cache": True, **cache, **call})
                 name = next((name for name in _CACHES if name in output), None)
+                if name is None and index < len(calls):
+                    raise UnsupportedError("model: got an output without a cache, want one for the next call")
                 cache = {} if name is None else {name: output[name]}
     return recorder.layers
 

@@ -241,7 +241,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
         if references:
-            np.savez(folder / REFERENCE, allow_pickle=False, **references)
+            np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
         for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
             path.chmod((folder / "config.json").stat().st_mode)
         processor.save_pretrained(folder)

@@ -52,14 +52,14 @@ class Identification:
     """The rotation that explains keys best.
 
     Args:
-        as_meant: whether it is the first candidate.
+        as_meant: whether most keys were turned by the first candidate; ``first_wrong`` tells whether all were.
         rotary: the rotation; None where nothing known explains the keys, or none that a Rotary can describe.
         cause: what differs from the one that was meant, in words.
         remedy: what to change.
         residual: rad: root mean square of what it leaves unexplained.
         meant: rad: the same of the one that was meant.
         first_wrong: the first token, counted over all rows, whose key is not the one that was meant, where the ids are
-            known: also where most keys were turned as meant, and that one was not.
+            known: also set where only single keys are wrong.
     """
 
     as_meant: bool
@@ -369,7 +369,7 @@ class _Judge:
         if wrong:
             first = int(self.unexplained.argmax())
             cause += f", but for those of {counted(wrong, 'token')}, the first {first}"
-            remedy = "look how such tokens enter the cache, and whether their ids are right"
+            remedy = "look how such tokens enter the cache: with other ids, or without the attention factor"
         return Identification(True, meant, cause, remedy, residual, residual, first)
 
     @cached_property

@@ -81,7 +81,9 @@ class Reading:
         confidence: (axes, tokens) float64: at least so probable is it that no other id within reach explains the keys.
         alike: (tokens,) whether the token's pairs are as long as the reference's, as those of one hidden state are.
         explained: (tokens,) whether the token's key is the reference's, turned by some id, as far as the noise of other
-            tokens lets it show; False for what was never written, overwritten, or turned by another rotation.
+            tokens lets it show; False for a key that was never written, was overwritten, has not the attention factor
+            of the others, or was turned by another rotation, and for an id that lies between integers, where no more
+            than 1 of 100 do.
         reference: the token that ids are relative to, None where they are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences about what could not be told, and why.
@@ -340,12 +342,13 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     wrapping = np.array([(np.abs(ladder.inv_freq) * REACH > np.pi).sum() for ladder in ladders])
     narrow = np.clip(6 * noise / np.pi, LEAST_NOISE, 1) ** wrapping[:, None]
     chance = 2 * REACH / (30 * np.maximum(spread, LEAST_NOISE)) * narrow
-    numerators, denominators, rational = _rational(raw.ids, spread, chance <= 1 - SURE)
+    numerators, denominators, rational, between = _rational(raw.ids, spread, chance <= 1 - SURE)
     # Integers lie nearer to where phases fit best than fractions do that the noise hides.
     away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # the reference's own noise is in all alike
     scatter = np.array([np.median(np.abs(row - np.median(row))) / 0.6745 if row.size else 0 for row in away])
     hidden = scatter > np.maximum(HIDDEN * np.where(read.any(axis=1), usual, 0) * per_rad, 1 / FINE)
     rational &= ~(hidden[:, None] & (spread > 0.5 / FINE))
+    between &= (confidence >= SURE) & (np.abs(raw.ids - numerators) > EXPLAINED * per_rad[:, None])
     confidence[~rational] = 0
     driven = np.array([ladder.turns.size > 0 for ladder in ladders])
     fits = raw.alike & np.isfinite(raw.ids[driven]).all(axis=0)
@@ -355,7 +358,7 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     if misfit:
         confidence[:] = 0
     position_ids = np.where(confidence >= SURE, numerators, UNKNOWN)
-    explained = ~raw.unexplained(keys.rounding, position_ids != UNKNOWN)
+    explained = ~(raw.unexplained(keys.rounding, position_ids != UNKNOWN) | between.any(axis=0))
     offsets = np.concatenate([[0], np.cumsum(keys.lengths)])
     notes = _notes(keys, raw, position_ids, explained, rational, unfit, misfit)
     return Reading(
@@ -389,7 +392,8 @@ def _doubt(
     along = np.maximum(along, usual)
     chance = _chance(ladder)
     honest = np.minimum(across, along * np.sqrt(share) * chance)
-    misfit = np.sqrt(across**2 - honest**2)
+    with np.errstate(invalid="ignore"):
+        misfit = np.sqrt(across**2 - honest**2)
     noise = np.maximum(along, honest / np.sqrt(share))
     unseen = chance * np.maximum(misfit, np.median(misfit[read]))
     doubt = ladder.doubt(noise * np.maximum(1, noise / COARSE), unseen, by_pair, share)
@@ -406,11 +410,12 @@ def _chance(ladder: Ladder) -> float:
     return float(np.sqrt(1 + 2 * np.sqrt(rare * ladder.one) + 2 * rare * ladder.one))
 
 
-def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[IntArray, IntArray, Flags]:
+def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[IntArray, IntArray, Flags, Flags]:
     """Find the fractions with the smallest denominators within the spread of every token's ids, where these are unique.
 
     Returns:
-        (axes, tokens) numerators, (tokens,) denominators, and (axes, tokens) whether these are told.
+        (axes, tokens) numerators, (tokens,) denominators, (axes, tokens) whether these are told, and (axes, tokens)
+        which ids lie between integers where nearly all others are integers.
     """
     known = np.isfinite(ids)
     whole, spread = np.where(known, ids, 0), np.where(known, spread, 0)
@@ -418,7 +423,8 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     between = off > spread
     denominators = np.ones(ids.shape[1], np.int64)
     if between.sum() <= RARE * known.sum():  # the tails of noise
-        return np.rint(whole).astype(np.int64), denominators, known & (off <= 2 * spread)
+        close = off <= 2 * spread
+        return np.rint(whole).astype(np.int64), denominators, known & close, known & ~close
     each = np.ones(ids.shape, np.int64)
     # Among fractions up to this denominator one in thirty lies within the spread of a number by chance.
     most = np.sqrt(1 / (30 * np.maximum(spread, LEAST_NOISE)))
@@ -435,7 +441,7 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     # Where some ids are fractions, an integer is one only if it is told from the fractions around it.
     told = known & ~lost & (spread <= 0.5 / max(int(each.max()), FINE if lost.any() else 2))
     np.lcm.reduce(np.where(told, each, 1), axis=0, out=denominators)
-    return np.rint(whole * denominators).astype(np.int64), denominators, told
+    return np.rint(whole * denominators).astype(np.int64), denominators, told, np.zeros_like(told)
 
 
 def _notes(
@@ -477,7 +483,7 @@ def _notes(
                 f"Axis {axis}: no id within ±262,144 explains the keys of {counted(lost, 'token')}, the first "
                 f"{int((unknown & np.isnan(raw.ids[axis])).argmax())}: they were turned by another rotary."
             )
-        odd = int((unknown & ~rational[axis] & ~np.isnan(raw.ids[axis])).sum())
+        odd = int((unknown & explained & ~rational[axis] & ~np.isnan(raw.ids[axis])).sum())
         if odd:
             notes.append(f"Axis {axis}: {counted(odd, 'token')} have fractions that the noise does not tell apart.")
         off = int((unknown & unfit[axis] & rational[axis] & ~np.isnan(raw.ids[axis])).sum())
@@ -559,7 +565,8 @@ def check(
     first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
     if found.equal:
         cause = f"no id explains the keys of {counted(int(wrong.sum()), 'token')}"
-        remedy = "look how such tokens enter the cache: never written, overwritten, or turned by another rotation"
+        remedy = "look how such tokens enter the cache: never written, overwritten, without the attention factor, or "
+        remedy += "turned by another rotation"
         found = replace(found, equal=False, cause=cause, remedy=remedy, explained=int(wrong.sum()))
     return replace(
         found,
@@ -571,7 +578,7 @@ def check(
         token=first - int(table.documents[FIRST_TOKEN, document[first]]),
         what=table.describe(first, documents if isinstance(documents, SegmentTable) else None),
         axis=int((~known[:, first] | (np.abs(ids - want)[:, first] > 1e-9)).argmax()),
-        got=tuple(np.where(known[:, first], ids[:, first], np.nan).tolist()),
+        got=tuple(np.where(known[:, first] & reading.explained[first], ids[:, first], np.nan).tolist()),
         want=tuple(Fraction(value, int(denominators[first])) for value in numerators[:, first].tolist()),
     )
 

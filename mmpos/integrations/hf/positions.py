@@ -136,8 +136,10 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
 
 def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, object]) -> dict[str, object]:
     mask = arguments.get("attention_mask")
-    for name in _caches(arguments):
-        raise UnsupportedError(f"{name}: got one beside packed documents, want None: a cache does not keep them apart")
+    if names := _caches(arguments):
+        raise UnsupportedError(
+            f"{names[0]}: got one beside packed documents, want None: a cache does not keep them apart"
+        )
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise InvalidInputError(
             f"attention_mask: got shape {tuple(mask.shape)} beside packed documents, which it cannot keep apart, "

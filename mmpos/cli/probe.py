@@ -335,7 +335,7 @@ def _by_head(
             return False
         with suppress(InvalidInputError):  # of a head whose first key was never written
             own |= {} if row is None or not row.size else {"reference": row}
-            quick = identify(key, rotary, meant.positions, **own)
+            quick = identify(key, rotary, positions, **own)
             return quick.as_meant and quick.first_wrong is None
         return False
 
@@ -343,6 +343,7 @@ def _by_head(
         if not whole.foreign or all(alone(head).foreign for head in range(heads)):
             return whole
         return replace(whole, foreign=False, words=["Kv heads were not turned alike.", *whole.words])
+    positions = meant.positions
     found = {head: alone(head) for head in range(heads) if not as_meant(head)}
     others = reference is None or not reference.size or [one.foreign for one in found.values()] == [True] * heads
     foreign = whole.foreign and others
@@ -362,9 +363,9 @@ def _by_head(
     for some in causes.values():
         names = f"{'head' if len(some) == 1 else 'heads'} {', '.join(map(str, some))}"
         words += [f"Of {heads} kv heads, {names} alone:", *found[some[0]].words]
-    first = min((found[head].first_wrong for head in wrong if found[head].first_wrong is not None), default=None)
+    firsts = [first for head in wrong if (first := found[head].first_wrong) is not None]
     readings = tuple(reading for head in range(heads) for reading in (found.get(head) or alone(head)).readings)
-    return _Verdict(readings, False, first, words, tuple(wrong), foreign)
+    return _Verdict(readings, False, min(firsts, default=None), words, tuple(wrong), foreign)
 
 
 def _compared(

@@ -357,6 +357,99 @@ def test_a_head_that_is_wrong_alone_is_named(capsys: pytest.CaptureFixture[str])
     assert layers["missing"]["message"][1].startswith("reference: token 0: got nothing but zeros")
 
 
+OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+
+
+def test_each_head_is_judged_by_its_own_row_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "keys.npz", "--config", "config.json", "--spec", SPEC
+    right, late, later = turned(IDS), turned(IDS + 300), turned(IDS + 500)
+    row = turned(0 * IDS[:, :1])[0]
+    np.savez("reference.npz", **{str(layer): row for layer in range(4)})
+    dump: dict[str, Any] = {
+        "layer0": np.concatenate([right[:, :1], late[:, 1:]], axis=1),
+        "layer1": np.concatenate([late[:, :1], later[:, 1:]], axis=1),
+        "layer2": right[:, ::-1],
+        "layer3": right[:, :1],
+    }
+    np.savez("keys.npz", **dump)
+    code, out, _ = run(capsys, *asked, "--json")
+    layers = layers_of(out)
+    assert (code, [one["equal"] for one in layers.values()]) == (3, [False] * 4)
+    assert [one["wrong_heads"] for one in layers.values()] == [[1], [0, 1], [], []]
+    assert [one["factor_judged"] for one in layers.values()] == [True, True, False, False]
+    assert [one["message"].count(OTHER) for one in layers.values()] == [0, 0, 1, 1]
+    assert layers["layer0"]["message"][0] == "Of 2 kv heads, head 1 alone:"
+    assert "Cause: documents start at 300, not at 0." in layers["layer0"]["message"]
+    assert "Cause: documents start at 500, not at 0." in layers["layer1"]["message"]
+    assert UNJUDGED not in run(capsys, *asked)[1]
+    assert "Kv heads were not turned alike." in run(capsys, *asked[:3])[1]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("empty", [0, np.nan])
+def test_keys_that_were_never_written_are_wrong_from_the_first(
+    empty: float, reference: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reference:
+        np.savez("reference.npz", **{str(layer): turned(0 * IDS[:, :1])[0] for layer in range(4)})
+    keys = turned(IDS)
+    head, late = keys.copy(), keys.copy()
+    head[:, 1], late[5:] = empty, empty
+    np.savez("keys.npz", layer0=keys * np.float32(empty), layer1=keys, layer2=head, layer3=late)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+    layers = layers_of(out)
+    assert (code, [one["equal"] for one in layers.values()]) == (3, [False, True, False, False])
+    assert [one["first_wrong"] for one in layers.values()] == [0, None, 0, 5]
+    assert [one["wrong_heads"] for one in layers.values()] == [[], [], [1], []]
+    assert [one["known"] for one in layers.values()][:3] == [0, 1, 0.5]
+    assert OTHER not in out
+    assert all(layers[name]["factor_judged"] == reference for name in ("layer1", "layer2", "layer3"))
+
+
+def test_ids_are_counted_as_the_heads_that_are_named_tell_them(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS)
+    keys[:, 1:] = turned(IDS + 40 * (np.arange(16) >= 3))[:, 1:]
+    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
+    asked = "keys.npz", "--config", "config.json", "--spec", SPEC
+    assert run(capsys, *asked)[1].startswith("keys: 96 of 96 ids of 2 kv heads read, at most ")
+    layer = layers_of(run(capsys, *asked, "--json")[1])["keys"]
+    assert (layer["known"], layer["unknown_tokens"], layer["wrong_heads"]) == (1, 0, [1])
+
+
+def test_keys_before_their_rotation_are_one_key_where_few_pairs_tell_no_ids(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {**TEXT, "model_type": "qwen2_5_vl_text", "head_dim": 16, "rope_scaling": None, "rope_parameters": rope}
+    vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
+    Path("config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
+    )
+    key = np.random.default_rng(0).normal(size=(2, 8, 2)).view(np.complex128)[..., 0]
+    angle = IDS[np.repeat([0, 1, 2], [2, 3, 3])].T * 1e6 ** -(np.arange(8) / 8)
+    right, still = (
+        np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
+        for pairs in (key * np.exp(1j * turns)[:, None] for turns in (angle, 0 * angle))
+    )
+    half = np.concatenate([right[:, :1], still[:, 1:]], axis=1)
+    np.savez("keys.npz", layer0=right, layer1=half, layer2=still)
+    for reference in ({}, {str(layer): still[0] for layer in range(3)}):
+        np.savez("reference.npz", **reference)
+        code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+        layers = layers_of(out)
+        assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[], [1], []])
+        assert [one["message"].count(ONE_KEY) for one in layers.values()] == [0, 1, 1]
+        assert [one["first_wrong"] for one in layers.values()] == [None, 1, 1]
+        assert "Cause" not in out
+
+
+def test_lengths_of_another_pairing_are_no_factor(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS).reshape(16, 2, 2, 64).swapaxes(2, 3).reshape(16, 2, 128)
+    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert (code, "times as long" in out) == (3, False)
+
+
 def test_one_token_alone_is_not_as_meant(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("keys.npy", turned(IDS[:, :1]))
     code, out, _ = run(capsys, "keys.npy", "--config", "config.json", "--spec", "1")

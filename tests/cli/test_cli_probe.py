@@ -385,25 +385,34 @@ def test_each_head_is_judged_by_its_own_row_of_the_reference(capsys: pytest.Capt
     assert "Kv heads were not turned alike." in run(capsys, *asked[:3])[1]
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("empty", [0, np.nan])
+@pytest.mark.parametrize(
+    ("empty", "reference", "since"), [(0, False, 12), (0, True, 12), (np.nan, False, 12), (np.nan, True, 5)]
+)
 def test_keys_that_were_never_written_are_wrong_from_the_first(
-    empty: float, reference: bool, capsys: pytest.CaptureFixture[str]
+    empty: float, reference: bool, since: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if reference:
         np.savez("reference.npz", **{str(layer): turned(0 * IDS[:, :1])[0] for layer in range(4)})
     keys = turned(IDS)
     head, late = keys.copy(), keys.copy()
-    head[:, 1], late[5:] = empty, empty
+    head[:, 1], late[since:] = empty, empty
     np.savez("keys.npz", layer0=keys * np.float32(empty), layer1=keys, layer2=head, layer3=late)
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
     layers = layers_of(out)
     assert (code, [one["equal"] for one in layers.values()]) == (3, [False, True, False, False])
-    assert [one["first_wrong"] for one in layers.values()] == [0, None, 0, 5]
+    assert [one["first_wrong"] for one in layers.values()] == [0, None, 0, since]
     assert [one["wrong_heads"] for one in layers.values()] == [[], [], [1], []]
     assert [one["known"] for one in layers.values()][:3] == [0, 1, 0.5]
     assert OTHER not in out
     assert all(layers[name]["factor_judged"] == reference for name in ("layer1", "layer2", "layer3"))
+
+
+def test_most_keys_that_were_never_written_raise_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS)[:, :1]
+    keys[5:] = 0
+    np.savez("keys.npz", keys=keys)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+    assert (code, layers_of(out)["keys"]["first_wrong"]) == (3, 5)
 
 
 def test_ids_are_counted_as_the_heads_that_are_named_tell_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,14 +116,14 @@ def run(
             verdict = found[name] = _judge(name, layer, models[name].rotary, meant, options, beside)
         if meant is None:
             first = next(iter(found))
-            verdict.words.extend(_unlike(verdict.reading, first, found[first].reading))
+            verdict.words.extend(_unlike(verdict.readings[0], first, found[first].readings[0]))
         if not as_json:
-            reading = verdict.reading
-            told = f"{int(reading.known.sum()):,} of {reading.known.size:,} ids read"
-            typer.echo(f"{name}: {told}, at most {_largest(reading.residual):.2g} rad left")
+            known, left = verdict.known, max(_largest(reading.residual) for reading in verdict.readings)
+            heads = f" of {len(known)} kv heads" if len(known) > 1 else ""
+            typer.echo(f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, at most {left:.2g} rad left")
             typer.echo("".join(f"  {sentence}\n" for sentence in verdict.words), nl=False)
     equal = all(verdict.equal for verdict in found.values())
-    unjudged = [name for name, verdict in found.items() if not verdict.factor_judged]
+    unjudged = [name for name in layers if "reference" not in dump and str(_number(name)) not in beside]
     if as_json:
         fields = {name: {"layer_type": kinds[name], **verdict.as_json()} for name, verdict in found.items()}
         typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
@@ -182,25 +182,43 @@ def _beside(config: Path) -> Arrays:
     return _dump(path) if config != Path(STDIN) and path.is_file() else {}
 
 
+OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+
+ONE = 1e-5
+"""Most that tokens with one key differ, relative: less than the slowest pairs of M-RoPE turn by one id."""
+
+
 @dataclass(frozen=True)
 class _Verdict:
-    """What is said of one layer: whether it is as meant, the first token over all rows that is not, and words."""
+    """What is said of one layer: whether it is as meant, the first token over all rows that is not, and words.
 
-    reading: Reading
+    Args:
+        readings: of all kv heads as one, or of each.
+        equal: whether ids and rotation are as meant.
+        first_wrong: the first token that is not, counted over all rows.
+        words: sentences.
+        wrong_heads: kv heads that are wrong where others are right, or wrong in another way.
+        foreign: whether the reference beside the config is not that of these keys.
+    """
+
+    readings: tuple[Reading, ...]
     equal: bool
     first_wrong: int | None
     words: list[str]
     wrong_heads: tuple[int, ...] = ()
+    foreign: bool = False
 
     @property
-    def factor_judged(self) -> bool:
-        return self.reading.reference is None
+    def known(self) -> npt.NDArray[np.bool_]:
+        """(readings, axes, tokens) which ids were told."""
+        return np.stack([reading.known for reading in self.readings])
 
     def as_json(self) -> dict[str, Any]:
-        known = self.reading.known
-        unknown = int((self.reading.explained & ~known.all(axis=0)).sum())
-        found = {"equal": self.equal, "known": float(known.mean()), "unknown_tokens": unknown}
-        heads = {"factor_judged": self.factor_judged, "wrong_heads": self.wrong_heads}
+        known = self.known
+        hidden = np.stack([reading.explained for reading in self.readings]) & ~known.all(axis=1)
+        found = {"equal": self.equal, "known": float(known.mean()), "unknown_tokens": int(hidden.any(axis=0).sum())}
+        judged = all(reading.reference is None for reading in self.readings)
+        heads = {"factor_judged": judged, "wrong_heads": self.wrong_heads}
         return {**found, "first_wrong": self.first_wrong, **heads, "message": self.words}
 
 
@@ -213,62 +231,141 @@ def _judge(
     beside: Arrays,
 ) -> _Verdict:
     """Read the keys of a layer and of each kv head, and compare ids and rotation with those that were meant."""
+    reference = beside.get(str(_number(name)))
+    if reference is not None and reference.shape != keys.shape[-2:]:
+        reference = reference[:0]
+    with _reporting(name) as progress:
+        found = _alone(keys, rotary, meant, options, reference, progress)
+    lone = reference is None and found.readings[0].num_tokens == 1
+    if keys.shape[-2] > 1 and rotary.head_axes is None and not lone:
+        found = _by_head(found, keys, rotary, meant, options, reference)
+    return replace(found, equal=False, words=[*found.words, OTHER]) if found.foreign else found
+
+
+def _alone(
+    keys: npt.NDArray[Any],
+    rotary: Rotary,
+    meant: _Meant | None,
+    options: dict[str, Any],
+    reference: npt.NDArray[Any] | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> _Verdict:
+    """Judge heads as one, by the reference beside the config where most tokens that were written are like it."""
     from mmpos.analysis.probe import read
     from mmpos.analysis.probe.reading import MOST
 
-    reference = beside.get(str(_number(name)))
-    if reference is not None and reference.shape == keys.shape[-2:]:
-        options = {**options, "reference": reference}
-    with _reporting(name) as progress:
-        reading = read(keys, rotary, progress=progress, **options)
-        if "reference" in options and reference is options["reference"] and reading.alike.mean() <= MOST:
-            del options["reference"]
-            reading = read(keys, rotary, progress=progress, **options)
+    usable = reference is not None and reference.size > 0
+    own = {**options, "reference": reference} if usable else options
+    foreign = reference is not None and not usable
     try:
-        whole = _compared(reading, keys, rotary, meant, options)
+        reading = read(keys, rotary, progress=progress, **own)
+        if "reference" in own and reading.alike.mean() <= MOST:
+            written = _written(keys, options)
+            if not written.any():
+                words = ["All keys are zeros, NaN or infinity: they were never written."]
+                return _Verdict((reading,), False, 0, words)
+            like = reading.alike[written.all(axis=1)]
+            if usable and not (like.size and like.mean() > MOST):
+                foreign, own = True, options
+                reading = read(keys, rotary, progress=progress, **own)
+    except InvalidInputError as error:
+        if not re.match(r"reference: token \d+: got (NaN|nothing)", str(error)):
+            raise
+        return _Verdict((_unread(keys, rotary, options),), False, 0, [f"{error}."], foreign=foreign)
+    try:
+        return replace(_compared(reading, keys, rotary, meant, own), foreign=foreign)
     except InvalidInputError as error:  # of keys in another layout, which the notes see
         raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
-    verdict = whole
-    if keys.shape[-2] > 1 and rotary.head_axes is None and meant is not None and reading.num_tokens > 1:
-        verdict = _by_head(whole, keys, rotary, meant, options)
-    if reference is not None and not verdict.factor_judged:
-        verdict.words.append("The keys are not those of reference.npz: other weights, heads, or order of channels.")
-    return verdict
+
+
+def _tokens(keys: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[Any]:
+    """(tokens, kv_heads, head_dim) keys of all rows that count."""
+    rows = keys.reshape(-1, *keys.shape[-3:])
+    if "lengths" not in options:
+        return rows.reshape(-1, *keys.shape[-2:])
+    return np.asarray(rows[np.arange(rows.shape[1]) < np.asarray(options["lengths"])[:, None]])
+
+
+def _written(keys: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.bool_]:
+    """(tokens, kv_heads) which keys are finite numbers, not all zero."""
+    tokens = _tokens(keys, options)
+    return np.asarray(np.isfinite(tokens).all(axis=-1) & tokens.any(axis=-1))
+
+
+def _unread(keys: npt.NDArray[Any], rotary: Rotary, options: dict[str, Any]) -> Reading:
+    """Return a reading in which nothing is told, since the token that ids are relative to was never written."""
+    from mmpos.analysis.probe import UNKNOWN, Reading
+
+    rows = keys.reshape(-1, *keys.shape[-3:])
+    offsets = np.cumsum([0, *options.get("lengths", [rows.shape[1]] * len(rows))])
+    tokens, no = int(offsets[-1]), np.zeros(int(offsets[-1]), np.bool_)
+    ids, ones = np.full((rotary.axes, tokens), UNKNOWN), np.ones(tokens, np.int64)
+    return Reading(ids, ones, np.full(tokens, np.nan), np.zeros(ids.shape), no, no, 0, offsets, ())
 
 
 def _by_head(
-    whole: _Verdict, keys: npt.NDArray[Any], rotary: Rotary, meant: _Meant, options: dict[str, Any]
+    whole: _Verdict,
+    keys: npt.NDArray[Any],
+    rotary: Rotary,
+    meant: _Meant | None,
+    options: dict[str, Any],
+    reference: npt.NDArray[Any] | None,
 ) -> _Verdict:
     """Judge each kv head alone, and name those that are wrong where not all are, or not for one cause."""
-    from mmpos.analysis.probe import identify, read
+    from mmpos.analysis.probe import identify
     from mmpos.analysis.probe.identify import UNEXPLAINED
+    from mmpos.analysis.probe.reading import ONE_KEY
 
-    causes: dict[str, list[int]] = {}
-    wrong: dict[int, _Verdict] = {}
-    for head in range(keys.shape[-2]):
-        own, key = dict(options), keys[..., head : head + 1, :]
+    heads = keys.shape[-2]
+
+    def given(head: int) -> tuple[npt.NDArray[Any], dict[str, Any], npt.NDArray[Any] | None]:
+        """The key of a head, and its rows of the reference of the dump and of the one beside the config."""
+        here, own = slice(head, head + 1), dict(options)
         if "reference" in own:
-            own["reference"] = own["reference"][head : head + 1]
-        try:
-            quick = identify(key, rotary, meant.positions, **own)
-            if quick.as_meant and quick.first_wrong is None:
-                continue
-            found = _compared(read(key, rotary, **own), key, rotary, meant, own)
-        except InvalidInputError as error:  # where it has no key
-            found = replace(whole, equal=False, first_wrong=None, words=[f"{error}."])
-        if not found.equal:
-            wrong[head] = found
-            why = next((sentence for sentence in found.words if "Cause" in sentence), " ".join(found.words))
-            causes.setdefault(re.sub(r"\d[\d.,e+-]*", "", why), []).append(head)
-    named = any("Cause: " in sentence and UNEXPLAINED not in sentence for sentence in whole.words)
-    if not wrong or (len(wrong) == keys.shape[-2] and (named or len(causes) == 1)):
-        return whole
+            own["reference"] = own["reference"][here]
+        return keys[..., here, :], own, None if reference is None else reference[here]
+
+    def alone(head: int) -> _Verdict:
+        key, own, row = given(head)
+        return _alone(key, rotary, meant, own, row)
+
+    def as_meant(head: int) -> bool:
+        key, own, row = given(head)
+        if not whole.equal and not _written(key, own).any():
+            return False
+        with suppress(InvalidInputError):  # of a head whose first key was never written
+            own |= {} if row is None or not row.size else {"reference": row}
+            quick = identify(key, rotary, positions, **own)
+            return quick.as_meant and quick.first_wrong is None
+        return False
+
+    if meant is None:
+        if not whole.foreign or all(alone(head).foreign for head in range(heads)):
+            return whole
+        return replace(whole, foreign=False, words=["Kv heads were not turned alike.", *whole.words])
+    positions = meant.positions
+    found = {head: alone(head) for head in range(heads) if not as_meant(head)}
+    others = reference is None or not reference.size or [one.foreign for one in found.values()] == [True] * heads
+    foreign = whole.foreign and others
+    causes: dict[str, list[int]] = {}
+    for head, one in found.items():
+        if one.foreign and not foreign:
+            one = found[head] = replace(one, equal=False, words=[*one.words, OTHER])
+        if not one.equal:
+            said = (sentence for sentence in one.words if "Cause" in sentence or sentence in (ONE_KEY, OTHER))
+            why = next(said, " ".join(one.words))
+            causes.setdefault(why if whole.foreign else re.sub(r"\d[\d.,e+-]*", "", why), []).append(head)
+    wrong = sorted(head for some in causes.values() for head in some)
+    named = any(("Cause: " in said and UNEXPLAINED not in said) or said == ONE_KEY for said in whole.words)
+    if not wrong or (whole.foreign == foreign and len(wrong) == heads and (named or len(causes) == 1)):
+        return replace(whole, foreign=foreign)
     words = []
-    for heads in causes.values():
-        names = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
-        words += [f"Of {keys.shape[-2]} kv heads, {names} alone:", *wrong[heads[0]].words]
-    first = min((one.first_wrong for one in wrong.values() if one.first_wrong is not None), default=None)
-    return replace(whole, equal=False, first_wrong=first, words=words, wrong_heads=tuple(wrong))
+    for some in causes.values():
+        names = f"{'head' if len(some) == 1 else 'heads'} {', '.join(map(str, some))}"
+        words += [f"Of {heads} kv heads, {names} alone:", *found[some[0]].words]
+    firsts = [first for head in wrong if (first := found[head].first_wrong) is not None]
+    readings = tuple(reading for head in range(heads) for reading in (found.get(head) or alone(head)).readings)
+    return _Verdict(readings, False, min(firsts, default=None), words, tuple(wrong), foreign)
 
 
 def _compared(
@@ -293,11 +390,16 @@ def _compared(
         if equal and reading.reference is not None:
             notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
     if alone:
-        return _Verdict(reading, equal, wrong, [*sentences, *notes])
+        return _Verdict((reading,), equal, wrong, [*sentences, *notes])
     ids = reading.position_ids
-    if not equal and reading.num_tokens > 1 and reading.known.all() and (ids == ids[:, :1]).all():
+    same = reading.num_tokens > 1 and reading.known.all() and bool((ids == ids[:, :1]).all())
+    if not equal and not same and meant is not None and not reading.known.all():
+        changes = (meant.ids != meant.ids[:, :1]).any(axis=0)
+        same = changes.size == reading.num_tokens and bool(changes.any()) and _one_key(_tokens(keys, options))
+        wrong = int(changes.argmax()) if same and wrong is None else wrong
+    if not equal and same:
         notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
-        return _Verdict(reading, equal, wrong, [*_uncaused(sentences), *notes])
+        return _Verdict((reading,), equal, wrong, [*_uncaused(sentences), *notes])
     positions = None if meant is None else meant.positions
     identified = identify(keys, rotary, positions, **options)  # ids may be read through a wrong rotation
     right = equal and identified.as_meant and identified.first_wrong is None
@@ -308,7 +410,14 @@ def _compared(
         sentences = _uncaused(sentences)  # what the ids look like through the rotation that was meant
     if other or earlier or (not differs and (not right or reading.notes)):
         notes.append(str(identified))
-    return _Verdict(reading, right, wrong, [*sentences, *notes])
+    return _Verdict((reading,), right, wrong, [*sentences, *notes])
+
+
+def _one_key(tokens: npt.NDArray[Any]) -> bool:
+    """Tell whether (tokens, kv_heads, head_dim) are one key, also where its pairs are too few to tell ids."""
+    first = tokens[0].astype(np.float64)
+    off = ((tokens - first) ** 2).mean(axis=(1, 2))
+    return bool((off <= ONE**2 * (first**2).mean()).all())
 
 
 @contextmanager
@@ -385,6 +494,11 @@ class _Meant:
 
     positions: Any
     told: tuple[Any, ...]
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """(axes, tokens)."""
+        return self.positions if isinstance(self.positions, np.ndarray) else self.positions.dense(dtype=np.float64)
 
 
 def _meant(

@@ -251,7 +251,7 @@ def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(capsys
     assert "cos and sin are multiplied by 1.1, not by 1." in out
     np.savez("reference.npz", **{"0": unturned[1], "1": unturned[1]})  # the first is of other weights
     layers = layers_of(run(capsys, *asked, "--json")[1])
-    assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(True, False), (False, True)]
+    assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(False, False), (False, True)]
     other = "The keys are not those of reference.npz: other weights, heads, or order of channels."
     assert [other in one["message"] for one in layers.values()] == [True, False]
     keys = turned(IDS)
@@ -360,6 +360,121 @@ def test_a_head_that_is_wrong_alone_is_named(capsys: pytest.CaptureFixture[str])
     assert ONE_KEY in layers["still"]["message"]
     assert all("theta is 10,000, not 5,000,000" in str(layers[name]["message"]) for name in ("another", "both"))
     assert layers["missing"]["message"][1].startswith("reference: token 0: got nothing but zeros")
+
+
+OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "hidden_size": 256, "num_attention_heads": 2, "rope_theta": 5e6}
+
+
+def shifted(*late: int) -> npt.NDArray[np.float32]:
+    """(6, heads, 128) keys of text, of each head so many ids too late."""
+    return np.stack([turned(np.tile(np.arange(6) + by, (3, 1)))[:, head] for head, by in enumerate(late)], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "judged", "said"),
+    [
+        (shifted(0, 300), [1], True, ["Of 2 kv heads, head 1 alone:", "Cause: documents start at 300, not at 0."]),
+        (shifted(300, 500), [0, 1], True, ["Of 2 kv heads, head 1 alone:", "Cause: documents start at 500, not at 0."]),
+        (shifted(0, 0)[:, ::-1], [], False, [OTHER]),
+        (shifted(0), [], False, [OTHER]),
+    ],
+)
+def test_each_head_is_judged_by_its_own_row_of_the_reference(
+    keys: npt.NDArray[np.float32], heads: list[int], judged: bool, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.json").write_text(json.dumps(QWEN3))
+    np.savez("reference.npz", **{"0": turned(0 * IDS[:, :1])[0]})
+    np.savez("keys.npz", layer0=keys)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", "6", "--json")
+    layer = layers_of(out)["layer0"]
+    assert (code, layer["equal"], layer["wrong_heads"], layer["factor_judged"]) == (3, False, heads, judged)
+    assert set(said) <= set(layer["message"])
+    assert layer["message"].count(OTHER) == said.count(OTHER)
+
+
+def test_a_reference_of_heads_that_were_turned_apart_is_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.json").write_text(json.dumps(QWEN3))
+    np.savez("reference.npz", **{"0": turned(0 * IDS[:, :1])[0]})
+    np.savez("keys.npz", layer0=shifted(0, 300))
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
+    assert (code, UNJUDGED in out, OTHER in out, "Kv heads were not turned alike." in out) == (3, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("empty", "reference", "since"), [(0, False, 12), (0, True, 12), (np.nan, False, 12), (np.nan, True, 5)]
+)
+def test_keys_that_were_never_written_are_wrong_from_the_first(
+    empty: float, reference: bool, since: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reference:
+        np.savez("reference.npz", **{str(layer): turned(0 * IDS[:, :1])[0] for layer in range(4)})
+    keys = turned(IDS)
+    head, late = keys.copy(), keys.copy()
+    head[:, 1], late[since:] = empty, empty
+    np.savez("keys.npz", layer0=keys * np.float32(empty), layer1=keys, layer2=head, layer3=late)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+    layers = layers_of(out)
+    assert (code, [one["equal"] for one in layers.values()]) == (3, [False, True, False, False])
+    assert [one["first_wrong"] for one in layers.values()] == [0, None, 0, since]
+    assert [one["wrong_heads"] for one in layers.values()] == [[], [], [1], []]
+    assert [one["known"] for one in layers.values()][:3] == [0, 1, 0.5]
+    assert OTHER not in out
+    assert all(layers[name]["factor_judged"] == reference for name in ("layer1", "layer2", "layer3"))
+
+
+def test_most_keys_that_were_never_written_raise_no_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS)[:, :1]
+    keys[5:] = 0
+    np.savez("keys.npz", keys=keys)
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+    assert (code, layers_of(out)["keys"]["first_wrong"]) == (3, 5)
+
+
+def test_ids_are_counted_as_the_heads_that_are_named_tell_them(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS)
+    keys[:, 1:] = turned(IDS + 40 * (np.arange(16) >= 3))[:, 1:]
+    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
+    asked = "keys.npz", "--config", "config.json", "--spec", SPEC
+    assert run(capsys, *asked)[1].startswith("keys: 96 of 96 ids of 2 kv heads read, at most ")
+    layer = layers_of(run(capsys, *asked, "--json")[1])["keys"]
+    assert (layer["known"], layer["unknown_tokens"], layer["wrong_heads"]) == (1, 0, [1])
+
+
+def test_keys_before_their_rotation_are_one_key_where_few_pairs_tell_no_ids(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {**TEXT, "model_type": "qwen2_5_vl_text", "head_dim": 16, "rope_scaling": None, "rope_parameters": rope}
+    vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
+    Path("config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
+    )
+    key = np.random.default_rng(0).normal(size=(2, 8, 2)).view(np.complex128)[..., 0]
+    angle = IDS[np.repeat([0, 1, 2], [2, 3, 3])].T * 1e6 ** -(np.arange(8) / 8)
+    right, still = (
+        np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
+        for pairs in (key * np.exp(1j * turns)[:, None] for turns in (angle, 0 * angle))
+    )
+    half = np.concatenate([right[:, :1], still[:, 1:]], axis=1)
+    np.savez("keys.npz", layer0=right, layer1=half, layer2=still)
+    for reference in ({}, {str(layer): still[0] for layer in range(3)}):
+        np.savez("reference.npz", **reference)
+        code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC, "--json")
+        layers = layers_of(out)
+        assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[], [1], []])
+        assert [one["message"].count(ONE_KEY) for one in layers.values()] == [0, 1, 1]
+        assert [one["first_wrong"] for one in layers.values()] == [None, 1, 1]
+        assert "Cause" not in out
+
+
+def test_lengths_of_another_pairing_are_no_factor(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = turned(IDS).reshape(16, 2, 2, 64).swapaxes(2, 3).reshape(16, 2, 128)
+    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
+    code, out, _ = run(capsys, "keys.npz", "--config", "config.json", "--spec", SPEC)
+    assert (code, "times as long" in out) == (3, False)
 
 
 def test_one_token_alone_is_not_as_meant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -333,7 +333,10 @@ def token_index(case: Case) -> Iterator[Guess]:
     }
     if case.column is not None:
         counts[" in its padded row"] = case.column
+    meant = bool((case.want == case.counted).all())  # then the index is right, and its start is not
     for where, count in counts.items():
+        if meant and (count == case.index).all():
+            continue
         for first in sorted({0, 1, *case.start[:1].tolist()}):
             yield Guess(words.format(where), count + first)
 

@@ -377,7 +377,8 @@ class _Judge:
         """Noise of most keys in rad, by the lengths of their pairs; no more than a rotation that fits may leave."""
         lengths = np.abs(self._phasors(self.keys.rotary)) / self.scale()
         weights = np.abs(self.keys.pairs(self.keys.reference))
-        squares = np.tensordot((lengths - 1) ** 2, weights / weights.sum(), 2)
+        with np.errstate(over="ignore"):  # where most keys were never written
+            squares = np.tensordot((lengths - 1) ** 2, weights / weights.sum(), 2)
         return min(float(np.sqrt(np.median(squares))), FITS / 3)
 
     def error(self, suspect: _Suspect) -> float:

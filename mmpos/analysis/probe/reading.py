@@ -508,7 +508,7 @@ def _notes(
     if raw.axes[-1].axis < 0 and raw.still[raw.alike].max(initial=0) > 0.05**2:
         notes.append("Pairs that should stand still have turned.")
     factor = keys.rotary.attention_factor
-    if keys.token is None and abs(raw.scale / factor - 1) > 0.02:
+    if keys.token is None and abs(raw.scale / factor - 1) > 0.02 and raw.alike.mean() > MOST:
         notes.append(f"Turned keys are {raw.scale:.4g} times as long as the reference, want {factor:.4g}.")
     return tuple(notes)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import AUDIO, TEXT
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.builder import InterleavedSequence, MissingComponentError, SequenceBuilder, is_ids
+from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
 from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
 from mmpos.support.ragged import ragged_arange
 
@@ -257,7 +257,7 @@ class Preprocess:
 
         Raises:
             RecordError: the record is wrong; the message names it and the field or part.
-            MissingComponentError: the builder has no ImageProcessor or no Markers for a part: a mistake of the set-up,
+            UnsupportedError: the builder has no ImageProcessor or no Markers for a part: a mistake of the set-up,
                 whatever is done about records and images that are wrong.
             ServiceError: the builder is a client whose server does not answer: no fault of the record.
         """
@@ -301,9 +301,11 @@ class Preprocess:
         try:
             with naming(_where(document, location)):
                 sequence = self.builder.build(document.parts)
-        except MissingComponentError:
-            raise
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
+            if isinstance(error, UnsupportedError) and isinstance(self.builder, SequenceBuilder):
+                with naming(_where(document, location)):
+                    for i, part in enumerate(document.parts):
+                        self.builder.check_components(f"parts[{i}]", part)
             raise RecordError(str(error)) from error
         return Example(document.key, sequence, self._labels(document, sequence))
 

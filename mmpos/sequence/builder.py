@@ -41,17 +41,13 @@ from mmpos.support import checks
 from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "Markers", "MissingComponentError", "SequenceBuilder", "Video", "is_ids"]
+__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video", "is_ids"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Images that any thread may read: files and arrays."""
-
-
-class MissingComponentError(UnsupportedError):
-    """A builder lacks the ImageProcessor or the Markers that a part needs, whatever the part holds."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,9 @@ class SequenceBuilder:
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            MissingComponentError: the builder has no ImageProcessor or no Markers for a part.
-            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; or a part is a
-                Thumbnail or a Tile, into which no ImageProcessor cuts a picture.
+            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; the builder has
+                no ImageProcessor or no Markers for a part; or a part is a Thumbnail or a Tile, into which no
+                ImageProcessor cuts a picture.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -176,25 +172,40 @@ class SequenceBuilder:
                     raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
             return ids
         refuse_crop(name, part)
+        self.check_components(name, part)
+        if isinstance(part, Audio | Clip):
+            return part
+        if isinstance(part, Grid):
+            return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
+        assert self.images is not None
+        with naming(name):
+            return self.images.process(part)
+
+    def check_components(self, name: str, part: object) -> None:
+        """Check that the builder has the ImageProcessor and the Markers that a part needs, whatever the part holds.
+
+        Args:
+            name: of the part, in errors.
+            part: of a document.
+
+        Raises:
+            UnsupportedError: it lacks one.
+        """
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
             if missing:
                 want = f"a builder with Markers({', '.join(missing)})"
-                raise MissingComponentError(f"{name}: got {type(part).__name__}, want {want}")
-            return part
-        if isinstance(part, Grid):
+                raise UnsupportedError(f"{name}: got {type(part).__name__}, want {want}")
+        elif isinstance(part, Grid):
             if part.row_separator and self.markers.row is None:
-                raise MissingComponentError(
+                raise UnsupportedError(
                     f"{name}: got a grid with row separators, want one without, or a builder with Markers(row=…)"
                 )
-            return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
-        if self.images is None:
-            raise MissingComponentError(
+        elif self.images is None and not isinstance(part, str) and not is_ids(part):
+            raise UnsupportedError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
-        with naming(name):
-            return self.images.process(part)
 
     def _encode(self, name: str, text: str) -> IntArray:
         """Encode user text, cut after the first character of what would become a marker, so that it stays text."""

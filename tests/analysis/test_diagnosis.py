@@ -268,8 +268,9 @@ def test_another_start() -> None:
     assert why(restarted, "2,1x2,1", scheme="mrope-interleave-reset") == "documents start at 1, not at 0"
     table_only = mmpos.diagnose(ids + 1, mmpos.place(table("3,2x3,2", "2")))
     assert (table_only.cause, table_only.explained) == ("documents start at 1, not at 0", 13)
-    for ids in (range(1, 12), range(5, 16)):  # where the index is right, its start is not
-        assert why(ids, "3,2x3,2", scheme="flatten") == f"documents start at {ids[0]}, not at 0"
+    for first in (1, 5):  # where the index is right, its start is not
+        counted = range(first, first + 11)
+        assert why(counted, "3,2x3,2", scheme="flatten") == f"documents start at {first}, not at 0"
     padded = [[0, 1, 2, 3], [0, 1, 2, 3]]
     words = "ids are the token's index in its padded row: 1-D ids, which know no images"
     assert why(padded, "4", "2", scheme="flatten", side="left") == words

@@ -23,7 +23,7 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-def patched(implementation: Any, **sizes: int) -> Any:
+def patched(implementation: Any, **sizes: Any) -> Any:
     model = model_of("llama", **sizes)
     return patch(model, rotary_of(model), implementation=implementation)
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 from transformers.masking_utils import flash_attention_mask
 
 import mmpos
-from mmpos.data import ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs, model_inputs
+from mmpos.data import ModelCollator, PaddedCollator, ProcessedInputs, model_inputs
 from mmpos.data.examples import IGNORE_INDEX, Example, Location
 from mmpos.data.model_inputs import MODEL_INPUTS
 from mmpos.errors import UnsupportedError
@@ -107,7 +107,7 @@ def test_a_model_sees_the_pixels_of_a_batch_that_is_told_the_model() -> None:
     (other,) = examples_of(builder, ["see ", noise(16, 24, 5), " so"])
     model = tiny_model(config)
     with torch.no_grad():
-        one, two = (float(model(**PackedCollator()([each]).as_dict(model=collator)).loss) for each in (first, other))
+        one, two = (float(model(**collator([each])).loss) for each in (first, other))
         want = float(model(**alone(collator, first)).loss)
     assert one == pytest.approx(want, rel=HALF)
     assert one != pytest.approx(two, rel=HALF)

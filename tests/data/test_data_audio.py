@@ -82,10 +82,10 @@ def test_a_cut_through_audio_or_a_clip_is_refused(edge: int, name: str) -> None:
 
 
 def test_packs_keep_audio_and_clips_whole() -> None:
-    packer = Packer(12, split_text=True, min_piece=1)
+    packer = Packer(12, split_text=True)
     packs = [*packer.add(SPOKEN), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[8], [11], [4]]
-    packer = Packer(10, split_text=True, min_piece=1)
+    packer = Packer(10, split_text=True)
     with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10; or"):
         packer.add(SPOKEN)
     with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3; or"):
@@ -215,7 +215,7 @@ def test_slices_of_pictures_with_tiles_keep_everything_of_theirs() -> None:
 
 
 def test_packs_keep_pictures_with_their_tiles_whole() -> None:
-    packer = Packer(12, split_text=True, min_piece=1)
+    packer = Packer(12, split_text=True)
     packs = [*packer.add(TILED), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[2], [12], [10]]
     with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11; or"):

@@ -182,7 +182,7 @@ def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
     assert whole.slice(0, 14).sequence.segments.lengths.tolist() == [1, 3, 4, 3, 3]
     rest = whole.slice(6, 14).sequence.segments
     assert (rest.lengths.tolist(), rest.row_separator) == ([2, 3, 3], None)
-    packer = Packer(8, split_text=True, min_piece=1)
+    packer = Packer(8, split_text=True)
     packs = [*packer.add(whole), *packer.flush()]
     examples = [each for pack in packs for each in pack.examples]
     assert [each.sequence.segments.num_tokens for each in examples] == [each.num_tokens for each in examples]

@@ -7,5 +7,37 @@ with needed_for("mmpos.client", extra="client"):
     from mmpos.client.info import Limits, ProfileInfo, SchemeInfo, ServerInfo
     from mmpos.client.options import Tls
     from mmpos.client.sync import Client
+    from mmpos.rpc.queries import (
+        Decode,
+        Dense,
+        InputIds,
+        Pad,
+        PositionsQuery,
+        PositionsResult,
+        Shard,
+        Spans,
+        Take,
+        View,
+        Window,
+    )
 
-__all__ = ["AsyncClient", "Client", "Limits", "ProfileInfo", "SchemeInfo", "ServerInfo", "Tls"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Decode",
+    "Dense",
+    "InputIds",
+    "Limits",
+    "Pad",
+    "PositionsQuery",
+    "PositionsResult",
+    "ProfileInfo",
+    "SchemeInfo",
+    "ServerInfo",
+    "Shard",
+    "Spans",
+    "Take",
+    "Tls",
+    "View",
+    "Window",
+]

@@ -24,11 +24,13 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.access import Tokens
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
-from mmpos_server.listening import Listen, address, bind, bind_http, inherits, notify, warn
+from mmpos_server.listening import Listen, address, bind, inherits, notify, warn
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.telemetry import Logs, Page, ProcessMetrics, aggregate, exposed, logging_all
+from mmpos_server.telemetry import Logs, ProcessMetrics, aggregate, logging_all
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from mmpos_server.telemetry import Form
     from mmpos_server.tracing import Tracing
 
@@ -88,10 +90,13 @@ class Options:
     shared_memory: str | None = None
     worker: bool = False
 
-    def page(self, page: Page) -> AbstractContextManager[object]:
+    def page(self, registry: CollectorRegistry, ready: Callable[[], bool]) -> AbstractContextManager[object]:
         """Return a context manager that shows the page of metrics, liveness and readiness, if there is one."""
         if not self.metrics_port and not inherits():
             return nullcontext()
+        from mmpos_server.page import Page, exposed  # here: aiohttp takes a quarter of the time of a start
+
+        page = Page(registry, asyncio.get_running_loop(), ready)
         return exposed(page, self.metrics_host or self.listen.host, self.metrics_port)
 
     def settings(self) -> ServerConfig:
@@ -140,7 +145,7 @@ async def _serve(options: Options, logs: Logs) -> None:
     with ExitStack() as closing:
         registry = server.metrics.registry
         registry.register(ProcessMetrics(options.listen.tls))
-        closing.enter_context(options.page(Page(registry, loop, lambda: server.ready)))
+        closing.enter_context(options.page(registry, lambda: server.ready))
         addresses = await server.start()
         _watch(lambda: (second if first.is_set() else first).set(), reread.set, supervised=options.worker)
         reading = asyncio.create_task(keep_reading(reread, server.config, options.settings, server.renew, logs))
@@ -287,8 +292,6 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
     warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
-    if listen.http_port is not None:
-        bind_http(listen).close()
     with ExitStack() as held:
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         port = reserved.getsockname()[1]
@@ -322,7 +325,7 @@ class _Supervisor:
         with ExitStack() as closing:
             registry = aggregate(self._folder)
             registry.register(ProcessMetrics(self._options.listen.tls))
-            closing.enter_context(self._options.page(Page(registry, loop, lambda: self.ready)))
+            closing.enter_context(self._options.page(registry, lambda: self.ready))
             keeping = keep_reading(self._reread, self._config, self._options.settings, self._renew, self._logs)
             reading = asyncio.create_task(keeping)
             closing.callback(reading.cancel)

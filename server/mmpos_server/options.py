@@ -70,10 +70,6 @@ def serve(
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the HTTP page with /metrics, /livez and /readyz; 0 for none.")
     ] = 0,
-    http_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port of the Open Inference Protocol over HTTP; 0 for none."),
-    ] = 0,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.", show_default=False)
     ] = None,
@@ -144,7 +140,6 @@ def serve(
             tcp=uds is None or port is not None,
             uds=_uds(uds, uds_mode),
             token_file=token_file,
-            http_port=http_port or None,
         ),
         config=config,
         concurrency=_set(
@@ -208,7 +203,6 @@ def _words(options: Options) -> Sequence[str]:
         "tls-key": tls and tls.key,
         "tls-client-ca": tls and tls.client_ca,
         "token-file": listen.token_file,
-        "http-port": listen.http_port,
         **{name.replace("_", "-"): value for name, value in (options.concurrency or {}).items()},
         "image-threads": (options.pools or {}).get("image"),
         "notice-seconds": options.notice_seconds,

@@ -30,7 +30,7 @@ from waiting import eventually
 
 import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import AsyncClient, Client, Tls
+from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.calls import BuildSettings
 from mmpos.client.channel import channel_options, target
 from mmpos.client.options import Endpoint
@@ -45,7 +45,6 @@ from mmpos.errors import (
     UnsupportedError,
 )
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
-from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])

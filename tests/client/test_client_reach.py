@@ -16,9 +16,8 @@ from certificates import make_certificate
 from waiting import free_port
 
 from mmpos import SegmentTable, Text
-from mmpos.client import AsyncClient, Client, Tls
+from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
-from mmpos.rpc.queries import PositionsQuery
 from mmpos_server.access import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running

@@ -25,7 +25,7 @@ from results import same
 from shared_objects import PREFIX, names
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import AsyncClient, Client, shared_memory
+from mmpos.client import AsyncClient, Client, Dense, InputIds, PositionsQuery, shared_memory
 from mmpos.client.shared_memory import LEAST, Lease, Regions
 from mmpos.errors import (
     InvalidInputError,
@@ -36,7 +36,6 @@ from mmpos.errors import (
 )
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rpc.errors import OutputError
-from mmpos.rpc.queries import Dense, InputIds, PositionsQuery
 from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
 from mmpos_server.admission import Call
 from mmpos_server.config import ServerConfig

@@ -14,11 +14,10 @@ from clients import failure, opened
 
 from mmpos import SegmentTable, Text
 from mmpos.__main__ import main
-from mmpos.client import AsyncClient, Client, Tls
+from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.channel import channel_options
 from mmpos.client.options import Endpoint
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos.rpc.queries import PositionsQuery
 from mmpos_server.access import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running

@@ -26,16 +26,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.errors import (
-    ServiceError,
-    ServiceOverloadedError,
-    ServiceTimeoutError,
-    ServiceUnauthenticatedError,
-    ServiceUnavailableError,
-)
-from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
-from mmpos.rpc import errors, positions, rotary, sequences, tensors
-from mmpos.rpc.queries import (
+from mmpos.client import (
     Decode,
     Dense,
     InputIds,
@@ -45,6 +36,15 @@ from mmpos.rpc.queries import (
     Take,
     Window,
 )
+from mmpos.errors import (
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnauthenticatedError,
+    ServiceUnavailableError,
+)
+from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
+from mmpos.rpc import errors, positions, rotary, sequences, tensors
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import (
     V2PE,

@@ -18,11 +18,10 @@ import torch
 from waiting import eventually, free_port
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import Client
+from mmpos.client import Client, PositionsQuery
 from mmpos.client import calls as client_calls
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
 from mmpos.rotary import Rotary
-from mmpos.rpc.queries import PositionsQuery
 from mmpos_server.config import Profiles, load
 from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application
 from mmpos_server.services import methods

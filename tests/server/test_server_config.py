@@ -131,7 +131,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         (
             "limit = 1\n",
-            "limit: got an unknown field, want one of limits, concurrency, connections, clients, http, pools, profiles",
+            "limit: got an unknown field, want one of limits, concurrency, connections, clients, pools, profiles",
         ),
         ("limits = 1\n", "limits: got 1, want a table"),
         (

@@ -19,9 +19,8 @@ from grpc_calls import Stream, Unary, ending
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
-from mmpos.client import AsyncClient, Client
+from mmpos.client import AsyncClient, Client, PositionsQuery
 from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedError
-from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission

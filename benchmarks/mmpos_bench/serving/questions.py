@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
+from mmpos.client import Dense, PositionsQuery, Spans
 from mmpos.rpc.positions import get_result, put_query
-from mmpos.rpc.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments.table import SegmentTable

@@ -16,10 +16,9 @@ import grpc
 import numpy as np
 import torch
 
-from mmpos.client import AsyncClient, Client
+from mmpos.client import AsyncClient, Client, Decode, Dense, PositionsQuery
 from mmpos.errors import MmposError
 from mmpos.rotary import Rotary
-from mmpos.rpc.queries import Decode, Dense, PositionsQuery
 from mmpos.segments.table import SegmentTable
 from mmpos_bench.serving.loads import ask
 from mmpos_bench.serving.processes import Tell, service, started, working

@@ -88,7 +88,7 @@ class OpenInference:
         self, message: pb.ServerMetadataRequest, answer: pb.ServerMetadataResponse, call: Call
     ) -> None:
         answer.name, answer.version = "mmpos", version()
-        answer.extensions.extend(("binary_tensor_data", "model_configuration", "parameters", "statistics"))
+        answer.extensions.extend(("model_configuration", "parameters", "statistics"))
         if self._memory.prefix is not None:
             answer.extensions.append("system_shared_memory")
 

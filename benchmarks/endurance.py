@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     scale = TOY if asked.quick else Scale()
     machine = stamp("tuned")
-    kept = {
+    kept: dict[str, Any] = {
         "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
         "machine": asdict(machine),
         "overload": overloaded(scale),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.calls import BuildSettings
 from mmpos.client.channel import Channels, Reach, channel_options, target, traced
 from mmpos.client.options import Endpoint, Metadata, Options
 from mmpos.client.shared_memory import Pools
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from mmpos.client.options import Tls
-    from mmpos.schemes import Scheme
 
 C = TypeVar("C")
 
@@ -101,9 +99,6 @@ class BaseClient(Generic[C]):
         if endpoint.tls is None:
             return insecure(address, options=options)
         return secure(address, endpoint.tls.credentials(), options=options)
-
-    def _building(self, scheme: str | Scheme | None, start: int, patches: bool) -> BuildSettings:
-        return BuildSettings(self._options.profile, scheme, start, patches)
 
     def _metadata(self) -> Metadata:
         return traced(self._endpoint.metadata(self._options))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from mmpos.client import calls
-from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Call, Errors, Method, Request
+from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Errors, Prepared, Rpc, ServiceCall
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
 from mmpos.client.options import Metadata, Options
 from mmpos.errors import (
@@ -52,8 +52,8 @@ class Stream(Generic[Q, T]):
         refused: makes a result of the error of one item, or raises it.
     """
 
-    method: Method[Answer]
-    call: Callable[[Q], Call[T]]
+    method: Rpc[Answer]
+    call: Callable[[Q], ServiceCall[T]]
     refused: Callable[[Q, MmposError], T]
 
 
@@ -78,7 +78,7 @@ def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Seq
             raise error
         return [error] * len(documents)
 
-    return Stream(STREAM_BUILD, lambda documents: settings.build_batch(documents, errors), refused)
+    return Stream(STREAM_BUILD, lambda documents: calls.batch_call(settings, documents, errors), refused)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Entry(Generic[Q, T]):
 
     id: int
     item: Q
-    request: Request[T] | MmposError
+    request: Prepared[T] | MmposError
 
 
 class Window(Generic[Q, T]):
@@ -121,7 +121,7 @@ class Window(Generic[Q, T]):
 
     def add(self, item: Q) -> bytes | None:
         """Take an item in; return the request to send, if it could be made."""
-        request: Request[T] | MmposError
+        request: Prepared[T] | MmposError
         try:
             request = self._stream.call(item).request(self._stream.method.request(id=self._next))
         except MmposError as error:

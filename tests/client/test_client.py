@@ -31,7 +31,7 @@ from waiting import eventually
 import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
-from mmpos.client.calls import BuildSettings
+from mmpos.client.calls import build, build_batch
 from mmpos.client.channel import channel_options, target
 from mmpos.client.options import Endpoint
 from mmpos.errors import (
@@ -147,10 +147,9 @@ def test_options_change_on_the_same_channel_and_are_checked() -> None:
 
 def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
-    settings = BuildSettings(None)
-    assert len(settings.build_batch(documents, "return").request().data) < 100
+    assert len(build_batch(None, documents, "return").request().data) < 100
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
-        settings.build(documents[1]).request()
+        build(None, documents[1]).request()
 
 
 def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:

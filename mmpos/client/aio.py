@@ -14,7 +14,7 @@ from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
 from mmpos.client.channel import closed, error_of
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Answer, Stream, TaskLink, Window, task_results
+from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -159,8 +159,8 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return task_results(window, items, lambda: self._link(stream.method), self._options.timeout)
+        unanswered = Unanswered(stream, self._options, self._destination.attempts, self._reach)
+        return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> TaskLink:
         return TaskLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())

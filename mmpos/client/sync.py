@@ -14,7 +14,7 @@ from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
 from mmpos.client.channel import closed, error_of, was_closed
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Answer, Stream, ThreadLink, Window, thread_results
+from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ class Client(BaseClient[grpc.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return thread_results(window, iter(items), lambda: self._link(stream.method), self._options.timeout)
+        unanswered = Unanswered(stream, self._options, self._destination.attempts, self._reach)
+        return thread_results(unanswered, iter(items), lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> ThreadLink:
         try:

@@ -10,7 +10,7 @@ from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch, mask_mod
-    from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
+    from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
         MMC4,
@@ -69,8 +69,6 @@ __all__ = [
     "Summary",
     "TokenizerTemplate",
     "Turn",
-    "collate_packed",
-    "collate_padded",
     "dataset_shards",
     "first_fit_decreasing",
     "mask_mod",
@@ -83,7 +81,7 @@ __all__ = [
 # Imported when they are first named: batches need torch, readers and storage what they read with.
 _ROOMS = {
     "batch": ("Batch", "mask_mod"),
-    "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
+    "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),
         *("TokenizerTemplate", "Turn"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,6 @@ from mmpos.positions.table import Layout, PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
-
-if TYPE_CHECKING:
-    from mmpos.data.model_inputs import ModelCollator
 
 __all__ = ["Batch", "MaskMod", "ModelArguments", "mask_mod"]
 
@@ -288,7 +285,6 @@ class Batch(metaclass=_WholeType):
         *,
         text_row: bool = False,
         batched: bool = False,
-        model: ModelCollator | None = None,
     ) -> dict[str, Any]:
         """Give the batch as keyword arguments for a model or a trainer, without those that are None.
 
@@ -296,30 +292,25 @@ class Batch(metaclass=_WholeType):
             positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
             text_row: as for ``position_ids``.
             batched: whether a packed batch gets a batch dimension of 1, as Transformers wants.
-            model: collator of an unpatched model of Transformers: exactly the arguments that it makes of examples.
 
         Returns:
             max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
-            attention_mask, patches, audio_spans and audio_feature_spans; or those of model. Shifted labels are
-            shift_labels too, which keeps Transformers' losses from shifting them again.
+            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are shift_labels too, which
+            keeps Transformers' losses from shifting them again.
 
         Raises:
-            InvalidInputError: positions, text_row or batched beside model, which decides them; or as model.
+            InvalidInputError: positions is something else.
             UnsupportedError: patches in the shape of Transformers' text, whose models take pixel_values and ignore
-                them; ids that may be fractions, which mixed precision would round; or as model. Later, if accelerate's
-                dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
+                them (see ModelCollator); or ids that may be fractions, which mixed precision would round. Later, if
+                accelerate's dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
         shaped = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
-        if model is not None:
-            if positions == "table" or any(shaped.values()):
-                raise InvalidInputError("model: got it beside positions, text_row or batched, want it alone")
-            return model._arguments(self)
         if self.patches is not None and any(shaped.values()):
             name = next(name for name, value in shaped.items() if value)
             raise UnsupportedError(
                 f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
-                "as_dict(model=ModelCollator(settings)), or neither text_row nor batched for a model of your own"
+                "ModelCollator(settings)(batch), or neither text_row nor batched for a model of your own"
             )
         add = batched and self.packed
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
@@ -347,7 +338,7 @@ class Batch(metaclass=_WholeType):
         """
         raise UnsupportedError(
             "batch: got a Batch in the place of a model's arguments, want ModelCollator(settings) as the data_collator "
-            "of Trainer, or batch.as_dict(model=ModelCollator(settings))"
+            "of Trainer, or ModelCollator(settings)(batch)"
         )
 
     __contains__ = __getitem__

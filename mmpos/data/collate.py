@@ -18,7 +18,7 @@ from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, PATCH
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
-__all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]
+__all__ = ["PackedCollator", "PaddedCollator"]
 
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
@@ -100,25 +100,6 @@ class PaddedCollator:
         starts = np.arange(len(examples)) * seq + (seq - lengths if self.side == "left" else 0)
         positions = _join(examples).pad(seq, self.side)
         return _batch(examples, positions, starts, self.pad_token_id, (len(examples), seq))
-
-
-def collate_packed(
-    examples: Examples, *, multiple_of: int = 1, length: int | None = None, pad_token_id: int = 0
-) -> Batch:
-    """Pack examples into one batch; the arguments are those of PackedCollator."""
-    return PackedCollator(multiple_of, length, pad_token_id)(examples)
-
-
-def collate_padded(
-    examples: Examples,
-    *,
-    side: Side = "right",
-    multiple_of: int = 1,
-    length: int | None = None,
-    pad_token_id: int = 0,
-) -> Batch:
-    """Pad examples to one batch; the arguments are those of PaddedCollator."""
-    return PaddedCollator(side, multiple_of, length, pad_token_id)(examples)
 
 
 def _batch(

@@ -73,7 +73,7 @@ CORPUS = [Lines("a", 0), Lines("b", 100), Lines("c", 37)]
 BATCHINGS: dict[str, Batcher | Packer] = {
     "one": Batcher(1),
     "seven": Batcher(7),
-    "packs": Packer(24, buffer=5, split_text=True, min_piece=2),
+    "packs": Packer(24, buffer=5, split_text=True),
 }
 
 

@@ -21,7 +21,7 @@ from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
 from mmpos.integrations.hf.rows import Options, Rows, VideoTokens, added_tokens, expand, flat_options, sort_options
 from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
-from mmpos.integrations.models import from_hf_config
+from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
@@ -33,9 +33,6 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, intege
 __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
-
-_VIDEOS_AS_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Models whose preprocessor_config.json is that of videos, too, where no other is."""
 
 _NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # read token by token, which tensors are slow at
 
@@ -177,9 +174,10 @@ class MMPosProcessor(ProcessorMixin):
             if folder is None:
                 raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        timed = not model.frames_apart or model.model_type.startswith("qwen3")  # what stands between frames is known
+        known = MODEL_TYPES[model.model_type]
+        timed = known.timestamps or not known.frames_apart  # what stands between frames is known
         if video_processor is None and folder is not None and timed and model.video_token_id is not None:
-            video_processor = video_processor_in(folder, model.model_type in _VIDEOS_AS_IMAGES)
+            video_processor = video_processor_in(folder, known.videos_as_images)
         told: dict[str, Any] = {
             "images": images or model.image_processor(),
             "scheme": model.scheme,

@@ -1,8 +1,7 @@
 """The service under more than it can do: overload, streams that stall, and everything at once for a long time.
 
 python benchmarks/endurance.py                     overload, stalled streams and a minute of everything
-python benchmarks/endurance.py --soak 600 --json   ten minutes of everything; the figures kept in results/, and quoted
-python benchmarks/endurance.py --tables            only the tables, from the figures that are there
+python benchmarks/endurance.py --soak 600 --json   ten minutes of everything; the figures kept in results/
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pages import RESULTS, Rows, fill_in, of_machine, show
+from pages import RESULTS, Rows, markdown
 
 from mmpos.errors import MmposError
 from mmpos.support.files import write_text
@@ -23,8 +21,6 @@ from mmpos_bench.machine import stamp
 from mmpos_bench.serving.overload import Overload, Scale, overload
 from mmpos_bench.serving.soak import Soak, soak
 from mmpos_bench.serving.stalled import Stalled, stalled
-
-PAGE = Path(__file__).parent / "README.md"
 
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[T], str]]
@@ -64,17 +60,10 @@ def table(columns: Columns[T], results: Iterable[T]) -> Rows:
     return [list(columns), *([cell(one) for cell in columns.values()] for one in results)]
 
 
-def quoted(kept: Mapping[str, Any]) -> str:
-    """Write the tables of a file in results/."""
+def tables(kept: Mapping[str, Any]) -> tuple[Rows, ...]:
+    """Make the tables of a file in results/."""
     loaded, held = [Overload(**one) for one in kept["overload"]], [Stalled(**one) for one in kept["stalled"]]
-    tables = table(OVERLOAD, loaded), table(STALLED, held), table(SOAK, [Soak(**kept["soak"])])
-    return of_machine(kept["machine"], kept["command"], *tables)
-
-
-def filled_in(page: str) -> str:
-    """Write the tables of all kept figures into the page."""
-    paths = sorted(RESULTS.glob("*.endurance.json"))
-    return fill_in(page, "endurance", lambda _: "".join(quoted(json.loads(path.read_text())) for path in paths) + "\n")
+    return table(OVERLOAD, loaded), table(STALLED, held), table(SOAK, [Soak(**kept["soak"])])
 
 
 def main(
@@ -84,34 +73,28 @@ def main(
     streams: Annotated[str, typer.Option(help="How many streams, in turn.")] = "1,16,64",
     soak_seconds: Annotated[float, typer.Option("--soak", help="Seconds of everything at once.")] = 60.0,
     quick: Annotated[bool, typer.Option(help="Toy sizes: the figures mean nothing.")] = False,
-    keep: Annotated[bool, typer.Option("--json", help="Keep the figures in results/, and fill in the page.")] = False,
-    only_tables: Annotated[bool, typer.Option("--tables", help="Only fill in the page.")] = False,
+    keep: Annotated[bool, typer.Option("--json", help="Keep the figures in results/.")] = False,
 ) -> None:
     """Measure, show, and keep if told so; ends with 1 if memory grows."""
-    flat = True
-    if not only_tables:
-        scale = Scale(seconds, times, 64, 2, settling=0.3) if quick else Scale(seconds, times)
-        loaded = list(overload(scale, "tuned"))
-        show(table(OVERLOAD, loaded))
-        held = list(stalled(tuple(map(int, streams.split(","))), stall, "tuned", 2 if quick else 64))
-        show(table(STALLED, held))
-        soaked = soak(soak_seconds, "tuned", 1 if quick else 2)
-        show(table(SOAK, [soaked]))
-        flat = soaked.flat
-        if keep:
-            machine = stamp("tuned")
-            kept = {
-                "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
-                "machine": asdict(machine),
-                "overload": [asdict(one) for one in loaded],
-                "stalled": [asdict(one) for one in held],
-                "soak": asdict(soaked),
-            }
-            path = RESULTS / f"{machine.name}.endurance.json"
-            write_text(path, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    if keep or only_tables:
-        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
-    if not flat:
+    scale = Scale(seconds, times, 64, 2, settling=0.3) if quick else Scale(seconds, times)
+    loaded = list(overload(scale, "tuned"))
+    print(markdown(table(OVERLOAD, loaded)))
+    held = list(stalled(tuple(map(int, streams.split(","))), stall, "tuned", 2 if quick else 64))
+    print(markdown(table(STALLED, held)))
+    soaked = soak(soak_seconds, "tuned", 1 if quick else 2)
+    print(markdown(table(SOAK, [soaked])))
+    if keep:
+        machine = stamp("tuned")
+        kept = {
+            "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
+            "machine": asdict(machine),
+            "overload": [asdict(one) for one in loaded],
+            "stalled": [asdict(one) for one in held],
+            "soak": asdict(soaked),
+        }
+        path = RESULTS / f"{machine.name}.endurance.json"
+        write_text(path, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    if not soaked.flat:
         raise typer.Exit(1)
 
 

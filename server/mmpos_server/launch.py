@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos_server.access import Tokens
+from mmpos_server.access import TokenFile
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.listening import Listen, address, bind, inherits, notify, warn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CUT_OFF",
-    "Options",
+    "LaunchOptions",
     "give_back_at_rest",
     "ignore_signals",
     "keep_large_blocks",
@@ -55,7 +55,7 @@ _LAST_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Options of the command line.
 
     Args:
@@ -117,7 +117,7 @@ class Options:
         return memory
 
 
-def serve(options: Options) -> None:
+def serve(options: LaunchOptions) -> None:
     """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
 
     Threads that are still at work after the drain are cut off, with exit status CUT_OFF. One line for each address is
@@ -135,7 +135,7 @@ def serve(options: Options) -> None:
             thread.join()
 
 
-async def _serve(options: Options, logs: Logs) -> None:
+async def _serve(options: LaunchOptions, logs: Logs) -> None:
     tracing = _tracing() if options.otel else None
     loop = asyncio.get_running_loop()
     first, second, reread = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -194,7 +194,7 @@ def _tracing() -> Tracing:
     return configured()
 
 
-async def _drain(server: Server, options: Options, at_once: asyncio.Event, logs: Logs) -> None:
+async def _drain(server: Server, options: LaunchOptions, at_once: asyncio.Event, logs: Logs) -> None:
     """Announce the stop, serve on for the notice, then answer the calls at work; at_once cuts all of this short."""
     server.announce_stop()
     hurry = asyncio.create_task(at_once.wait())
@@ -261,7 +261,7 @@ _YOUNG, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 10.0
 _WORKER_SECONDS = 5.0
 
 
-def supervise(options: Options, arguments: Sequence[str]) -> None:
+def supervise(options: LaunchOptions, arguments: Sequence[str]) -> None:
     """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
 
     Args:
@@ -279,7 +279,7 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         _supervise(options, arguments, logs)
 
 
-def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
+def _supervise(options: LaunchOptions, arguments: Sequence[str], logs: Logs) -> None:
     listen = options.listen
     # Errors in files are reported once, and not by every worker.
     config = options.settings()
@@ -288,7 +288,7 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
     if listen.tls:
         listen.tls.read()
     if listen.token_file:
-        Tokens(listen.token_file, logs)
+        TokenFile(listen.token_file, logs)
     warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
@@ -304,7 +304,9 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
 class _Supervisor:
     """Supervisor of the workers of one server: starts them, restarts those that die, and drains them."""
 
-    def __init__(self, options: Options, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs) -> None:
+    def __init__(
+        self, options: LaunchOptions, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs
+    ) -> None:
         self._options, self._config, self._words, self._folder, self._logs = options, config, words, folder, logs
         self._alive: dict[int, asyncio.subprocess.Process] = {}
         self._serving: set[int] = set()

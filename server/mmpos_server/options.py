@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.access import Tls
-from mmpos_server.launch import Options, leave, supervise
+from mmpos_server.access import TlsFiles
+from mmpos_server.launch import LaunchOptions, leave, supervise
 from mmpos_server.launch import serve as serve_here
 from mmpos_server.listening import Listen, Uds
 
@@ -131,7 +131,7 @@ def serve(
     SIGTERM and SIGINT drain: health reports NOT_SERVING, calls that have arrived are answered, then the server exits.
     A second signal ends the server at once. SIGHUP rereads the settings.
     """
-    options = Options(
+    options = LaunchOptions(
         listen=Listen(
             host,
             50051 if port is None else port,
@@ -167,13 +167,13 @@ def serve(
     leave()
 
 
-def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
+def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> TlsFiles | None:
     if cert is None or key is None:
         for name, value in (("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", client_ca)):
             if value is not None:
                 raise InvalidInputError(f"{name}: got {value} alone, want --tls-cert and --tls-key")
         return None
-    return Tls(cert, key, client_ca)
+    return TlsFiles(cert, key, client_ca)
 
 
 def _uds(path: Path | None, mode: str | None) -> Uds | None:
@@ -192,7 +192,7 @@ def _set(**values: int | None) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _words(options: Options) -> Sequence[str]:
+def _words(options: LaunchOptions) -> Sequence[str]:
     """Return the command line of a worker, without the options that the supervisor adds."""
     listen = options.listen
     tls = listen.tls

@@ -42,12 +42,6 @@ def test_the_ratio_is_that_of_the_99th_percentiles() -> None:
     ]
 
 
-def test_the_page_quotes_the_figures_that_are_kept() -> None:
-    page = endurance.PAGE.read_text(encoding="utf-8")
-    assert "<!-- endurance -->" in page
-    assert endurance.filled_in(page) == page
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_the_script_takes_every_path_on_toy_sizes() -> None:

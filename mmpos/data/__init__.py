@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
-    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
+    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
@@ -71,9 +71,9 @@ __all__ = [
     "Turn",
     "dataset_shards",
     "first_fit_decreasing",
+    "get_example",
     "mask_mod",
     "read_quarantine",
-    "ready",
     "shards",
     "write_sequences",
 ]
@@ -94,7 +94,7 @@ _ROOMS = {
     "ranks": ("RankLoader",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
-    "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),
+    "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
 }
 
 if not TYPE_CHECKING:

@@ -9,7 +9,7 @@ from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
-    from mmpos.data.batch import Batch, mask_mod
+    from mmpos.data.batch import Batch
     from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
@@ -72,7 +72,6 @@ __all__ = [
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
-    "mask_mod",
     "read_quarantine",
     "shards",
     "write_sequences",
@@ -80,7 +79,7 @@ __all__ = [
 
 # Imported when they are first named: batches need torch, readers and storage what they read with.
 _ROOMS = {
-    "batch": ("Batch", "mask_mod"),
+    "batch": ("Batch",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),

@@ -135,8 +135,7 @@ def _batch(
         types = np.empty(positions.num_tokens, np.uint8)
         _lay(types, [sequence.token_type_ids for sequence in sequences], before, after, 0)
         spans = true_runs(types == PATCH, spans[:, 0])
-        audio_spans = true_runs(types == AUDIO_TOKEN)
-    audio = audio_spans is not None and len(audio_spans) > 0
+        audio_spans = true_runs(types == AUDIO_TOKEN) if (types == AUDIO_TOKEN).any() else None
     patches = _patches(examples)
     tensor = torch.from_numpy
     return Batch(
@@ -152,8 +151,8 @@ def _batch(
         grid_thw=tensor(grid_thw),
         image_spans=tensor(spans),
         feature_spans=tensor(_feature_rows(spans)),
-        audio_spans=tensor(audio_spans) if audio else None,
-        audio_feature_spans=tensor(_feature_rows(audio_spans)) if audio else None,
+        audio_spans=None if audio_spans is None else tensor(audio_spans),
+        audio_feature_spans=None if audio_spans is None else tensor(_feature_rows(audio_spans)),
     )
 
 

@@ -15,7 +15,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
 from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
-from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
+from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, merged, on_host, shapes
 from mmpos.integrations.models.from_config import audio_chunk, from_hf_config, thinker
 from mmpos.integrations.models.model_types import MODEL_TYPES, ModelType
 from mmpos.positions.place import place
@@ -379,7 +379,7 @@ def _compute(
 ) -> Ids:
     mask = None if attention_mask is None else attention_mask.bool()
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
-    tokens = Tokens.of(types, mask)
+    tokens = TokenTypes.of(types, mask)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = SegmentTable.from_input_ids(
         tokens.types,
@@ -406,7 +406,7 @@ def _compute_xd(
     mask = None if attention_mask is None else attention_mask.bool()
     is_image = mm_token_type_ids == IMAGE
     types, mask, images = on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
-    tokens = Tokens.of(types, mask)
+    tokens = TokenTypes.of(types, mask)
     grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = SegmentTable.from_input_ids(
         tokens.types,
@@ -420,7 +420,7 @@ def _compute_xd(
     return ids, deltas.to(input_ids.dtype)
 
 
-def _timed(segments: SegmentTable, tokens: Tokens, intervals: Tensor) -> MRopeTransformers:
+def _timed(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
     """Give frames of videos the ids that products of floats have when they are cut off."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO

@@ -19,7 +19,15 @@ from transformers.processing_utils import MultiModalData
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
-from mmpos.integrations.hf.rows import Options, Rows, VideoTokens, added_tokens, expand, flat_options, sort_options
+from mmpos.integrations.hf.texts import (
+    TextOptions,
+    TextRows,
+    VideoTokens,
+    added_tokens,
+    expand,
+    flat_options,
+    sort_options,
+)
 from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
@@ -261,7 +269,7 @@ class MMPosProcessor(ProcessorMixin):
                 text.
             audio: None; audio is refused.
             options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the others of
-                ``mmpos.integrations.hf.rows.Options``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
+                ``mmpos.integrations.hf.texts.TextOptions``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
                 ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std`` of images, also
                 in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``. What both have goes
                 to both, and is refused where images cannot have it.
@@ -287,7 +295,7 @@ class MMPosProcessor(ProcessorMixin):
             raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
         arguments = flat_options(options)
         of_text, of_images, of_videos = self._sorted(arguments)
-        chosen = Options.of(of_text, self.tokenizer)
+        chosen = TextOptions.of(of_text, self.tokenizer)
         if is_chat(text):
             generate = arguments.pop("add_generation_prompt", False)
             if videos is not None:
@@ -423,7 +431,7 @@ class MMPosProcessor(ProcessorMixin):
             options: of a call.
         """
         of_text, of_images, of_videos = self._sorted(flat_options(options))
-        Options.of(of_text, self.tokenizer)
+        TextOptions.of(of_text, self.tokenizer)
         merged = self.images.spatial_merge_size**2
         counts: dict[str, list[int]] = {}
         if image_sizes is not None:
@@ -479,7 +487,7 @@ class MMPosProcessor(ProcessorMixin):
         grid_thw: IntArray,
         counts: IntArray | None,
         videos: VideoTokens | None,
-        options: Options,
+        options: TextOptions,
     ) -> dict[str, Any]:
         """Make everything that follows from the texts and from the sizes of the images and videos."""
         encoded = options.encode(self.tokenizer, texts)
@@ -560,7 +568,7 @@ def _per_token(
     lengths: IntArray,
     width: int | None,
     tokenizer: PreTrainedTokenizerBase,
-    options: Options,
+    options: TextOptions,
 ) -> dict[str, Any]:
     """Collect everything with an entry per token: padded arrays, or a list with one array for each row.
 
@@ -588,7 +596,7 @@ def _per_token(
 
 
 def _positions(
-    table: PositionTable, rows: Rows, width: int | None, side: Side, return_tensors: str | None
+    table: PositionTable, rows: TextRows, width: int | None, side: Side, return_tensors: str | None
 ) -> dict[str, Any]:
     """Return the dense ids of all rows, padded as the rows are, and their table."""
     dtype = None if table.fractional else np.int64

@@ -34,7 +34,7 @@ class SchemeInfo:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LimitsInfo:
     """Limits of one request.
 
     Args:
@@ -100,7 +100,7 @@ class ServerInfo:
 
     version: str
     schemes: tuple[SchemeInfo, ...]
-    limits: Limits
+    limits: LimitsInfo
     profiles: tuple[ProfileInfo, ...]
     device: str
     shared_memory_prefix: str
@@ -111,7 +111,7 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
     return ServerInfo(
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
-        limits=_same(Limits, message.limits),
+        limits=_same(LimitsInfo, message.limits),
         profiles=tuple(map(_profile, message.profiles)),
         device=message.device,
         shared_memory_prefix=message.shared_memory_prefix,

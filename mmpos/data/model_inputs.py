@@ -190,10 +190,11 @@ class ModelCollator:
                 if (got := getattr(self.images, name)) != size:
                     raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
 
-    def __call__(self, examples: Examples) -> dict[str, Any]:
+    def __call__(self, examples: Examples | Batch) -> dict[str, Any]:
         """Collate these examples, or those of a Pack or of several, and give the model's arguments.
 
-        Of a Batch that is there already, ``batch.as_dict(model=…)`` gives them.
+        Args:
+            examples: examples, a Pack or several, or a Batch that is collated already, on any device.
 
         Returns:
             use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
@@ -206,10 +207,7 @@ class ModelCollator:
             InvalidInputError: positions of another scheme, or placeholders of another model; or as for collate.
             UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
         """
-        return self._arguments(self.collate(examples))
-
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        """Make the arguments for a batch, on its device."""
+        batch = examples if isinstance(examples, Batch) else self.collate(examples)
         types = self._token_types(batch)
         self._check(batch, types)
         text = batch.text_positions.long()

@@ -11,7 +11,7 @@ from mmpos.support.info import version
 from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
+from mmpos_server.inference.models import InferenceModel, Positions, Rotate, Sequences
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
@@ -28,7 +28,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
     build = queried(sequences.build, "sequences")
-    models: list[Model] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
+    models: list[InferenceModel] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
     return [
         place_method(positions.place),
         Method(

@@ -31,8 +31,7 @@ from tolerance import EXACT, assert_within
 import mmpos
 import mmpos.rotary
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelSettings
-from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
-from mmpos.rotary.hf_models import OTHER_ROTATIONS
+from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 

@@ -37,10 +37,9 @@ from mmpos import (
     Video,
     place,
 )
-from mmpos.client import Client
+from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc.positions import get_query
-from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
 from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Placeholders, Thumbnail, Tile

@@ -26,6 +26,15 @@ from mmpos import (
     UnsupportedError,
     place,
 )
+from mmpos.client import (
+    Decode,
+    Dense,
+    Pad,
+    PositionsQuery,
+    Shard,
+    Take,
+    Window,
+)
 from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
@@ -35,15 +44,6 @@ from mmpos.errors import (
 )
 from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
 from mmpos.rpc import errors, positions, rotary, sequences, tensors
-from mmpos.rpc.queries import (
-    Decode,
-    Dense,
-    Pad,
-    PositionsQuery,
-    Shard,
-    Take,
-    Window,
-)
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import (
     V2PE,

@@ -26,7 +26,7 @@ from mmpos import (
     UnsupportedError,
     Video,
 )
-from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
@@ -181,7 +181,7 @@ def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
     assert whole.slice(0, 14).sequence.segments.lengths.tolist() == [1, 3, 4, 3, 3]
     rest = whole.slice(6, 14).sequence.segments
     assert (rest.lengths.tolist(), rest.row_separator) == ([2, 3, 3], None)
-    packer = Packer(8, split_text=True, min_piece=1)
+    packer = Packer(8, split_text=True)
     packs = [*packer.add(whole), *packer.flush()]
     examples = [each for pack in packs for each in pack.examples]
     assert [each.sequence.segments.num_tokens for each in examples] == [each.num_tokens for each in examples]
@@ -189,7 +189,7 @@ def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
 
 
 def test_a_batch_knows_patches_from_separators() -> None:
-    batch = collate_packed([FIRST, SECOND], multiple_of=4)
+    batch = PackedCollator(multiple_of=4)([FIRST, SECOND])
     assert batch.input_ids.tolist()[:12] == [97, 98, BEGIN, PATCH, PATCH, ROW, PATCH, PATCH, ROW, END, 99, 0]
     assert batch.image_spans.tolist() == [[3, 5], [6, 8], [13, 16]]
     assert batch.feature_spans.tolist() == [[0, 2], [2, 4], [4, 7]]
@@ -211,7 +211,7 @@ def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from(["left", "right"]))
 def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
-    packed, padded = collate_packed(examples), collate_padded(examples, side=side)
+    packed, padded = PackedCollator()(examples), PaddedCollator(side=side)(examples)
     lengths = [one.num_tokens for one in examples]
     for batch, sizes in ((packed, lengths), (padded, [max(lengths)] * len(lengths))):
         begins = np.cumsum(sizes) - sizes + (np.subtract(sizes, lengths) if side == "left" else 0)
@@ -233,7 +233,7 @@ def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "
 @settings(settled, max_examples=10)
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from([1, 2, 3]))
 def test_shards_place_every_feature_once(documents: Any, world_size: int) -> None:
-    batch = collate_packed(examples_of(documents), multiple_of=2 * world_size)
+    batch = PackedCollator(multiple_of=2 * world_size)(examples_of(documents))
     ids = torch.arange(batch.input_ids.numel())
     placed: dict[int, int] = {}
     for rank in range(world_size):

@@ -13,9 +13,9 @@ from hypothesis import given
 from message_strategies import places
 
 from mmpos import Grid, MmposError, SegmentTable, Text
+from mmpos.client import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Limits, Profiles, load

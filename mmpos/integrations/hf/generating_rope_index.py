@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.rope_tokens import IMAGE, Ids, Tokens, check_tensors, merged, on_host
+from mmpos.integrations.hf.token_types import IMAGE, Ids, TokenTypes, check_tensors, merged, on_host
 from mmpos.integrations.models.settings import generated, per_sample
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
@@ -134,7 +134,7 @@ def _compute_generating(
     for kind, token in enumerate((image_start_token_id, image_end_token_id), 1):
         markers.masked_fill_(input_ids == token, kind)
     kinds, mask, grids, counts = on_host(markers, mask, image_grid_thw, images_per_sample)
-    tokens = Tokens.of(kinds, mask).packed()
+    tokens = TokenTypes.of(kinds, mask).packed()
     assert tokens.cu_seqlens is not None, "packed"
     grid_thw = merged("image_grid_thw", grids, np.ones(3, np.int64))
     grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw

@@ -25,7 +25,7 @@ from mmpos_server.inference.messages import Kind, Output, Request, Spec, loaded,
 from mmpos_server.limits import check, check_answer, check_reply
 from mmpos_server.position_service import INLINE_BYTES, INLINE_SEGMENTS, PositionService, complete, segments_at_work
 from mmpos_server.rotary_service import RotaryService, check_head_dim, demand_torch, device
-from mmpos_server.sequence_service import Document, SequenceService
+from mmpos_server.sequence_service import PendingDocument, SequenceService
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmpos_server.inference import open_inference_pb2 as pb
 
 __all__ = [
-    "Model",
+    "InferenceModel",
     "Positions",
     "Rotate",
     "Sequences",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Model(Protocol):
+class InferenceModel(Protocol):
     """Model of the protocol; its versions are the profiles of the server."""
 
     name: str
@@ -291,7 +291,7 @@ class Sequences:
         tokens, images = await call.run("place", self._write, documents, builder, request, answer, call)
         call.count(documents=len(documents), tokens=tokens, images=images)
 
-    def _read(self, request: Request) -> list[Document]:
+    def _read(self, request: Request) -> list[PendingDocument]:
         [count] = request.inputs["parts"].shape
         check("segments", count, self._limits)
         if "kinds" in request.inputs and request.inputs["kinds"].shape != (count,):
@@ -307,13 +307,15 @@ class Sequences:
             raise InvalidInputError(f"parts_per_document: got {_some(counts)}, want a sum of {len(parts)} like parts")
         ends = counts.cumsum().tolist()
         return [
-            Document([_part(f"documents[{d}].parts[{i - begin}]", parts[i], kinds[i]) for i in range(begin, end)])
+            PendingDocument(
+                [_part(f"documents[{d}].parts[{i - begin}]", parts[i], kinds[i]) for i in range(begin, end)]
+            )
             for d, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
         ]
 
     def _write(
         self,
-        documents: list[Document],
+        documents: list[PendingDocument],
         builder: SequenceBuilder,
         request: Request,
         answer: pb.ModelInferResponse,
@@ -350,7 +352,7 @@ def _part(name: str, part: bytes, kind: bytes) -> str | bytes:
         raise InvalidInputError(f"{name}: got bytes that are not UTF-8 ({error.reason}), want text") from None
 
 
-def _built(name: str, document: Document) -> InterleavedSequence:
+def _built(name: str, document: PendingDocument) -> InterleavedSequence:
     """Return the sequence of a document; its error fails the whole request, since the tensors are packed."""
     outcome = document.outcome
     if isinstance(outcome, MmposError):

@@ -100,7 +100,7 @@ int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got) {
 static PyMethodDef methods[] = {
     METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(elements), METHOD(expand),        METHOD(integers),
     METHOD(joined),  METHOD(ones),    METHOD(patches),   METHOD(rotate),   METHOD(runs),          METHOD(sound),
-    METHOD(spans),   METHOD(split),   METHOD(sums),      METHOD(walk),     {NULL, NULL, 0, NULL},
+    METHOD(spans),   METHOD(split),   METHOD(sums),      {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {

@@ -40,7 +40,6 @@ def pytest_collection() -> Generator[None, object, object]:
 collect_ignore = [
     "tests/helpers/native_choice.py",
     "benchmarks/mmpos_bench/peers",
-    "mmpos/integrations/torchtitan/override.py",
     "mmpos/integrations/vllm/models.py",
 ]
 

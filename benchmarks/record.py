@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import endurance
 import model_tables
-from pages import RESULTS, fill_in, markdown
+import neighbours
+from pages import RESULTS, fill_in, markdown, quoted
 
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
 from mmpos.schemes import SCHEMES
@@ -86,25 +88,6 @@ def named(run: str) -> list[tuple[str, str]]:
     return [(suite, malloc)] if malloc else [(suite, name) for name in MALLOCS]
 
 
-def filled_in(page: str) -> str:
-    """Make every table and every property anew that a page quotes.
-
-    Raises:
-        SystemExit: a table of figures that are not there, or properties or model types that are not known.
-    """
-    page = fill_in(page, "bench", quoted_table)
-    for mark, quotes in (("compare", QUOTES), ("models", model_tables.QUOTES)):
-        page = fill_in(page, mark, partial(quoted, mark, quotes))
-    return page
-
-
-def quoted(mark: str, quotes: Mapping[str, Callable[[], str]], name: str) -> str:
-    """Write what a page quotes about properties or model types."""
-    if name not in quotes:
-        raise SystemExit(f"{mark}: got {name!r}, want one of {', '.join(quotes)}")
-    return quotes[name]()
-
-
 def quoted_table(name: str) -> str:
     """Write the table of "machine; suite; malloc; group"."""
     machine, suite, malloc, group = name.split("; ", 3)
@@ -131,6 +114,34 @@ def to_markdown(measurements: tuple[Measurement, ...]) -> str:
         beside = {name: number_text(value) for name, value in m.facts.items()}
         rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
     return markdown(rows)
+
+
+def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:
+    """Write what a page quotes by a name."""
+    if name not in quotes:
+        raise SystemExit(f"quote: got {name!r}, want one of {', '.join(quotes)}")
+    return quotes[name]()
+
+
+MARKS: Mapping[str, Callable[[str], str]] = {
+    "bench": quoted_table,
+    "compare": partial(named_quote, QUOTES),
+    "models": partial(named_quote, model_tables.QUOTES),
+    "endurance": lambda _: quoted("*.endurance.json", endurance.tables),
+    "neighbours": lambda _: quoted("neighbours-*.json", lambda kept: [neighbours.table(kept)]),
+}
+"""The marks of pages, and what writes the text between them."""
+
+
+def filled_in(page: str) -> str:
+    """Make everything anew that a page quotes.
+
+    Raises:
+        SystemExit: a table of figures that are not there, or properties or model types that are not known.
+    """
+    for mark, write in MARKS.items():
+        page = fill_in(page, mark, write)
+    return page
 
 
 def main() -> None:

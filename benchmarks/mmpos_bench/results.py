@@ -119,12 +119,15 @@ def _report_text(report: Report) -> str:
     head = {f.name: getattr(report, f.name) for f in fields(report) if f.name not in ("machine", "measurements")}
     if not report.interrupted:
         del head["interrupted"]
-    return json_with_rows(head | {"machine": asdict(report.machine)}, "measurements", map(_row, report.measurements))
+    rows = [_row(measurement) for measurement in report.measurements]
+    return json_with_rows(head | {"machine": asdict(report.machine), "measurements": rows})
 
 
-def json_with_rows(head: Mapping[str, object], name: str, rows: Iterable[object]) -> str:
-    """Write a JSON object with a line for every value of head, and one for every row of the list that is its last."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+def json_with_rows(content: Mapping[str, object]) -> str:
+    """Write a JSON object with a line for every value, and one for every row of the list that is the last value."""
+    *head, (name, rows) = content.items()
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
+    assert isinstance(rows, list)
     text = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
     return "{" + ",\n ".join([*lines, f'"{name}": [\n  {text}\n ]' if text else f'"{name}": []']) + "}"
 

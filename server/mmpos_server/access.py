@@ -8,7 +8,7 @@ import os
 import re
 import ssl
 import stat
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +26,16 @@ from mmpos_server.transport import CallContext, Handler, abort
 if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs, Metrics
 
-__all__ = ["LEAST_CHARACTERS", "OPEN", "Certificates", "Tls", "TokenInterceptor", "Tokens", "not_after", "token_name"]
+__all__ = [
+    "LEAST_CHARACTERS",
+    "OPEN",
+    "Certificates",
+    "TlsFiles",
+    "TokenFile",
+    "TokenInterceptor",
+    "not_after",
+    "token_name",
+]
 
 
 OPEN = frozenset(
@@ -58,7 +67,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         logs: gets a line about refused calls, once a second at most.
     """
 
-    def __init__(self, tokens: Tokens, metrics: Metrics, logs: Logs) -> None:
+    def __init__(self, tokens: TokenFile, metrics: Metrics, logs: Logs) -> None:
         self._tokens, self._metrics, self._logs = tokens, metrics, logs
         # As a stream, since of a stream nothing is read before the handler wants it; on the wire both are the same.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
@@ -71,26 +80,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[T, S] | None:
         """Return the handler of a call, or one that refuses the call."""
-        if not self.authenticate(handler_call_details.method, handler_call_details.invocation_metadata):
-            return self._refusal  # type: ignore[return-value]
+        if handler_call_details.method not in OPEN:
+            token = get_token(handler_call_details.invocation_metadata)
+            name = None if token is None else self._tokens.name(token)
+            if name is None:
+                return self._refusal  # type: ignore[return-value]
+            token_name.set(name)
         return await continuation(handler_call_details)
-
-    def authenticate(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Check whether a call may pass, and note the name of its token for the running task."""
-        if method in OPEN:
-            return True
-        token = get_token(metadata)
-        name = None if token is None else self._tokens.name(token)
-        if name is None:
-            return False
-        token_name.set(name)
-        return True
-
-    def refused(self, peer: str) -> tuple[str, str]:
-        """Count a refused call of this peer; returns the status and details that the call ends with."""
-        self._refused, self._peer = self._refused + 1, peer
-        self._metrics.unauthenticated.inc()
-        return _STATUS, _DETAILS
 
     def open(self) -> None:
         """Start checking every second whether the token file has changed."""
@@ -111,8 +107,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 self._refused = 0
 
     async def _refuse(self, _requests: object, context: CallContext) -> None:
-        status, details = self.refused(context.peer())
-        await abort(context, grpc.StatusCode[status], details)
+        self._refused, self._peer = self._refused + 1, context.peer()
+        self._metrics.unauthenticated.inc()
+        await abort(context, grpc.StatusCode[_STATUS], _DETAILS)
 
 
 async def _refreshed(refresh: Callable[[], None], failed: str, logs: Logs) -> None:
@@ -132,7 +129,7 @@ _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _Version = tuple[int, int, int, int]
 
 
-class Tokens:
+class TokenFile:
     """The tokens of a file: one "NAME TOKEN" in a line, or a comment after "#"; a name may have several.
 
     To rotate a token, add the new one under the same name, let clients change over, and remove the old one.
@@ -221,7 +218,7 @@ def _entry(words: list[str]) -> tuple[bytes, str]:
 
 
 @dataclass(frozen=True)
-class Tls:
+class TlsFiles:
     """TLS files of a server.
 
     Args:
@@ -277,12 +274,11 @@ class Certificates:
         InvalidInputError: a file is wrong.
     """
 
-    def __init__(self, tls: Tls, logs: Logs) -> None:
+    def __init__(self, tls: TlsFiles, logs: Logs) -> None:
         self._tls, self._logs = tls, logs
         self._versions = self._seen()
         self._latest, self._not_after = tls.read()
         self._given = self._latest
-        self._contexts: list[ssl.SSLContext] = []
         self._expired = False
         self._check_expiry()
 
@@ -292,18 +288,6 @@ class Certificates:
         fetch: Callable[[], Any] = self._fetch  # also None, which the annotations of grpc lack
         return grpc.dynamic_ssl_server_credentials(self._given, fetch, wanted)
 
-    def context(self) -> ssl.SSLContext:
-        """Return the SSL context of a port that is not of gRPC; every handshake uses the latest certificate.
-
-        New CA certificates are added; one that was removed from its file stays valid until the server ends.
-        """
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        if self._tls.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        self._contexts.append(context)
-        self._load(context)
-        return context
-
     def refresh(self) -> None:
         """Reread the files if one has changed; from any thread, one at a time."""
         versions = self._seen()
@@ -312,8 +296,6 @@ class Certificates:
             self._versions = versions
             try:
                 self._latest, self._not_after = self._tls.read()
-                for context in self._contexts:
-                    self._load(context)
             except InvalidInputError as error:
                 self._logs.error("certificates stay as they were", reason=str(error))
             else:
@@ -325,11 +307,6 @@ class Certificates:
         """Call ``refresh`` every second, until cancelled."""
         while True:
             await _refreshed(self.refresh, "certificates stay as they were", self._logs)
-
-    def _load(self, context: ssl.SSLContext) -> None:
-        context.load_cert_chain(self._tls.cert, self._tls.key)
-        if self._tls.client_ca is not None:
-            context.load_verify_locations(self._tls.client_ca)
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Return new certificates before a handshake; None is no change."""

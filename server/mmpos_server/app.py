@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos_server.access import Certificates, TokenInterceptor, Tokens
+from mmpos_server.access import Certificates, TokenFile, TokenInterceptor
 from mmpos_server.admission import Admission, Clients, client_name
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.config import Limits, ServerConfig
-    from mmpos_server.inference.http import HttpForm
     from mmpos_server.methods import Method
     from mmpos_server.tracing import Tracing
 
@@ -103,12 +102,7 @@ class Server:
         self._unary = [Endpoint(method, self._context) for method in self._methods]
         self._streams = [StreamEndpoint(method, self._context) for method in self._methods if method.twin]
         tokens = self.listen.token_file
-        self._interceptor = TokenInterceptor(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
-        self._http: HttpForm | None = None
-        if self.listen.http_port is not None:
-            from mmpos_server.inference.http import HttpForm
-
-            self._http = HttpForm(self._unary, self._context, self._interceptor, self.listen)
+        self._interceptor = TokenInterceptor(TokenFile(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._server: TransportServer | None = None
         self._health: Health | None = None
         self._log = MetadataLogFilter(self.logs)
@@ -124,7 +118,7 @@ class Server:
         """Listen and serve.
 
         Returns:
-            Addresses as clients write them: of the port, of the unix socket, of the port for HTTP.
+            Addresses as clients write them: of the port, of the unix socket.
 
         Raises:
             InvalidInputError: an address is taken, the host is not of this machine, or a TLS file is wrong.
@@ -149,8 +143,6 @@ class Server:
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
             addresses.append(listen.uds.address)
-        if self._http is not None:
-            addresses.append(await self._http.start(certificates))
         await server.start()
         self._server = server
         if certificates is not None:
@@ -188,8 +180,6 @@ class Server:
         self.config, context = config, replace(self._context, config=config, clients=clients)
         self._traffic.renew(config)
         self._introspection.renew(clients)
-        if self._http is not None:
-            self._http.renew(context)
         by_name = {(method.service, method.name): method for method in methods}
         endpoints: list[Endpoint | StreamEndpoint] = [*self._unary, *self._streams]
         for endpoint in endpoints:
@@ -220,8 +210,7 @@ class Server:
             self._sockets.close()
             left = None if grace is None else max(0.0, grace - (monotonic() - began))
             ending = asyncio.create_task(self._server.stop(left))
-            http = self._http.stop(left) if self._http else asyncio.sleep(0)
-            await asyncio.gather(self._traffic.hang_up(ending), http)
+            await self._traffic.hang_up(ending)
             await ending
         await self._traffic.close()
         self._log.close()

@@ -27,7 +27,6 @@ __all__ = [
     "ClientLimits",
     "Concurrency",
     "Connections",
-    "Http",
     "ImageSettings",
     "Limits",
     "Pools",
@@ -149,22 +148,6 @@ class ClientLimits(_Settings):
     burst: int = Field(default=0, ge=0)
 
 
-class Http(_Settings):
-    """Limits of connections on the port for HTTP.
-
-    Args:
-        max_connections: open connections; beyond, an idle one is closed, or else the new one.
-        idle_seconds: how long a connection may be idle, or take to send the head of a request.
-        receive_seconds: how long a body may take to arrive.
-        send_seconds: how long a client may take to read an answer.
-    """
-
-    max_connections: int = Field(default=1024, ge=1)
-    idle_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    receive_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    send_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-
-
 class Pools(_Settings):
     """Number of threads for each kind of work, so that one kind never waits for another.
 
@@ -244,7 +227,6 @@ class ServerConfig(_Settings):
     concurrency: Concurrency = Concurrency()
     connections: Connections = Connections()
     clients: ClientLimits = ClientLimits()
-    http: Http = Http()
     pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)

@@ -8,7 +8,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mmpos.errors import (
     LimitExceededError,
@@ -19,7 +19,7 @@ from mmpos.errors import (
 )
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.errors import RETRIED
-from mmpos_server.admission import Call, Window, client_name
+from mmpos_server.admission import Call, ItemWindow, client_name
 from mmpos_server.limits import check, check_elements
 from mmpos_server.methods import Failure, failure, public
 from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
     from mmpos_server.transport import CallContext, RpcContext
 
-__all__ = ["REQUEST_ID", "Endpoint", "Form", "ServerContext", "StreamEndpoint"]
+__all__ = ["REQUEST_ID", "Endpoint", "ServerContext", "StreamEndpoint"]
 
 
 REQUEST_ID = "x-request-id"
@@ -143,16 +143,6 @@ class ServerContext:
             )
 
 
-class Form(Protocol):
-    """Encoding of the messages of one request, where that is not protobuf."""
-
-    async def read(self, raw: bytes, call: Call) -> Message:
-        """Decode a request."""
-
-    async def write(self, response: Message, call: Call) -> bytes:
-        """Encode an answer."""
-
-
 class Endpoint:
     """Unary endpoint of a method.
 
@@ -185,15 +175,12 @@ class Endpoint:
         finally:
             slot.leave()  # before the answer is sent, which may take the client long to read
 
-    async def handle(
-        self, raw: bytes, context: CallContext, form: Form | None = None, missing: MmposError | None = None
-    ) -> bytes:
+    async def handle(self, raw: bytes, context: CallContext, missing: MmposError | None = None) -> bytes:
         """Answer one request, or abort with the status of the error.
 
         Args:
             raw: bytes of the request.
             context: context of the transport.
-            form: encoding of a request over HTTP; None is protobuf over gRPC.
             missing: error of a request that did not arrive.
         """
         call = self._server.call(context)
@@ -207,9 +194,8 @@ class Endpoint:
                     raise missing
                 if self.method.admitted:
                     call.admit(len(raw))
-                answer = await self._answer(raw, call, form)
-                if form is None:  # over HTTP answers are counted where they are sent
-                    self._server.traffic.send(context, call, len(answer))
+                answer = await self._answer(raw, call)
+                self._server.traffic.send(context, call, len(answer))
                 status = "OK"
                 return answer
             except Exception as error:
@@ -218,8 +204,7 @@ class Endpoint:
                 failed = self._server.failed(error, call, self.method.name)
                 status, answer = failed.status, b""
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
-            if form is None:
-                self._server.traffic.leave(context)
+            self._server.traffic.leave(context)
             await abort(context, failed.code, failed.message, metadata)
             return b""
         except asyncio.CancelledError:
@@ -236,13 +221,13 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, len(answer))
             self._server.ended("request", call, self.method.name, status, context, **sizes)
 
-    async def _answer(self, raw: bytes, call: Call, form: Form | None) -> bytes:
+    async def _answer(self, raw: bytes, call: Call) -> bytes:
         limits = self._server.config.limits
-        request = await (form.read(raw, call) if form else decode(self.method.request, raw, call, limits))
+        request = await decode(self.method.request, raw, call, limits)
         await self._server.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
-        return await (form.write(response, call) if form else encode(response, call, limits))
+        return await encode(response, call, limits)
 
 
 async def decode(kind: type[Message], raw: bytes, call: Call, limits: Limits) -> Message:
@@ -250,8 +235,8 @@ async def decode(kind: type[Message], raw: bytes, call: Call, limits: Limits) ->
 
     Raises:
         DecodeError: the bytes are no such message.
-        LimitExceededError: more bytes than the limit (over gRPC the transport refuses them earlier), or more fields
-            and numbers than a request within the limits has.
+        LimitExceededError: more bytes than a limit lowered since the start (the transport refuses more than the first
+            one), or more fields and numbers than a request within the limits has.
         ServiceOverloadedError: too many calls wait for a thread.
     """
     if len(raw) > limits.request_bytes:
@@ -411,10 +396,10 @@ class StreamEndpoint:
             twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status
 
-    def window(self) -> Window:
+    def window(self) -> ItemWindow:
         """Return the flow control of a new stream."""
         concurrency = self._server.config.concurrency
-        return Window(concurrency.stream_window, concurrency.stream_bytes)
+        return ItemWindow(concurrency.stream_window, concurrency.stream_bytes)
 
 
 class _Stream:

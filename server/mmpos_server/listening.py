@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import is_loopback
-from mmpos_server.access import Tls
+from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ __all__ = [
     "Uds",
     "address",
     "bind",
-    "bind_http",
     "inherited",
     "inherits",
     "local",
@@ -49,7 +48,6 @@ class Listen:
         tcp: whether to listen on a port at all.
         uds: unix socket to listen on as well, never encrypted.
         token_file: file of client names and tokens; None admits everybody who can connect.
-        http_port: port of the Open Inference Protocol over HTTP, on the same host; 0 picks a free one, None is none.
 
     Raises:
         InvalidInputError: tokens would cross a network without TLS, or certificates are given without a port.
@@ -57,24 +55,18 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Tls | None = None
+    tls: TlsFiles | None = None
     reuse_port: bool = False
     tcp: bool = True
     uds: Uds | None = None
     token_file: Path | None = None
-    http_port: int | None = None
-
-    @property
-    def has_ports(self) -> bool:
-        """Whether there is any TCP port."""
-        return self.tcp or self.http_port is not None
 
     def __post_init__(self) -> None:
-        if self.tls is not None and not self.has_ports:
+        if self.tls is not None and not self.tcp:
             raise InvalidInputError(
                 f"tls-cert: got {self.tls.cert} with a unix socket alone, which is never encrypted, want --port, too"
             )
-        if self.token_file is not None and self.has_ports and self.tls is None and not is_loopback(self.host):
+        if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
             raise InvalidInputError(
                 f"token-file: got {self.token_file} for {self.host} without TLS, where others could read the tokens, "
                 "want --tls-cert and --tls-key, or a loopback host"
@@ -88,7 +80,7 @@ def address(host: str, port: int) -> str:
 
 def local(listen: Listen) -> bool:
     """Check whether only clients on this machine can reach the addresses."""
-    return not listen.has_ports or is_loopback(listen.host)
+    return not listen.tcp or is_loopback(listen.host)
 
 
 def warn(listen: Listen, logs: Logs) -> None:
@@ -129,15 +121,6 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
             ) from None
         raise InvalidInputError(f"port: got {address(host, port)} ({error.strerror}), want one to listen on") from None
     return reserved
-
-
-def bind_http(listen: Listen) -> socket.socket:
-    """Bind a socket to the port for HTTP, as ``bind`` does."""
-    assert listen.http_port is not None
-    try:
-        return bind(listen.host, listen.http_port, reuse_port=listen.reuse_port)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"http-{error}") from None
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:

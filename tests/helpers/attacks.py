@@ -1,10 +1,9 @@
-"""Attacks on a server, each in rounds of its own chance: messages, images, streams, metadata, frames, silence, HTTP."""
+"""Attacks on a server, each in rounds of its own chance: messages, images, streams, metadata, frames, silence."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import json
 import random
 import struct
 import zlib
@@ -91,15 +90,8 @@ class Tally:
         self.samples = {**other.samples, **self.samples}
 
 
-@dataclass(frozen=True)
-class Target:
-    """The addresses on which the server listens."""
-
-    address: str
-    http_port: int
-
-
-Attack = Callable[[Target, random.Random, Tally], Awaitable[None]]
+Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
+"""A round on the server of an address."""
 
 
 # Messages by the client of gRPC.
@@ -128,9 +120,9 @@ async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: An
         tally.add(error.code().name, path, f"{raw[:200].hex()}: {error.details()}")
 
 
-async def messages(target: Target, chance: random.Random, tally: Tally) -> None:
+async def messages(address: str, chance: random.Random, tally: Tally) -> None:
     """Send broken messages to every method, some at a time; a few are given up at once."""
-    async with grpc.aio.insecure_channel(target.address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(12):
             paths = [chance.choice([*UNARY, *UNARY, *OTHERS]) for _ in range(16)]
             timeouts = [chance.choice([0.001, *[60] * 15]) for _ in paths]
@@ -142,10 +134,10 @@ async def messages(target: Target, chance: random.Random, tally: Tally) -> None:
             )
 
 
-async def pictures(target: Target, chance: random.Random, tally: Tally) -> None:
+async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
     """Send broken and hostile image files."""
     raw = files()
-    async with grpc.aio.insecure_channel(target.address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(6):
             requests = []
             for _ in range(4):
@@ -270,9 +262,9 @@ def _ended(event: Any) -> tuple[str, str] | None:
 
 
 @asynccontextmanager
-async def wire(target: Target) -> AsyncIterator[Wire]:
+async def wire(address: str) -> AsyncIterator[Wire]:
     """A connection of frames."""
-    host, _, port = target.address.rpartition(":")
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         yield Wire(reader, writer)
@@ -280,11 +272,11 @@ async def wire(target: Target) -> AsyncIterator[Wire]:
         writer.transport.abort()
 
 
-async def streams(target: Target, chance: random.Random, tally: Tally) -> None:
+async def streams(address: str, chance: random.Random, tally: Tally) -> None:
     """Open streams of broken items, and leave some in the middle; of some the first item is no message."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
-        async with wire(target) as connection:
+        async with wire(address) as connection:
             path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
             base = "/inference.GRPCInferenceService/ModelInfer" if "Infer" in path else path.replace("/Stream", "/")
             left = 0
@@ -311,7 +303,7 @@ def odd_bytes(chance: random.Random) -> bytes:
     return chance.choice([*some, chance.randbytes(20).replace(b"\0", b"").replace(b"\n", b"").replace(b"\r", b"")])
 
 
-async def metadata(target: Target, chance: random.Random, tally: Tally) -> None:
+async def metadata(address: str, chance: random.Random, tally: Tally) -> None:
     """Calls whose headers are odd, double, missing or very many."""
     names = [
         b"authorization",
@@ -325,7 +317,7 @@ async def metadata(target: Target, chance: random.Random, tally: Tally) -> None:
     names += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-encoding", b"traceparent"]
     raw = right(PLACE)[0]
     for _ in range(20):
-        async with wire(target) as connection:
+        async with wire(address) as connection:
             odd = [(chance.choice(names), odd_bytes(chance)) for _ in range(chance.choice([1, 1, 2, 3, 100]))]
             left_out = chance.choice(["", "", "", ":path", ":method", ":scheme", ":authority", "content-type", "te"])
             path = chance.choice([PLACE, PLACE, HEALTH, "/", "", "/a/b", "/\xff"])
@@ -339,10 +331,10 @@ async def metadata(target: Target, chance: random.Random, tally: Tally) -> None:
                     )
 
 
-async def frames(target: Target, chance: random.Random, tally: Tally) -> None:
+async def frames(address: str, chance: random.Random, tally: Tally) -> None:
     """Floods and halves of frames."""
     kind = chance.choice(FLOODS)
-    async with wire(target) as connection:
+    async with wire(address) as connection:
         try:
             calls = await kind(connection, chance)
             await connection.flush()
@@ -444,20 +436,19 @@ FLOODS: Sequence[Callable[[Wire, random.Random], Awaitable[int]]] = (
 # Bytes.
 
 
-async def idle(target: Target, chance: random.Random, tally: Tally) -> None:
+async def idle(address: str, chance: random.Random, tally: Tally) -> None:
     """Hold connections that say nothing, half of a preface, or anything, and watch health that never changes."""
-    host, _, port = target.address.rpartition(":")
+    host, _, port = address.rpartition(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     some = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]
     writers = []
     for _ in range(50):
         with suppress(OSError):
-            where = target.http_port if chance.random() < 0.3 else int(port)
-            _, writer = await asyncio.open_connection(host, where)
+            _, writer = await asyncio.open_connection(host, int(port))
             writer.write(chance.choice(some))
             writers.append(writer)
             tally.add("held")
-    async with grpc.aio.insecure_channel(target.address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         watch_of: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
         watches = [watch_of(mutant(HEALTH, chance)) for _ in range(20)]
         await asyncio.sleep(0.5)
@@ -469,58 +460,4 @@ async def idle(target: Target, chance: random.Random, tally: Tally) -> None:
         writer.transport.abort()
 
 
-async def http(target: Target, chance: random.Random, tally: Tally) -> None:
-    """Send broken requests of HTTP, with broken JSON and bytes behind it."""
-    tensor = {"name": "lengths", "datatype": "INT64", "shape": [1]}
-    bodies = [
-        json.dumps({"inputs": [{**tensor, "data": [11]}], "parameters": {"scheme": "rope-tie"}}).encode(),
-        json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": 8}}]}).encode() + struct.pack("<q", 11),
-        json.dumps(
-            {"id": "7", "inputs": [{"name": "parts", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}
-        ).encode(),
-        b"[" * 70_000,
-        b'{"inputs": [' + b"{}," * 20_000,
-    ]
-    paths = ["/v2/models/positions/infer", "/v2/models/sequences/infer", "/v2/models/x/infer"]
-    asked = [f"POST {path}" for path in paths] * 3
-    asked += [
-        "GET /v2",
-        "GET /v2/health/live",
-        "GET /v2/models/x/ready",
-        "PUT /v2",
-        "GET /",
-        "POST /v2/cudasharedmemory/unregister",
-    ]
-    for _ in range(60):
-        raw = broken(chance.choice(bodies), chance, bodies) if chance.random() < 0.9 else chance.choice(bodies)
-        size = chance.choice([len(raw)] * 8 + [len(raw) + 1, 2**40, 0])
-        head = [f"{chance.choice(asked)} HTTP/1.1", "Host: a", f"Content-Length: {size}"]
-        if chance.random() < 0.5:
-            head.append(f"Inference-Header-Content-Length: {chance.choice([size - 8, 0, 7])}")
-        sent = "\r\n".join([*head, "Connection: close", "", ""]).encode()
-        if chance.random() < 0.2:
-            sent = broken(sent, chance, [sent])
-        tally.add(await _asked(target.http_port, sent + raw), "http", f"{sent!r} {raw[:200]!r}")
-
-
-async def _asked(port: int, raw: bytes) -> str:
-    """The code of an answer over HTTP; that of a fault of the server has the name of gRPC's."""
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError as error:
-        return type(error).__name__
-    try:
-        writer.write(raw)
-        async with asyncio.timeout(1.0):
-            words = (await reader.readline()).split()
-    except TimeoutError:
-        return "open"
-    except OSError as error:
-        return type(error).__name__
-    finally:
-        writer.transport.abort()
-    code = words[1].decode(errors="replace") if len(words) > 1 else "closed"
-    return "INTERNAL" if code == "500" else f"HTTP {code}" if words else "closed"
-
-
-ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata, frames, idle, http)}
+ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata, frames, idle)}

@@ -1,7 +1,7 @@
 """Attack a server of this tree for a while, and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
 
-Attackers in processes of their own send bytes, broken messages, frames of HTTP/2, image files, metadata and requests of
-HTTP, in rounds: what a round does follows from the seed, its attack and its number, so that ``--only ATTACK:NUMBER``
+Attackers in processes of their own send bytes, broken messages, frames of HTTP/2, image files and metadata, in
+rounds: what a round does follows from the seed, its attack and its number, so that ``--only ATTACK:NUMBER``
 does it again. Meanwhile a prober asks for health, and a polite client for positions whose answer is known. No status
 may be INTERNAL or UNKNOWN, no traceback in the log, no polite answer wrong, no answer to health late, and memory,
 descriptors, threads and processes of the server must be in the end what they were after a first while of attacks.
@@ -29,8 +29,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from attacks import ATTACKS, HEALTH, Tally, Target, unary
-from waiting import free_port
+from attacks import ATTACKS, HEALTH, Tally, unary
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient
@@ -49,35 +48,35 @@ LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
 # Attackers.
 
 
-async def rounds(target: Target, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
+async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
     """Round after round of these attacks beside each other, until it is time; one round of each at least."""
     tally = Tally()
 
     async def keep(name: str) -> None:
         number = first
         while time.time() < end or number == first:
-            await once(target, seed, name, number, tally)
+            await once(address, seed, name, number, tally)
             number += 1
 
     await asyncio.gather(*map(keep, names))
     return tally
 
 
-async def once(target: Target, seed: str, name: str, number: int, tally: Tally) -> None:
+async def once(address: str, seed: str, name: str, number: int, tally: Tally) -> None:
     """One round of an attack; what it opened is given up after a minute."""
     found = Tally()
     try:
         async with asyncio.timeout(60):
-            await ATTACKS[name](target, random.Random(f"{seed}/{name}/{number}"), found)
+            await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), found)
     except (TimeoutError, OSError) as error:
         found.add(type(error).__name__)
     found.samples = {bad: f"{name}:{number} {sample}" for bad, sample in found.samples.items()}
     tally.merge(found)
 
 
-def attacker(target: Target, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
+def attacker(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
     """Attack from a process of its own."""
-    return asyncio.run(rounds(target, seed, names, end, first))
+    return asyncio.run(rounds(address, seed, names, end, first))
 
 
 # Witnesses.
@@ -131,12 +130,12 @@ class Server:
 
     Args:
         process: it.
-        target: where it listens.
+        address: where it listens.
         log: what it writes.
     """
 
     process: subprocess.Popen[str]
-    target: Target
+    address: str
     log: Path
 
     @property
@@ -178,19 +177,18 @@ class Server:
 def serving(*, defaults: bool = False, environment: dict[str, str] | None = None) -> Iterator[Server]:
     """A server in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="mmpos-fuzz-") as folder:
-        path, port = Path(folder) / "settings.toml", free_port()
+        path = Path(folder) / "settings.toml"
         path.write_text(
             "" if defaults else "[limits]\n" + "\n".join(f"{name} = {most}" for name, most in LIMITS.items())
         )
-        command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--http-port", str(port), "--config", str(path)]
+        command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--config", str(path)]
         log = Path(folder) / "log"
         with log.open("w") as err:
             command += ["--log-level", "warning"]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
         try:
             assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            yield Server(process, Target(address, port), log)
+            yield Server(process, process.stdout.readline().split()[-1], log)
         finally:
             process.kill()
             process.communicate()
@@ -283,13 +281,13 @@ async def fuzz(
         serving(defaults=defaults, environment=environment) as server,
         ProcessPoolExecutor(processes or 1, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        target = server.target
+        address = server.address
 
         async def attack(end: float, first: int) -> None:
             if not processes:
-                tally.merge(await rounds(target, seed, names, end, first))
+                tally.merge(await rounds(address, seed, names, end, first))
             jobs = (
-                loop.run_in_executor(pool, attacker, target, seed, names, end, first + 1_000_000 * i)
+                loop.run_in_executor(pool, attacker, address, seed, names, end, first + 1_000_000 * i)
                 for i in range(processes)
             )
             for found in await asyncio.gather(*jobs):
@@ -298,7 +296,7 @@ async def fuzz(
         await attack(time.time() + min(seconds / 4, WARM), number)  # what is imported and kept once
         before = await server.settled(min(settle, REST))
         say(f"before    {before}")
-        witnesses = [asyncio.create_task(one(target.address)) for one in (witness.probe, witness.ask)]
+        witnesses = [asyncio.create_task(one(address)) for one in (witness.probe, witness.ask)]
         began = time.time()
         while (past := time.time() - began) < seconds and server.alive:
             number, seen, asked = number + 10_000, tally.requests, len(witness.health)
@@ -313,7 +311,7 @@ async def fuzz(
             one.cancel()
         await asyncio.gather(*witnesses, return_exceptions=True)
         after = await server.settled(settle, lambda now: exceeding(now, before))
-        async with grpc.aio.insecure_channel(target.address) as channel:
+        async with grpc.aio.insecure_channel(address) as channel:
             last = Tally()
             await unary(channel, HEALTH, b"", last)
         alive = server.alive and set(last.statuses) == {"OK"}
@@ -325,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="the day, unless told")
-    parser.add_argument("--only", default="", help="attacks, such as frames,http; or one round, such as frames:17")
+    parser.add_argument("--only", default="", help="attacks, such as frames,idle; or one round, such as frames:17")
     parser.add_argument("--processes", type=int, default=2, help="of attackers")
     parser.add_argument("--settle", type=float, default=60.0, help="seconds to come to rest")
     parser.add_argument("--health-ms", type=float, default=100.0, help="most of an answer to health")

@@ -174,7 +174,7 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
 
 def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
     told = client.get_server_metadata()
-    offered = ["binary_tensor_data", "model_configuration", "parameters", "statistics"]
+    offered = ["model_configuration", "parameters", "statistics"]
     assert (told.name, told.version, list(told.extensions)) == (
         "mmpos",
         metadata.version("multimodal-positions"),

@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
-from mmpos_server import telemetry
-from mmpos_server.telemetry import Page, exposed
+from mmpos_server import page
+from mmpos_server.page import Page, exposed
 
 
 def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -58,7 +60,7 @@ def test_paths_are_known_and_all_others_not_found(turning: asyncio.AbstractEvent
 def test_a_server_whose_event_loop_stands_does_not_live(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "SECONDS", 0.2)
+    monkeypatch.setattr(page, "SECONDS", 0.2)
     standing = threading.Event()
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         turning.call_soon_threadsafe(standing.wait, 60)
@@ -70,7 +72,7 @@ def test_a_server_whose_event_loop_stands_does_not_live(
 def test_silent_and_slow_connections_end_and_hold_no_thread(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "SECONDS", 0.2)
+    monkeypatch.setattr(page, "SECONDS", 0.2)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         threads = threading.active_count()
         held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
@@ -96,8 +98,8 @@ def ended(connection: socket.socket) -> bool:
 def test_the_oldest_connections_make_room_for_new_ones(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "SECONDS", 600.0)
-    monkeypatch.setattr(telemetry, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(page, "SECONDS", 600.0)
+    monkeypatch.setattr(page, "MOST_CONNECTIONS", 8)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port, ExitStack() as opened:
         held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)]
         assert status(port, "/livez") == 200
@@ -152,3 +154,8 @@ def test_the_metrics_name_the_build_and_the_start(start: Start, workers: str) ->
     (build,) = [name for name in found if name.startswith("mmpos_build_info")]
     assert f'version="{version()}"' in build
     assert before <= found["mmpos_start_time_seconds"] <= time.time()
+
+
+def test_a_server_without_a_page_does_not_import_aiohttp() -> None:
+    code = "import sys, mmpos_server.options; sys.exit('aiohttp' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

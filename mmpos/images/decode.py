@@ -260,7 +260,7 @@ def _orientation(image: Image) -> int:
     if "exif" not in image.info:  # Pillow would decode a PNG to see whether it follows
         return 1
     try:
-        orientation = image.getexif().get(0x0112)
+        orientation = image.getexif().get(0x0112, 1)
     except Exception:  # Pillow raises errors of many types over damage
         return 1
     return int(orientation) if orientation in range(1, 9) else 1

@@ -14,6 +14,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import MRopeTransformers, Scheme
 from mmpos.segments.kinds import Grid, Segment, Text, Thumbnail, Tile
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
 from mmpos_bench.peers.positions import engine_loop, load_method, load_rope_index
@@ -103,7 +104,9 @@ def from_ids(documents: list[Document], options: Options) -> Lineup:
     read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int32)
 
     def ours(scheme: str) -> npt.NDArray[np.number]:
-        segments = SegmentTable.from_input_ids(input_ids, grid_thw, image_token_id=_IMAGE, spatial_merge_size=_MERGE)
+        segments = SegmentTable.from_input_ids(
+            input_ids, Placeholders(image=_IMAGE), grid_thw, spatial_merge_size=_MERGE
+        )
         return place(segments, scheme).dense()
 
     contestants = [

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mmpos.data.batch import Batch
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
+from mmpos.rotary.device import DevicePositions
 from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, PATCH
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
@@ -133,19 +135,31 @@ def _batch(
         types = np.empty(positions.num_tokens, np.uint8)
         _lay(types, [sequence.token_type_ids for sequence in sequences], before, after, 0)
         spans = true_runs(types == PATCH, spans[:, 0])
-        audio_spans = true_runs(types == AUDIO_TOKEN)
-    return Batch.from_arrays(
-        tuple(example.key for example in examples),
-        positions,
-        input_ids=rows.input_ids.reshape(shape),
-        labels=rows.labels.reshape(shape),
-        text_positions=rows.text_positions.reshape(shape),
-        attention_mask=None if rows.attention_mask is None else rows.attention_mask.reshape(shape),
-        patches=_patches(examples),
-        grid_thw=grid_thw,
-        image_spans=spans,
-        audio_spans=audio_spans if audio_spans is not None and len(audio_spans) else None,
+        audio_spans = true_runs(types == AUDIO_TOKEN) if (types == AUDIO_TOKEN).any() else None
+    patches = _patches(examples)
+    tensor = torch.from_numpy
+    return Batch(
+        keys=tuple(example.key for example in examples),
+        positions=positions,
+        device_positions=DevicePositions.from_table(positions),
+        input_ids=tensor(rows.input_ids.reshape(shape)),
+        labels=tensor(rows.labels.reshape(shape)),
+        text_positions=tensor(rows.text_positions.reshape(shape)),
+        cu_seqlens=tensor(positions.cu_seqlens),
+        attention_mask=None if rows.attention_mask is None else tensor(rows.attention_mask.reshape(shape)),
+        patches=None if patches is None else tensor(patches),
+        grid_thw=tensor(grid_thw),
+        image_spans=tensor(spans),
+        feature_spans=tensor(_feature_rows(spans)),
+        audio_spans=None if audio_spans is None else tensor(audio_spans),
+        audio_feature_spans=None if audio_spans is None else tensor(_feature_rows(audio_spans)),
     )
+
+
+def _feature_rows(spans: IntArray) -> IntArray:
+    """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
+    ends = np.cumsum(spans[:, 1] - spans[:, 0])
+    return np.stack([np.append(0, ends[:-1])[: len(ends)], ends], axis=1)
 
 
 class _Rows(NamedTuple):

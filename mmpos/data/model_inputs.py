@@ -20,6 +20,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable, token_types
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, host_array, int_array
@@ -100,12 +101,8 @@ class Model(Protocol):
         """Positions, and so the order of patches, in the encoder."""
 
     @property
-    def image_token_id(self) -> int | None:
-        """Placeholder of image patches."""
-
-    @property
-    def video_token_id(self) -> int | None:
-        """Placeholder of video patches."""
+    def placeholders(self) -> Placeholders:
+        """Tokens that stand for patches."""
 
     @property
     def image_markers(self) -> tuple[int, int] | None:
@@ -258,7 +255,7 @@ class ModelCollator:
     def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
         wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
-            i, want = int(wrong.int().argmax()), self.settings.image_token_id
+            i, want = int(wrong.int().argmax()), self.settings.placeholders.image
             got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             raise InvalidInputError(
                 f"image_spans[{i}]: got the placeholder {got}, want {want} of {self.settings.model_type!r}: "
@@ -269,7 +266,7 @@ class ModelCollator:
         """0 for text, 1 for patches of images and 2 for those of videos."""
         tokens = batch.input_ids
         types = torch.zeros_like(tokens)
-        for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
+        for kind, placeholder in enumerate((self.settings.placeholders.image, self.settings.placeholders.video), 1):
             if placeholder is not None:
                 types += kind * tokens.eq(placeholder)
         if self.settings.video_markers is not None:
@@ -399,7 +396,7 @@ class ProcessedInputs:
         spans = np.stack([stops - segments.lengths, stops], axis=1)[grid]
         grid_thw = segments.extents[:, grid].T.copy()
         types = token_types(segments)
-        video = input_ids == self.settings.video_token_id
+        video = input_ids == self.settings.placeholders.video
         if self.settings.video_markers is not None:
             begun, ended = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
             video = begun > ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
 from mmpos.schemes import Scheme
-from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
 
@@ -154,32 +154,24 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    Where a profile is at hand, an image_token_id or a spatial_merge_size of None is the profile's, and with its
-    image_token_id the tokens that end rows are, too.
+    Where a profile is at hand, a spatial_merge_size of None is the profile's, and placeholders without an image are
+    filled with the profile's.
     """
 
     input_ids: npt.ArrayLike
+    placeholders: Placeholders = field(default_factory=Placeholders)
     image_grid_thw: npt.ArrayLike | None = None
     video_grid_thw: npt.ArrayLike | None = None
     _: KW_ONLY
-    image_token_id: int | None = None
-    video_token_id: int | None = None
     spatial_merge_size: int | None = None
     cu_seqlens: npt.ArrayLike | None = None
     attention_mask: npt.ArrayLike | None = None
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     frames_apart: bool = False
-    row_token_id: int | None = None
-    last_row_token_id: int | None = None
-    audio_token_id: int | None = None
     audio_lengths: npt.ArrayLike | None = None
-    row_separator: bool = False
-    crop_markers: CropMarkers | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""
-        if self.image_token_id is None:
-            raise InvalidInputError("image_token_id: got None, want the id of image placeholders")
         merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
         return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 

@@ -23,7 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.access import TokenFile
 from mmpos_server.app import Server
-from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
+from mmpos_server.config import Profiles, ServerConfig, load
 from mmpos_server.listening import Listen, address, bind, inherits, notify, warn
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import Logs, ProcessMetrics, aggregate, logging_all
@@ -61,8 +61,6 @@ class LaunchOptions:
     Args:
         listen: addresses to listen on, TLS and tokens.
         config: settings file; None is the embedded one.
-        concurrency: fields of Concurrency that replace those of the file.
-        pools: fields of Pools that replace those of the file.
         workers: processes that share the port; 1 is this process alone.
         metrics_host: address of the page of metrics, liveness and readiness; None is that of the server.
         metrics_port: port of this page; 0 is no page.
@@ -77,8 +75,6 @@ class LaunchOptions:
 
     listen: Listen
     config: Path | None = None
-    concurrency: dict[str, int] | None = None
-    pools: dict[str, int] | None = None
     workers: int = 1
     metrics_host: str | None = None
     metrics_port: int = 0
@@ -100,11 +96,8 @@ class LaunchOptions:
         return exposed(page, self.metrics_host or self.listen.host, self.metrics_port)
 
     def settings(self) -> ServerConfig:
-        """Read the settings of the file, overridden by those of the command line."""
-        config = load(self.config)
-        concurrency = Concurrency(**{**config.concurrency.model_dump(), **(self.concurrency or {})})
-        pools = Pools(**{**config.pools.model_dump(), **(self.pools or {})})
-        return config.model_copy(update={"concurrency": concurrency, "pools": pools})
+        """Read the settings of the file."""
+        return load(self.config)
 
     def memory(self) -> SharedMemory:
         """Return the access to shared memory of clients.

@@ -185,7 +185,11 @@ def test_a_server_tells_what_it_is_and_whether_it_serves(kind: str, server: str)
         info = client.info()
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
         assert failure(lambda: client.healthy(3)) == (InvalidInputError, "service: got 3, want a name")
-    assert (info.profiles[0].name, info.profiles[0].rotary, info.profiles[0].patch_token_id) == ("default", True, 258)
+    assert (info.profiles[0].name, info.profiles[0].rotary, info.profiles[0].placeholders.image) == (
+        "default",
+        True,
+        258,
+    )
     assert {s.name: s.parameters for s in info.schemes}["rope-tie-v2"] == ("axes", "rounding")
     assert info.limits.documents > 0
 

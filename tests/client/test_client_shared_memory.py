@@ -24,7 +24,7 @@ from clients import opened
 from results import same
 from shared_objects import PREFIX, names
 
-from mmpos import Grid, SegmentTable, Text, place
+from mmpos import Grid, Placeholders, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, Dense, InputIds, PositionsQuery, shared_memory
 from mmpos.client.shared_memory import LEAST, Lease, SharedObjects
 from mmpos.errors import (
@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "sizes": ("build", (["A ", Path(PHOTOS[0])],), {"patches": False}),
     "a batch": ("build_batch", ([["a", Path(PHOTOS[0])], [b"x"], [IDS, None], ["é"]], "return"), {}),
     "dense ids": ("query", (PositionsQuery(SEGMENTS, dense=Dense("int64")),), {}),
-    "input ids": ("place", (InputIds(IDS, image_token_id=9),), {}),
+    "input ids": ("place", (InputIds(IDS, Placeholders(image=9)),), {}),
     "a wrong query": ("query", (PositionsQuery(SEGMENTS, "rows", dense=Dense(axes=(9,))),), {}),
 }
 

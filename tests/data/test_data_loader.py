@@ -408,7 +408,7 @@ def test_what_is_too_long_is_counted_and_logged(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or ready"),
+        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or get_example"),
         (([], len, None), "batching: got NoneType, want a Packer or a Batcher"),
     ],
 )

@@ -13,7 +13,7 @@ from tolerance import assert_within, rounding
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from mmpos import InvalidInputError, UnsupportedError
-from mmpos.data.batch import Batch, MaskMod, mask_mod
+from mmpos.data.batch import Batch, MaskMod
 from mmpos.data.collate import PackedCollator, PaddedCollator
 
 
@@ -66,22 +66,6 @@ def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Lit
         assert torch.equal(found[row], want[row, :, row])
 
 
-def test_documents_of_one_length_are_rows_only_when_told_so() -> None:
-    batch = PackedCollator()([example("a", 3), example("b", 3)])
-    assert dense(mask_mod(batch.positions), batch).int().tolist() == [
-        [
-            [1, 0, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0],
-            [0, 0, 0, 1, 0, 0],
-            [0, 0, 0, 1, 1, 0],
-            [0, 0, 0, 1, 1, 1],
-        ]
-    ]
-    rows = create_mask(mask_mod(batch.positions, padded=True), 2, 1, 3, 3, device="cpu")
-    assert rows[:, 0].int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]] * 2
-
-
 @uncompiled
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -128,12 +112,6 @@ def test_a_shard_reads_the_mask_of_the_whole_through_its_indices() -> None:
         whole.shard(1, 2).mask_mod()
 
 
-def test_what_makes_no_mask_is_refused() -> None:
-    batch = PackedCollator()([example("a", 3), example("b", 2)])
-    with pytest.raises(InvalidInputError, match=r"^positions: got documents of 2 to 3 tokens, want one length for pad"):
-        mask_mod(batch.positions, padded=True)
-    for spans, got in (([1, 2], r"torch.int64 \(2,\)"), ([[0.0, 1.0]], r"torch.float32 \(1, 2\)")):
-        with pytest.raises(InvalidInputError, match=rf"^image_spans: got {got}, want integers \(images, 2\)$"):
-            mask_mod(batch.positions, image_spans=spans)
+def test_an_option_that_is_no_bool_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
-        batch.mask_mod(bidirectional_images=1)  # type: ignore[arg-type]
+        PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]

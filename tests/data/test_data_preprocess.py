@@ -36,7 +36,7 @@ from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.job import Fill, Progress, locked, write_sequences
 from mmpos.data.preprocess.shard_job import Counts, describe, differences
-from mmpos.data.preprocess.storage import SequenceShard, ready
+from mmpos.data.preprocess.storage import SequenceShard, get_example
 from mmpos.data.readers import shards
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -159,7 +159,7 @@ def test_packs_of_ready_sequences_are_those_of_the_corpus(tmp_path: Path) -> Non
     stored = [SequenceShard(output.path) for output in outputs]
     want, got = (
         list(BatchDataset(given, make, Packer(400), seed=3, shuffle=4))
-        for given, make in ((readers, PAGES), (stored, ready))
+        for given, make in ((readers, PAGES), (stored, get_example))
     )
     assert [[each.key for each in pack.examples] for pack in got] == [
         [each.key for each in pack.examples] for pack in want

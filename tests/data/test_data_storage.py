@@ -17,7 +17,7 @@ from pyarrow import parquet
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.data.preprocess import storage
-from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
+from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
 from mmpos.data.readers import Reader
 from mmpos.schemes import SCHEMES, RopeTie
 
@@ -129,7 +129,7 @@ def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path, monkeypatch: py
     examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
     shard = written(tmp_path / "x.parquet", examples)
     assert isinstance(shard, Reader)
-    found = [(location, ready(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
+    found = [(location, get_example(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
     assert [(str(location), each.key) for location, each in found] == [
         (f"{shard.path}[1]", "1"),
         (f"{shard.path}[4]", "4"),
@@ -220,4 +220,4 @@ def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> N
 
 def test_a_raw_record_is_not_ready() -> None:
     with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one of a SequenceShard"):
-        ready({"text": "a"}, Location("a.parquet", 3))
+        get_example({"text": "a"}, Location("a.parquet", 3))

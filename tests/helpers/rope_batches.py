@@ -210,7 +210,7 @@ def hunyuan(axes: int) -> tuple[Any, ModelSettings]:
 
 def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
     """Text and images, each between its markers, with a token at the end of each row and mostly one on both sides."""
-    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     for _ in range(random.choice([0, 1, 1, 2, 3])):
         height, width = random.randint(1, 5), random.randint(1, 5)
@@ -224,7 +224,7 @@ def like_hunyuan(random: Random, model: str) -> Request:
     config, settings = hunyuan(random.choice([3, 4, 4, 5]))
     images: list[list[int]] = []
     ids, real = batch_of(random, [_hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
-    kinds = ((ids.numpy() == settings.image_token_id) & real).astype(np.int64)
+    kinds = ((ids.numpy() == settings.placeholders.image) & real).astype(np.int64)
     types = kinds.copy()
     types[(kinds == 0) & (np.arange(kinds.size).reshape(kinds.shape) % 7 == random.randrange(9))] = 2  # is text
     arguments: dict[str, Any] = {
@@ -253,7 +253,7 @@ def like_hunyuan(random: Random, model: str) -> Request:
 
 def _glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]]) -> tuple[list[int], int]:
     """A prompt with images between their markers and the marker that begins an image to generate; and its grids."""
-    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
     for _ in range(sources):
@@ -285,7 +285,7 @@ def like_glm_image(random: Random, model: str) -> Request:
     counts, traits = [count for _, count in made], ["alike"] * alike
     told: dict[str, Any] = {"input_ids": ids, "image_grid_thw": grids or None, "attention_mask": real.astype(np.int64)}
     arguments: dict[str, Any] = {"input_ids": ids}
-    patch = settings.image_token_id or 0
+    patch = settings.placeholders.image or 0
     if random.random() < 0.5:  # the model writes the codes of images in the place of placeholders before it calls
         arguments["input_ids"] = ids.masked_fill(ids == patch, TEXT)
     if not real.all() or random.random() < 0.3:
@@ -321,7 +321,7 @@ def like_glm_image(random: Random, model: str) -> Request:
 
 def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
     """A thumbnail, mostly with rows of slices: mostly of one size, and as many in each row."""
-    markers, side = settings.crop_markers, settings.spatial_merge_size
+    markers, side = settings.placeholders.crops, settings.spatial_merge_size
     assert markers is not None
 
     def crop(before: int, after: int, height: int, width: int) -> list[int]:
@@ -342,12 +342,12 @@ def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids:
 
 def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[list[int]]]) -> list[int]:
     """Text, images and frames of videos, which follow each other with and without markers or text between them."""
-    assert settings.crop_markers is not None
-    newline = settings.crop_markers.newline
+    assert settings.placeholders.crops is not None
+    newline = settings.placeholders.crops.newline
     row = text_of(random, 3)
     for _ in range(random.randint(0, 3)):
         patch = random.choice(list(grids))
-        for _ in range(1 if patch == settings.image_token_id else random.randint(1, 3)):
+        for _ in range(1 if patch == settings.placeholders.image else random.randint(1, 3)):
             row += _minicpm_picture(random, settings, patch, grids[patch])
         row += [newline] * random.choice([0, 0, 0, 1, 2]) + text_of(random, 3) + [newline] * (random.random() < 0.2)
     return row or [TEXT]
@@ -356,7 +356,7 @@ def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[
 def like_minicpm(random: Random, model: str) -> Request:
     """Images and frames of videos, padded, masked with holes, of any dtype, merged as the config or a call says."""
     config, settings = with_settings(model)
-    image, video = settings.image_token_id or 0, settings.video_token_id or 0
+    image, video = settings.placeholders.image or 0, settings.placeholders.video or 0
     grids: dict[int, list[list[int]]] = {image: [], video: []}
     ids, real = batch_of(random, [_minicpm_row(random, settings, grids) for _ in range(random.randint(1, 4))])
     kinds = ((ids == image).numpy() + 2 * (ids == video).numpy()) * real
@@ -366,7 +366,7 @@ def like_minicpm(random: Random, model: str) -> Request:
     }
     traits: list[str] = []
     if not real.all() or random.random() < 0.3:
-        markers = settings.crop_markers
+        markers = settings.placeholders.crops
         assert markers is not None
         around = (markers.thumbnail_start, markers.thumbnail_end, markers.tile_start, markers.tile_end)
         arguments["attention_mask"], traits = mask_of(random, real, kinds + np.isin(ids.numpy(), around))

@@ -562,12 +562,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         CANVAS,
         pictures(input_ids=without(0, 1)),
-        "crop_markers: got token 7 before the placeholders at document 0, token 2, want thumbnail_start or tile_start",
+        "placeholders.crops: got token 7 before the placeholders at document 0, token 2, want thumbnail_start or tile_start",
     ),
     (
         CANVAS,
         pictures(input_ids=without(1, 10)),
-        "crop_markers: got token 7 after the placeholders at document 1, token 2, want thumbnail_end or tile_end",
+        "placeholders.crops: got token 7 after the placeholders at document 1, token 2, want thumbnail_end or tile_end",
     ),
     (
         CANVAS,

@@ -25,7 +25,7 @@ from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, text
 from mmpos.support.files import whole_file
 
-__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "ready", "to_row"]
+__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "get_example", "to_row"]
 
 GROUP_BYTES = 32 * 2**20
 """Size of the arrays of a row group at which the group is closed."""
@@ -217,7 +217,7 @@ class SequenceShard:
             yield example
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read the examples as records; with ``ready`` as its preprocess a loader takes the file as any other shard."""
+        """Read the examples as records, of which ``get_example`` makes examples again in a loader."""
         for index, example in self._rows(start, step):
             yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
@@ -270,7 +270,7 @@ class SequenceShard:
         return footer
 
 
-def ready(record: Record, location: Location) -> Example:
+def get_example(record: Record, location: Location) -> Example:
     """Return the example of a record of a SequenceShard; stands where a Preprocess does for other shards."""
     example = record.get("example")
     if not isinstance(example, Example):

@@ -14,7 +14,7 @@ from mmpos.integrations.models.settings import MERGES
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeCanvas
-from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, one_of
 
@@ -100,11 +100,9 @@ def _compute_canvas(
     try:
         segments = SegmentTable.from_input_ids(
             np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER)),
+            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=CropMarkers(*markers)),
             _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
             _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
-            image_token_id=_PLACEHOLDER + IMAGE,
-            video_token_id=_PLACEHOLDER + VIDEO,
-            crop_markers=CropMarkers(*markers),
             cu_seqlens=tokens.cu_seqlens,
             attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         )

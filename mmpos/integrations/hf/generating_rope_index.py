@@ -15,6 +15,7 @@ from mmpos.integrations.models.settings import generated, per_sample
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
@@ -147,7 +148,7 @@ def _compute_generating(
     inside, images = _between_markers(tokens.types, tokens.cu_seqlens, per_row)
     owner, index = ragged_arange(per_row)
     sources = grid_thw[index < images[owner]]
-    segments = SegmentTable.from_input_ids(inside, sources, image_token_id=IMAGE, cu_seqlens=tokens.cu_seqlens)
+    segments = SegmentTable.from_input_ids(inside, Placeholders(image=IMAGE), sources, cu_seqlens=tokens.cu_seqlens)
     positions = place(segments, _MROPE)
     ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
     lengths = ahead.lengths[per_row > 0]

@@ -25,6 +25,7 @@ from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
 from mmpos.schemes.base import Grids, Placement
 from mmpos.schemes.mrope import place_frames
 from mmpos.segments.kinds import GRID
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
@@ -283,8 +284,8 @@ def rope_index(config: object) -> Function:
         return GeneratingRopeIndex(begin, end)
     if known.crop_markers:
         settings = from_hf_config(config)
-        assert settings.crop_markers is not None
-        return CanvasRopeIndex(settings.crop_markers, settings.spatial_merge_size)
+        assert settings.placeholders.crops is not None
+        return CanvasRopeIndex(settings.placeholders.crops, settings.spatial_merge_size)
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
@@ -383,10 +384,9 @@ def _compute(
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, VIDEO if tokens.videos or videos is not None else None),
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO if tokens.videos or videos is not None else None,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         frames_apart=frames_apart,
@@ -410,11 +410,10 @@ def _compute_xd(
     grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, rows=(IMAGE, IMAGE)),
         grids,
-        image_token_id=IMAGE,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
-        row_separator=True,
     )
     ids, deltas = tokens.answer(place(segments, XDRope(axes, "batch")), input_ids)
     return ids, deltas.to(input_ids.dtype)

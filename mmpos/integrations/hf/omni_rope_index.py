@@ -18,6 +18,7 @@ from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 from mmpos.support.ragged import ragged_arange
@@ -221,11 +222,9 @@ def _omni_segments(
     heard = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, VIDEO, _AUDIO),
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        audio_token_id=_AUDIO,
         audio_lengths=None if heard is None else heard[heard > 0],
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,

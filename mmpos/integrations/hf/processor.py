@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from importlib import import_module
 from os import PathLike
@@ -184,7 +184,7 @@ class MMPosProcessor(ProcessorMixin):
             tokenizer = AutoTokenizer.from_pretrained(folder)
         known = MODEL_TYPES[model.model_type]
         timed = known.timestamps or not known.frames_apart  # what stands between frames is known
-        if video_processor is None and folder is not None and timed and model.video_token_id is not None:
+        if video_processor is None and folder is not None and timed and model.placeholders.video is not None:
             video_processor = video_processor_in(folder, known.videos_as_images)
         told: dict[str, Any] = {
             "images": images or model.image_processor(),
@@ -196,10 +196,14 @@ class MMPosProcessor(ProcessorMixin):
             "chat_template": None if folder is None else cls.get_processor_dict(folder)[0].get("chat_template"),
         }
         if video_processor is not None:
-            if model.video_token_id is None or not timed:
+            if model.placeholders.video is None or not timed:
                 raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
             timestamp = QWEN3_VL if model.frames_apart else None
-            told |= {"video_processor": video_processor, "video_token": model.video_token_id, "timestamp": timestamp}
+            told |= {
+                "video_processor": video_processor,
+                "video_token": model.placeholders.video,
+                "timestamp": timestamp,
+            }
         return cls(tokenizer, **told | settings)
 
     @property
@@ -371,16 +375,13 @@ class MMPosProcessor(ProcessorMixin):
         """
         return SegmentTable.from_input_ids(
             input_ids,
+            replace(self._marker_ids.placeholders, video=self.video_token_id),
             image_grid_thw,
             video_grid_thw,
-            image_token_id=self.image_token_id,
-            video_token_id=self.video_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
             seconds_per_frame=None if second_per_grid_ts is None else [float(each) for each in second_per_grid_ts],
             frames_apart=self._videos is not None and self._videos.timestamp is not None,
-            row_token_id=self._marker_ids.row,
-            last_row_token_id=self._marker_ids.last_row,
         )
 
     def positions(

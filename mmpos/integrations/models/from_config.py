@@ -25,7 +25,7 @@ from mmpos.schemes import (
     XDRope,
     get_scheme,
 )
-from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.support.checks import integer, one_of
 
 __all__ = ["audio_chunk", "from_hf_config", "thinker", "vision_scheme"]
@@ -77,18 +77,20 @@ def from_hf_config(
         scheme=scheme,
         rotary=rotary,
         second_rotary=second,
-        image_token_id=image,
-        video_token_id=None if video == image and not many_axes else video,
-        audio_token_id=_placeholder(fields, None, "audio") if scheme.clips else None,
+        placeholders=Placeholders(
+            image,
+            None if video == image and not many_axes else video,
+            _placeholder(fields, None, "audio") if scheme.clips else None,
+            (image, image) if known.row_separator and image is not None else None,
+            _crop_markers(fields, known),
+        ),
         image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
         video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
-        row_separator=known.row_separator,
         generates=known.generates,
         start=known.start,
-        crop_markers=_crop_markers(fields, known),
         image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
         audio_chunk=audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
         **(settings if vision is None else settings | _encoder(fields, known, scheme, vision)),

@@ -17,6 +17,7 @@ from mmpos.rotary import Rotary
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
 from mmpos.rpc.tensors import owned
 from mmpos.schemes import Scheme, get_scheme
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import Array, IntArray, one_of
@@ -96,6 +97,7 @@ _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
 
 _NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+"""Parameters of input_ids, all of them Placeholders but one."""
 
 
 class Positions:
@@ -202,8 +204,11 @@ class Positions:
         check("documents", rows, self._limits)
         grids = (request.inputs[name].shape[0] for name in _IDS[1:3] if name in request.inputs)
         check("images", sum(grids), self._limits)
-        arrays |= {name: request.parameters.get(name) for name in _NUMBERS}
-        return InputIds(**arrays)
+        image, video, merge, row, last_row = map(request.parameters.get, _NUMBERS)
+        if last_row is not None and row is None:
+            raise InvalidInputError(f"last_row_token_id: got {last_row}, want row_token_id, too")
+        rows = None if row is None else (row, row if last_row is None else last_row)
+        return InputIds(**arrays, placeholders=Placeholders(image, video, rows=rows), spatial_merge_size=merge)
 
 
 def _only(request: Request, kind: str, others: Sequence[str]) -> None:

@@ -295,7 +295,7 @@ def like_glm_image(random: Random, model: str) -> Request:
     elif random.random() < 0.3:
         arguments["attention_mask"] = torch.ones(len(ids), ids.shape[1] + 3, dtype=torch.int64)
         traits.append("a longer mask")
-    elif random.random() < 0.5:  # which theirs takes only without a mask
+    elif random.random() < 0.7:  # which theirs takes only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
         traits.append("torch.int32")
     if grids or random.random() < 0.5:

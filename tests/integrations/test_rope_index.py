@@ -19,7 +19,7 @@ import torch
 import transformers
 from cache_name import CACHE
 from model_configs import CONFIGS, config_of
-from rope_batches import FAMILIES, LIKE, MODELS, OMNI, TRAITS, VISION, Request, hunyuan, kind_of
+from rope_batches import FAMILIES, LIKE, MODELS, OMNI, TRAITS, VISION, Request, hunyuan, kind_of, method_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -344,6 +344,17 @@ def test_markers_that_are_one_token_are_told_apart_by_their_places() -> None:
     assert_same(alike(**pictures(input_ids=torch.where(ids == 25, 23, ids))), CANVAS(**pictures()))
 
 
+def test_the_method_takes_any_tokens_around_a_picture() -> None:
+    """The token before takes the ids of a marker, whatever it is, and text goes on after the picture."""
+    ids = torch.tensor([[5, 6, 20, 20, 7, 8]])
+    asked: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == 20).int()}
+    asked["target_sizes"] = torch.tensor([[4, 8]])
+    got, _ = method_of("minicpmv4_7", config_of("minicpmv4_7"))(**asked)
+    assert got.tolist() == [[[0, 1, 1, 1, 4, 5]], [[0, 0, 1, 1, 4, 5]], [[0, 0, 1, 2, 4, 5]]]
+    with pytest.raises(InvalidInputError, match=r"^placeholders\.crops: got token 6 before the placeholders at docum"):
+        CANVAS(**asked)
+
+
 # Of GLM-Image: a prompt with an image of 1×2, after which 1×2 and 2×1 are to come, and one without, padded on the left.
 PROMPTS = tensors(
     input_ids=[[7, BEGIN, 7, 7, END, BEGIN], [0, 0, 0, 0, 7, BEGIN]],
@@ -407,6 +418,17 @@ def test_each_sum_is_rounded_to_float32_and_decides_what_comes_first() -> None:
     assert late[0, 0, 1013].item() == 1012
 
 
+def test_deltas_are_fractions_after_a_video_and_rounded() -> None:
+    """Two frames two thirds of a second apart, from id 2 on: 2 and 10.667, so that text goes on at 11.667 and 12.667,
+    and decoding at 13.667, which is 7.667 beyond the six tokens."""
+    ids, deltas = OMNI_3(
+        **row(5, VISION, FRAME, FRAME, VISION_END, 5, video_grid_thw=[[2, 2, 2]], second_per_grids=[2 / 3])
+    )
+    last = np.float32(np.float32(2 / 3) * np.float32(13)) + np.float32(2)
+    assert ids[0, 0].tolist() == [0, 1, 2, last, last + np.float32(1), last + np.float32(2)]
+    assert deltas.tolist() == [[last + np.float32(3) - np.float32(6)]]
+
+
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
 def test_placeholders_without_grids_and_marker_are_text(function: Any) -> None:
     """Random tokens, as in Transformers' own tests, hold the placeholder of videos, of which there are none."""
@@ -421,7 +443,7 @@ def test_placeholders_without_grids_and_marker_are_text(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_what_is_text_to_the_method_where_markers_or_sound_are_missing_has_the_ids_of_its_kind(function: Any) -> None:
+def test_what_is_text_to_the_method_has_the_ids_of_its_kind(function: Any) -> None:
     ids = torch.tensor([[5, VISION, FRAME, FRAME, VISION_END]])  # silent, where videos may have sound
     asked = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[1.0], attention_mask=[[1] * 5])
     assert theirs(function, ids, **asked, use_audio_in_video=True)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
@@ -562,7 +584,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         CANVAS,
         pictures(input_ids=without(0, 1)),
-        "placeholders.crops: got token 7 before the placeholders at document 0, token 2, want thumbnail_start or tile_start",
+        "placeholders.crops: got token 7 before the placeholders at document 0, token 2, "
+        "want thumbnail_start or tile_start",
     ),
     (
         CANVAS,

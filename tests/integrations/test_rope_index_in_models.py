@@ -35,6 +35,7 @@ def batch(name: str) -> dict[str, Any]:
     mask[1, :3] = 0
     image, video = config.image_token_id, config.video_token_id
     told: dict[str, Any] = {"attention_mask": mask}
+    pixels: dict[str, tuple[int, ...]]
     if name == "qwen3_vl":
         ids[0, 3:9], ids[1, 5:9], ids[1, 11:15] = image, video, video
         told |= {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[2, 4, 4]])}

@@ -26,7 +26,7 @@ from mmpos.integrations.hf import MMPosProcessor
 from mmpos.integrations.hf.processor import scheme_of, scheme_to_json
 from mmpos.integrations.hf.texts import expand
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
-from mmpos.sequence.tokenizers import MarkerIds
+from mmpos.sequence.builder import MarkerIds
 
 BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
 IMAGES = ImageProcessor("pillow", patch_size=4, spatial_merge_size=2, min_pixels=0, max_tokens=12)

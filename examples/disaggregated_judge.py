@@ -9,8 +9,8 @@ from itertools import groupby
 import numpy as np
 from disaggregated_workers import BLOCK, BUILDER, REQUESTS, Array, embed, next_token, rotate
 
+from mmpos.client import PositionsResult
 from mmpos.rpc.positions import get_result
-from mmpos.rpc.queries import PositionsResult
 from mmpos.rpc.tensors import get_tensor
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
 

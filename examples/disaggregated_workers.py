@@ -17,9 +17,9 @@ from numpy.polynomial.polynomial import polyval
 
 import mmpos
 from mmpos import ImageProcessor, InterleavedSequence, PositionTable, SequenceBuilder
+from mmpos.client import PositionsResult
 from mmpos.rotary import Rotary
 from mmpos.rpc.positions import put_result
-from mmpos.rpc.queries import PositionsResult
 from mmpos.rpc.sequences import get_sequence, put_sequence
 from mmpos.rpc.tensors import get_tensor, put_tensor
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2

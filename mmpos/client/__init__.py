@@ -4,8 +4,40 @@ from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.client", extra="client"):
     from mmpos.client.aio import AsyncClient
-    from mmpos.client.info import Limits, ProfileInfo, SchemeInfo, ServerInfo
+    from mmpos.client.info import LimitsInfo, ProfileInfo, SchemeInfo, ServerInfo
     from mmpos.client.options import Tls
     from mmpos.client.sync import Client
+    from mmpos.rpc.queries import (
+        Decode,
+        Dense,
+        InputIds,
+        Pad,
+        PositionsQuery,
+        PositionsResult,
+        Shard,
+        Spans,
+        Take,
+        View,
+        Window,
+    )
 
-__all__ = ["AsyncClient", "Client", "Limits", "ProfileInfo", "SchemeInfo", "ServerInfo", "Tls"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Decode",
+    "Dense",
+    "InputIds",
+    "LimitsInfo",
+    "Pad",
+    "PositionsQuery",
+    "PositionsResult",
+    "ProfileInfo",
+    "SchemeInfo",
+    "ServerInfo",
+    "Shard",
+    "Spans",
+    "Take",
+    "Tls",
+    "View",
+    "Window",
+]

@@ -22,11 +22,10 @@ from results import same
 from waiting import eventually
 
 from mmpos import Grid, SegmentTable, SequenceBuilder, Text, place
-from mmpos.client import Client, streams
+from mmpos.client import Client, PositionsQuery, streams
 from mmpos.client.channel import error_of
 from mmpos.errors import InvalidInputError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.images import ImageProcessor
-from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])

@@ -16,8 +16,7 @@ from server_program import Program, Start, metrics_of
 from waiting import eventually, free_port
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.client import AsyncClient, Client
-from mmpos.rpc.queries import PositionsQuery
+from mmpos.client import AsyncClient, Client, PositionsQuery
 
 pytestmark = pytest.mark.slow
 

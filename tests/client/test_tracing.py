@@ -28,9 +28,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
-from mmpos.client import Client
+from mmpos.client import Client, PositionsQuery
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
-from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from mmpos import SegmentTable, Text
-from mmpos.client import Client
+from mmpos.client import Client, PositionsQuery
 from mmpos.errors import ServiceOverloadedError
-from mmpos.rpc.queries import PositionsQuery
 from mmpos_server import admission as admission_module
 from mmpos_server.admission import Admission, Call, Clients, Pool, Rate
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load

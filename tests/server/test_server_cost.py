@@ -13,9 +13,9 @@ from hypothesis import given
 from message_strategies import places
 
 from mmpos import Grid, MmposError, SegmentTable, Text
+from mmpos.client import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Limits, Profiles, load
@@ -124,7 +124,10 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "each frame": (PositionsQuery(FRAMES), 7),
     "images among text": (PositionsQuery(IMAGES), 501),
     "frames of spans": (PositionsQuery(Spans([100], [1], [[9, 1, 2]])), 19),
-    "token ids": (PositionsQuery(InputIds([[1, 2, 3]] * 4, [[1, 1, 1]], [[3, 1, 1]])), 12),
+    "token ids": (
+        PositionsQuery(InputIds([[1, 2, 3]] * 4, image_grid_thw=[[1, 1, 1]], video_grid_thw=[[3, 1, 1]])),
+        12,
+    ),
     "packed token ids": (PositionsQuery(InputIds([1, 2, 3], cu_seqlens=[0, 1, 2, 3])), 4),
     "ranges that lie apart": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
     "ranges over each other": (PositionsQuery(IMAGES, views=[EVERYTHING]), 501 + 251_000),

@@ -82,7 +82,7 @@ class ExactIds:
         lengths: (documents,) tokens of each document.
     """
 
-    numerators: IntArray | npt.NDArray[np.int32]
+    numerators: Array
     denominators: IntArray | None
     lengths: IntArray
 

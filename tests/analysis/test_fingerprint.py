@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError, PositionTable, Scheme, SegmentTable, Text, fingerprint, place, same_positions
-from mmpos.positions.table import LAYOUTS
+from mmpos.positions.table import LAYOUTS, Side
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieV2
 
 PARTS = st.one_of(
@@ -30,12 +30,13 @@ Rows = Sequence[Sequence[int | float | Fraction]]
 
 def canonical(document: Rows) -> str:
     """The fingerprint of exact ids as (axes, tokens), token by token."""
-    tokens = [tuple(map(Fraction, ids)) for ids in zip(*document, strict=True)]
-    steps = tokens[:1] + [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(tokens)]
-    steps = [tuple((number + 2**31) % 2**32 - 2**31 for number in step) for step in steps]
-    runs = [(1, *step) for step in steps[:1]] + [(len([*run]), *step) for step, run in groupby(steps[1:])]
+    tokens = [[Fraction(number) for number in ids] for ids in zip(*document, strict=True)]
+    steps = tokens[:1] + [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(tokens)]
+    steps = [[(number + 2**31) % 2**32 - 2**31 for number in step] for step in steps]
+    runs = [[Fraction(1), *step] for step in steps[:1]]
+    runs += [[Fraction(len([*run])), *step] for step, run in groupby(steps[1:])]
     fractional = any(number.denominator > 1 for run in runs for number in run[1:])
-    columns = [[*map(floor, run)] for run in runs]
+    columns = [[floor(number) for number in run] for run in runs]
     if fractional:
         for column, run in zip(columns, runs, strict=True):
             column += [getattr(number % 1, part) for part in ("numerator", "denominator") for number in run[1:]]
@@ -66,14 +67,14 @@ def test_equal_ids_have_one_fingerprint_however_they_are_stored(
     ids, (numerators, over) = positions.dense(), positions.rationals()
     dtypes = [np.float64] if positions.fractional else [np.int32, np.int64, np.float32, np.float64]
     packed = {"cu_seqlens": positions.cu_seqlens}
-    laid_out = data.draw(
+    laid_out: Any = data.draw(
         st.sampled_from([np.ascontiguousarray, np.asfortranarray, lambda x: np.repeat(x, 2, 1)[:, ::2]])
     )
     for dtype in dtypes:
         assert fingerprint(laid_out(ids.astype(dtype)), **packed) == want
     assert fingerprint(numerators, denominators=over, **packed) == want
     assert fingerprint(numerators * 3, denominators=over * 3, **packed) == want
-    side = data.draw(st.sampled_from(["left", "right"]))
+    side: Side = data.draw(st.sampled_from(["left", "right"]))
     padded, mask = positions.padded(side=side)
     assert fingerprint(padded, attention_mask=mask) == fingerprint(positions.pad(side=side)) == want
     # In other segments: cut anywhere and put together again.
@@ -168,7 +169,7 @@ def test_a_float32_that_cannot_hold_a_third_is_none() -> None:
 
 
 def test_integer_documents_beside_fractions_keep_their_fingerprints() -> None:
-    rows = [[0, 1, 2, 3, Fraction(1, 2), 1, Fraction(3, 2), 5, 5, 5]]
+    rows: Any = [[0, 1, 2, 3, Fraction(1, 2), 1, Fraction(3, 2), 5, 5, 5]]
     edges = [0, 4, 7, 7, 10]
     want = [canonical([rows[0][a:b]]) for a, b in pairwise(edges)]
     assert fingerprint([list(map(float, rows[0]))], cu_seqlens=edges) == want

@@ -103,9 +103,6 @@ class Core(Protocol):
     ) -> tuple[int, int, bool, bool] | None:  # fmt: skip
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
-    def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
-        """Walk through an image file: how the walk ended, and kind, start and length of the chunks that matter."""
-
 
 def int64(data: bytes) -> IntArray:
     """Read int64 numbers from bytes; read-only, not copied."""

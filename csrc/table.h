@@ -1,4 +1,4 @@
-/* Rows of the arrays that C and Python both know; a test compares them with mmpos/positions/rows.py. */
+/* Rows of the arrays that C and Python both know; a test compares them with mmpos/positions/table_rows.py. */
 
 #ifndef MMPOS_TABLE_H
 #define MMPOS_TABLE_H

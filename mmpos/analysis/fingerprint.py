@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.expand import expand
-from mmpos.positions.rows import FIRST_SEGMENT, MAX_AXES
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_SEGMENT, MAX_AXES
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, Array, IntArray, counted, first_bad, host_array, int_array, shown
 from mmpos.support.ragged import ragged_arange

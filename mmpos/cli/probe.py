@@ -20,7 +20,7 @@ from mmpos.cli.commands import SPECS, app
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
 from mmpos.support.program import DIFFERENT, STDIN

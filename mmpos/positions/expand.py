@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
+from mmpos.positions.table_rows import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, Array, IntArray
 from mmpos.support.ragged import ragged_arange

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.rows import (
+from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import (
     AXES,
     DENOMINATOR,
     HEIGHT,
@@ -23,7 +24,6 @@ from mmpos.positions.rows import (
     check_next,
     id_bounds,
 )
-from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, PAD, TEXT, THUMBNAIL, TILE, Grid, Text
 from mmpos.segments.table import SegmentTable

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
-from mmpos.positions.rows import (
+from mmpos.positions.table_rows import (
     AXES,
     DELTA,
     DENOMINATOR,

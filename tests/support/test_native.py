@@ -22,7 +22,7 @@ import mmpos
 from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.positions import rows
 from mmpos.positions.place import BLOCK_ROWS
-from mmpos.positions.rows import AXES
+from mmpos.positions.table_rows import AXES
 from mmpos.segments import Audio, table
 from mmpos.support import native
 

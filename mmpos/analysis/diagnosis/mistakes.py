@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from mmpos.errors import MmposError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN, axis_names
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN, axis_names
 from mmpos.schemes import (
     SCHEMES,
     Grid2D,

@@ -14,8 +14,8 @@ from mmpos.analysis.diagnosis.diagnosis import Diagnosis, different, starts, wit
 from mmpos.analysis.diagnosis.mistakes import Case
 from mmpos.analysis.fingerprint import fingerprint, read_ids
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, naming
 from mmpos.support.ragged import ragged_arange
 

@@ -16,8 +16,8 @@ from mmpos.analysis.probe.keys import Keys, read_keys
 from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.reading import EXPLAINED, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.positions.rows import axis_names
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import axis_names
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
 from mmpos.rotary.config import DEFAULT_THETA

@@ -15,8 +15,8 @@ from mmpos.analysis.probe.keys import ALIKE, Axis, Keys, read_keys
 from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, Flags, Follower, Ladder, Phasors
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.schemes import Scheme

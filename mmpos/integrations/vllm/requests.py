@@ -13,7 +13,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.sections import Sections, request_positions
 from mmpos.positions.place import place
-from mmpos.positions.rows import true_ranges
+from mmpos.positions.table_rows import true_ranges
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, boolean, host_array, int_array, integer

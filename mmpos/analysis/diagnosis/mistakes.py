@@ -28,7 +28,7 @@ from mmpos.schemes import (
     Scheme,
     TextRuns,
 )
-from mmpos.segments.kinds import CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import CLIP, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray
@@ -176,7 +176,7 @@ class Mistaken(Scheme):
     right: Scheme
 
     def __post_init__(self) -> None:
-        for name in ("axes", "fractional", "frames", "text", "row_separators", "clips", "tiles", "resumable"):
+        for name in ("axes", "fractional", "frames", "text", "row_separators", "kinds", "resumable"):
             object.__setattr__(self, name, getattr(self.right, name))
 
     def unit(self, grids: Grids) -> IntArray | None:
@@ -204,11 +204,7 @@ class AdvancesByTokens(Mistaken):
     """Grids take as many ids as tokens."""
 
     def advance(self, grids: Grids) -> IntArray:
-        tokens = grids.tokens
-        if grids.clip is not None and grids.thumbnail is not None and grids.tile is not None:
-            markers = 2 * CLIP_MARKERS * grids.clip + CROP_MARKERS * (grids.thumbnail | grids.tile)
-            tokens = tokens + markers + (0 if grids.extra_tokens is None else grids.extra_tokens)
-        return self.in_units(grids, tokens)
+        return self.in_units(grids, grids.tokens)
 
 
 class AdvancesBySide(Mistaken):

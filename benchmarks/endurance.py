@@ -21,12 +21,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from pages import RESULTS, Rows, markdown
+from pages import RESULTS
 
 from mmpos.errors import MmposError, ServiceError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
 from mmpos_bench.questions import Asking, Question
+from mmpos_bench.results import Rows, markdown
 from mmpos_bench.serving import (
     OPTIONS,
     Load,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pages import RESULTS, Rows, kept_figures, markdown
+from pages import RESULTS, kept_figures
 from torch import Tensor, nn
 
 import mmpos
@@ -33,7 +33,7 @@ from mmpos.rotary import DevicePositions, Rotary, apply_rotary
 from mmpos.support.checks import IntArray
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
-from mmpos_bench.results import json_with_rows
+from mmpos_bench.results import Rows, json_with_rows, markdown
 from mmpos_bench.timing import one_thread
 
 PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
@@ -190,7 +190,7 @@ def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
 
 def table(kept: Mapping[str, Any]) -> Rows:
     """Make head and rows: mean, and least to most over the seeds, in percent."""
-    rows: Rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
+    rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
     for name, percent in percents(kept).items():
         spread = (f"{fsum(at) / len(at):.0f} ({at.min():.0f}–{at.max():.0f})" for at in percent.T)
         rows.append([name, f"{len(percent)}", *spread])

@@ -8,18 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from mmpos_bench.results import Rows, markdown
+
 RESULTS = Path(__file__).parent / "results"
 """The figures of every machine."""
-
-Rows = list[list[str]]
-"""A table, whose first row is its head."""
-
-
-def markdown(rows: Rows) -> str:
-    """Write a table for a page, its numbers flush right."""
-    head, *body = rows
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def fill_in(page: str, mark: str, write: Callable[[str], str]) -> str:

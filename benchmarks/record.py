@@ -18,13 +18,13 @@ from pathlib import Path
 import endurance
 import model_tables
 import neighbours
-from pages import RESULTS, fill_in, markdown, quoted
+from pages import RESULTS, fill_in, quoted
 
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
 from mmpos.schemes import SCHEMES
 from mmpos.support.files import write_text
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import Measurement, Report, from_json, number_text, ratio_text, seconds_text, to_json
+from mmpos_bench.results import SuiteReport, from_json, to_json, to_markdown
 from mmpos_bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +59,9 @@ QUOTES: Mapping[str, Callable[[], str]] = {
 """The quotes of pages, by name."""
 
 
-def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
+def run_suites(wanted: Sequence[tuple[str, str]]) -> list[SuiteReport]:
     """Run suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
-    reports: list[Report] = []
+    reports: list[SuiteReport] = []
     for suite, malloc in wanted:
         print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
@@ -70,7 +70,7 @@ def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
     return reports
 
 
-def keep(reports: Sequence[Report]) -> Path:
+def keep(reports: Sequence[SuiteReport]) -> Path:
     """Write reports into the file of this machine, in the place of those of the same suite and malloc."""
     path = RESULTS / f"{reports[-1].machine.name}.json"
     known = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
@@ -96,24 +96,6 @@ def quoted_table(name: str) -> str:
         if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
             return to_markdown(report.group(group))
     raise SystemExit(f"{name}: got no such figures in {RESULTS}, want them measured")
-
-
-def to_markdown(measurements: tuple[Measurement, ...]) -> str:
-    """Write a row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
-    roles = {e.name: e.role for m in measurements for e in m.entries}
-    ours = next((name for name, role in roles.items() if role == "ours"), None)
-    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
-    facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
-    rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
-    for m in measurements:
-        times = {e.name: seconds_text(e.timing.median) for e in m.entries}
-        ratios = {e.name: ratio_text(m.of_limit(e)) for e in m.entries if e.role != "limit"}
-        if ours in times:
-            ratios |= {name: ratio_text(over) for name, over in m.over_peers(m[ours]).items()}
-        times |= {name: f"{times[name]} ({ratio})" for name, ratio in ratios.items() if ratio}
-        beside = {name: number_text(value) for name, value in m.facts.items()}
-        rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
-    return markdown(rows)
 
 
 def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:

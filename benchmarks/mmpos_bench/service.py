@@ -21,7 +21,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, Timer
 
 with needed_for("the service suite", extra="server"):
@@ -73,7 +73,7 @@ class ServiceSizes:
 QUICK = ServiceSizes(64, 1, 4, 4, (1, 4), 2, 0.02, 2, 2, 4)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the servers and two client processes share the machine."""
     if sys.platform != "linux":
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
@@ -109,7 +109,7 @@ class _Suite:
     pool: ProcessPoolExecutor  # of two clients
     asking: Asking  # the quiet one
 
-    def cases(self, *, quick: bool) -> Iterator[Case]:
+    def cases(self, *, quick: bool) -> Iterator[Comparison]:
         """Yield every case."""
         ask, few = self.asking, self.sizes.batch
         for question in (ask.place(1), ask.place(few), ask.place(few, dense=True)):
@@ -131,9 +131,11 @@ class _Suite:
         line_up: Callable[[Question], Lineup],
         timer: Timer,
         point: Point | None = None,
-    ) -> Case:
+    ) -> Comparison:
         """Make the case of a question."""
-        return Case(group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer)
+        return Comparison(
+            group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer
+        )
 
     def processor(self, question: Question) -> Lineup:
         """Line up processor time of a call."""
@@ -143,7 +145,7 @@ class _Suite:
         contestants = (
             limit("echo", self.echoed(ours, question)),
             Contestant("mmpos", ours, proof=question.proof),
-            Contestant("mmpos, requests logged", logging, Role.PART, proof),
+            Contestant("mmpos, requests logged", logging, proof, Role.PART),
         )
         return Lineup(contestants, question.work)
 
@@ -176,7 +178,7 @@ class _Suite:
         def facts() -> Mapping[str, float]:
             return {f"{name}: 99th percentile, ms": _p99(load) * 1e3 for name, (load, _) in loads.items()}
 
-        contestants = [Contestant(name, load, role, question.proof) for name, (load, role) in loads.items()]
+        contestants = [Contestant(name, load, question.proof, role) for name, (load, role) in loads.items()]
         return Lineup(contestants, question.work, facts)
 
     def order(self, question: Question) -> Order:
@@ -202,14 +204,14 @@ def _p99(load: Load) -> float:
     return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
-def _sharing(plain: Client, shares: Client, sizes: ServiceSizes) -> Iterator[Case]:
+def _sharing(plain: Client, shares: Client, sizes: ServiceSizes) -> Iterator[Comparison]:
     """Yield calls with large tensors: in messages, and in shared memory, against the same work in process."""
     group = "large tensors, one call at a time"
     if find_spec("torch") is not None:
         name = f"Rotate, {sizes.tokens:,} tokens of 32 + 8 heads of 128 in bfloat16"
-        yield Case(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
+        yield Comparison(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
     name = f"Build, {counted(sizes.photographs, 'document')} with 2 photographs"
-    yield Case(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
+    yield Comparison(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
 
 
 def _rotated(plain: Client, shares: Client, tokens: int) -> Lineup:

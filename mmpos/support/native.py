@@ -109,9 +109,6 @@ class Core(Protocol):
     ) -> bool:  # fmt: skip
         """Add the sum of every run of ids, or of every segment of a placed table, to its document's fingerprint."""
 
-    def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
-        """Walk through an image file: how the walk ended, and kind, start and length of the chunks that matter."""
-
 
 def int64(data: bytes) -> IntArray:
     """Read int64 numbers from bytes; read-only, not copied."""

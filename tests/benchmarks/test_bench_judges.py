@@ -11,7 +11,7 @@ import torch
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
-from mmpos_bench import Budget, NotEqualError, Options, data, layers
+from mmpos_bench import Budget, NotEqualError, SuiteOptions, data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
@@ -68,7 +68,7 @@ def test_a_layer_knows_its_work() -> None:
 def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    options = Options(peers=True)
+    options = SuiteOptions(peers=True)
     assert options.peer("Liger", ROTATIONS["Liger"]) is None
     assert options.missing == {"Liger": "ImportError: its kernel needs a GPU"}
 
@@ -142,4 +142,4 @@ def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
-        next(service.cases(Options(quick=True)))
+        next(service.cases(SuiteOptions(quick=True)))

@@ -10,7 +10,7 @@ from pages import RESULTS
 
 from mmpos.errors import ServiceError
 from mmpos_bench import NotEqualError, run
-from mmpos_bench.results import Report, from_json
+from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.serving import Load, Order, clients, echo, started
 
 WORKLOADS = ["a", "b", "c", "d"]
@@ -76,7 +76,7 @@ def test_the_images_suite_takes_every_path_on_toy_sizes() -> None:
 # Ratios are measured when figures are recorded, and not here, where whatever else runs would decide.
 
 
-def kept(suite: str) -> list[Report]:
+def kept(suite: str) -> list[SuiteReport]:
     """Its reports of every machine."""
     paths = [path for path in RESULTS.glob("*.json") if re.fullmatch(r"(?!neighbours)[^.]+", path.stem)]
     reports = [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]

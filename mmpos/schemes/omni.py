@@ -91,8 +91,8 @@ class _Omni(Scheme):
 
     @property
     @abstractmethod
-    def marker_ids(self) -> int:
-        """Ids of the two markers before a clip, and of the two after it: 1 if they share one, else 2."""
+    def num_marker_ids(self) -> int:
+        """Number of ids that the two markers before a clip take, and the two after it: 1 if they share one, else 2."""
 
     @abstractmethod
     def merged(self, clips: Clips) -> Turns:
@@ -118,7 +118,7 @@ class _Omni(Scheme):
 
     def advance(self, grids: Grids) -> IntArray:
         content, unit = self._content(grids)
-        return content + 2 * self.marker_ids * unit * _is_clip(grids)
+        return content + 2 * self.num_marker_ids * unit * _is_clip(grids)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         if self.engine == "serving" or grids.kind is None:
@@ -126,7 +126,7 @@ class _Omni(Scheme):
         # Transformers goes on after the last run of a clip, and decodes after the highest id, which may lie before it.
         highest, unit = self._content(grids, highest=True)
         scale = 1 if grids.unit is None else grids.unit // unit
-        return cursor + (highest + self.marker_ids * unit) * _is_clip(grids) * scale
+        return cursor + (highest + self.num_marker_ids * unit) * _is_clip(grids) * scale
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         steps, own = self._steps(grids)
@@ -144,7 +144,7 @@ class _Omni(Scheme):
             frames = np.where(patches, first // (height * width), 0)
             time, frame = self.frame_ids(owner, frames, steps[owner], own[owner]), 0 * frame
         # Markers of one id stand in a column, whose steps are not 0: a run at id 0 without steps is padding.
-        column = (content >= BEFORE) & (self.marker_ids == 1)
+        column = (content >= BEFORE) & (self.num_marker_ids == 1)
         pieces = Pieces(
             owner,
             tokens,
@@ -185,7 +185,7 @@ class _Omni(Scheme):
 
     def _clip_offsets(self, grids: Grids, runs: Turns, scale: IntArray, unit: IntArray) -> IntArray:
         """(runs,) ids from the cursor before a clip to its audio and video, or to the markers after them; else 0."""
-        inside = self.marker_ids * unit * _is_clip(grids)
+        inside = self.num_marker_ids * unit * _is_clip(grids)
         after = inside + self._content(grids)[0] * scale
         return np.where(
             runs.content == BEFORE, 0, np.where(runs.content == AFTER, after[runs.owner], inside[runs.owner])
@@ -254,7 +254,7 @@ class TMRope(_Omni):
             raise InvalidInputError(f"TMRope.seconds_per_chunk: got {seconds}, want one id of audio or more in a chunk")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "transformers" else 2
 
     def merged(self, clips: Clips) -> Turns:
@@ -319,7 +319,7 @@ class TMRopeQwen3(_Omni):
         object.__setattr__(self, "fractional", self.engine == "transformers")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "serving" else 2
 
     def merged(self, clips: Clips) -> Turns:

@@ -644,7 +644,6 @@ def test_the_rotation_that_was_meant_is_named_so() -> None:
             assert str(found).startswith("The keys were turned by the rotation that was meant.")
 
 
-
 def test_a_theta_that_nobody_has_is_fitted() -> None:
     found = identify(Case(QWEN3_VL.rotary, QWEN3, ladder(64, 3.3e6)).turn(IDS), QWEN3_VL.rotary, MEANT)
     assert found.rotary is not None

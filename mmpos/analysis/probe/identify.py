@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -250,10 +251,12 @@ class _Judge:
         if self.ids is None or (best is not meant and least <= self.close):
             return best, least
         share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
-        for suspect in (*self._by_pair(meant.rotary), *self._scaled(meant.rotary)):
+        for suspect in chain(self._by_pair(meant.rotary), self._scaled(meant.rotary)):
             left = self.left(suspect)
             if left < share * least:
                 best, least, share = suspect, left, min(share, 0.9)
+            if least <= self.close:
+                break
         return best, least
 
     def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
@@ -350,7 +353,8 @@ class _Judge:
 
     def _scaled(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotations whose base, or whose one factor on all frequencies, is fitted to the keys."""
-        base, plain = meant.inv_freq_array, {"theta": DEFAULT_THETA, "scaling": None}
+        base = meant.inv_freq_array
+        plain: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
         if isinstance(meant.theta, float) and meant.theta > 1 and meant.inv_freq is None and meant.scaling is None:
             power = self.sample.scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
             theta, remedy = meant.theta**power, "give the engine the theta of the config"

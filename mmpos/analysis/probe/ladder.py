@@ -308,7 +308,7 @@ class Ladder:
 
 def _rad(ids: IntArray, turns: UInt64Array) -> Float64Array:
     """Compute (ids, pairs) rad within half a turn, by exact turns."""
-    return (ids.astype(np.uint64)[:, None] * turns).view(np.int64) * (2 * np.pi * 2.0**-64)
+    return (ids.astype(np.uint64)[:, None] * turns).view(np.int64).astype(np.float64) * (2 * np.pi * 2.0**-64)
 
 
 @dataclass(eq=False)

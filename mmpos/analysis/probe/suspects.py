@@ -122,7 +122,12 @@ def _dims(meant: Rotary) -> Iterator[Suspect]:
 
 def of_axes(cause: str, meant: Rotary, axis: IntArray, kind: str = "") -> Iterator[Suspect]:
     """Yield the rotation whose pairs keep their frequencies and have these axes."""
-    change = {"allocation": axis.tolist(), "mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA}
+    change: dict[str, Any] = {
+        "allocation": axis.tolist(),
+        "mrope_section": None,
+        "axes_dim": None,
+        "theta": DEFAULT_THETA,
+    }
     remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
     inv_freq = meant.inv_freq_array.tolist()
     yield from if_made(cause, remedy, meant, kind=kind, **change, scaling=None, inv_freq=inv_freq)
@@ -146,7 +151,7 @@ def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
         if name not in (meant.allocation, HEADS):
             told = section if name in ("sections", "mrope-interleaved") else None
-            change = {"allocation": name, "mrope_section": told, "axes_dim": None}
+            change: dict[str, Any] = {"allocation": name, "mrope_section": told, "axes_dim": None}
             yield from if_made(f"pairs are allocated as {name!r}, not as {mine!r}", remedy, meant, **change)
     vectors: dict[str, IntArray] = {}
     if with_ids:

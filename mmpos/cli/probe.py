@@ -252,7 +252,7 @@ def _alone(
 ) -> _Verdict:
     """Judge heads as one, by the reference beside the config where most tokens that were written are like it."""
     from mmpos.analysis.probe import read
-    from mmpos.analysis.probe.reading import MOST
+    from mmpos.analysis.probe.traces import MOST
 
     usable = reference is not None and reference.size > 0
     own = {**options, "reference": reference} if usable else options
@@ -313,8 +313,8 @@ def _by_head(
 ) -> _Verdict:
     """Judge each kv head alone, and name those that are wrong where not all are, or not for one cause."""
     from mmpos.analysis.probe import identify
+    from mmpos.analysis.probe.confidence import ONE_KEY
     from mmpos.analysis.probe.identify import UNEXPLAINED
-    from mmpos.analysis.probe.reading import ONE_KEY
 
     heads = keys.shape[-2]
 
@@ -372,7 +372,7 @@ def _compared(
     reading: Reading, keys: npt.NDArray[Any], rotary: Rotary, meant: _Meant | None, options: dict[str, Any]
 ) -> _Verdict:
     from mmpos.analysis.probe import check, identify
-    from mmpos.analysis.probe.reading import ONE_KEY
+    from mmpos.analysis.probe.confidence import ONE_KEY
 
     notes, sentences = [note for note in reading.notes if note != ONE_KEY], list[str]()
     differs, wrong = False, None

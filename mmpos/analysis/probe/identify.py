@@ -13,8 +13,8 @@ import numpy.typing as npt
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, read_keys
 from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.reading import EXPLAINED, MOST, ROUNDED, follow
 from mmpos.analysis.probe.suspects import Suspect, if_made, of_axes, suspects
+from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
@@ -273,10 +273,10 @@ class _Judge:
     def as_meant(self, left: float) -> Identification:
         """Say that the rotation is the one that was meant, but for a factor on cos and sin, or for single tokens."""
         meant = self.keys.rotary
-        if self.keys.token is None and abs(self.scale / meant.attention_factor - 1) > 0.02:
+        if self.keys.token is None and abs(self.scale / meant.attention_factor - 1) > FACTOR:
             cause = f"cos and sin are multiplied by {self.scale:.4g}, not by {meant.attention_factor:.4g}"
             remedy = "multiply cos and sin by the attention factor of the config's scaling, once"
-            return Identification(False, None, cause, remedy, left, left, kind=remedy)
+            return Identification(False, None, cause, remedy, left, left, self.first_unexplained, remedy)
         cause, remedy = AS_MEANT, "nothing"
         if self.first_unexplained is not None:
             count = counted(int(self.unexplained.sum()), "token")

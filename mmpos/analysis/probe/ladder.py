@@ -41,6 +41,9 @@ FITS = 0.8
 FAR = 2.0**40
 """Ids up to which pairs that hardly turn may lead; none of them is told."""
 
+SURE = 1 - 1e-6
+"""Least confidence of an id that is told."""
+
 FUTILE = 256
 """Searches without a result after which tokens are no more searched, where nine of ten found nothing."""
 
@@ -104,6 +107,16 @@ class Ladder:
     def one(self) -> float:
         """A pair's share of all that weigh: one over their number where all weigh the same."""
         return float(np.square(self.weight, dtype=np.float64).sum())
+
+    @cached_property
+    def chance(self) -> float:
+        """How many times the usual noise the pairs of a token have once in a million.
+
+        Source: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by model selection, 2000,
+        lemma 1.
+        """
+        rare = -np.log(1 - SURE)
+        return float(np.sqrt(1 + 2 * np.sqrt(rare * self.one) + 2 * rare * self.one))
 
     def rounding(self, ids: Float64Array) -> Float64Array:
         """Compute (ids,) rad that angles which are made in float32 may be off, from those of the reference."""

@@ -89,7 +89,7 @@ class Traces:
         """(tokens,) by which noise is judged: all, or where many have another factor, those that have the right one."""
         if self.scale != self.factor:
             return np.ones_like(self.alike)
-        return (np.abs(self.length - 1) <= FACTOR).all(axis=0)
+        return np.asarray((np.abs(self.length - 1) <= FACTOR).all(axis=0))
 
     def unexplained(self, rounding: float, told: Flags | None = None) -> Flags:
         """Tell (tokens,) whose keys are not the reference's, turned by their ids, at the noise that other tokens have.

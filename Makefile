@@ -79,6 +79,7 @@ vectors: $(VENV)/dev  ## the cases of mmpos conformance, from the oracle and fro
 bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/endurance.py --json --soak $(SOAK)
+	$(BIN)/python benchmarks/record.py --tables
 
 tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made anew
 	$(BIN)/python benchmarks/record.py --tables

@@ -1,122 +1,257 @@
 """The service under more than it can do: overload, streams that stall, and everything at once for a long time.
 
 python benchmarks/endurance.py                     overload, stalled streams and a minute of everything
-python benchmarks/endurance.py --soak 600 --json   ten minutes of everything; the figures kept in results/, and quoted
-python benchmarks/endurance.py --tables            only the tables, from the figures that are there
+python benchmarks/endurance.py --soak 600 --json   ten minutes of everything; the figures kept in results/
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from time import monotonic, sleep
+from typing import Any
 
-import typer
-from pages import RESULTS, Rows, fill_in, of_machine, show
+import grpc
+import numpy as np
+from pages import RESULTS
 
-from mmpos.errors import MmposError
+from mmpos.errors import MmposError, ServiceError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
-from mmpos_bench.serving.overload import Overload, Scale, overload
-from mmpos_bench.serving.soak import Soak, soak
-from mmpos_bench.serving.stalled import Stalled, stalled
+from mmpos_bench.questions import Asking, Question
+from mmpos_bench.results import Rows, markdown
+from mmpos_bench.serving import (
+    OPTIONS,
+    Load,
+    Order,
+    ServerProcess,
+    clients,
+    everything,
+    flood,
+    on_core,
+    service,
+    stall,
+    started,
+)
 
-PAGE = Path(__file__).parent / "README.md"
+Result = Mapping[str, Any]
 
-T = TypeVar("T")
-Columns = Mapping[str, Callable[[T], str]]
-"""The head of every column, and its cell of a result."""
 
-OVERLOAD: Columns[Overload] = {
-    "under overload": lambda one: one.name,
-    "answers per second, at most": lambda one: f"{one.capacity:,.0f}",
-    "offered per second": lambda one: f"{one.offered:,.0f}",
-    "p99 unloaded, ms": lambda one: f"{one.unloaded_p99:.1f}",
-    "p50 accepted, ms": lambda one: f"{one.accepted_p50:.1f}",
-    "p99 accepted, ms": lambda one: f"{one.accepted_p99:.1f}",
-    "of unloaded": lambda one: f"{one.ratio:.1f}×",
-    "p99 of a refusal, ms": lambda one: f"{one.refused_p99:.1f}",
-    "statuses": lambda one: ", ".join(f"{status} {100 * share:.0f} %" for status, share in one.statuses.items()),
+@dataclass(frozen=True)
+class Scale:
+    """The sizes and lengths of everything."""
+
+    seconds: float = 20.0  # of each measurement of overload, of which the first fifth does not count
+    times: float = 10.0  # the capacity, to load the server with
+    tokens: int = 4096  # of a document
+    batch: int = 64  # documents of a batch
+    settling: float = 1.5  # seconds, longer than pools take to fill and a server to forget that it refused calls
+    stall: float = 15.0  # seconds
+    streams: tuple[int, ...] = (1, 16, 64)  # that stall, in turn
+    clients: int = 2  # who do everything at once
+
+
+TOY = Scale(0.5, 1.0, 64, 2, 0.3, 0.2, (1,), 1)
+
+
+def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecutor, scale: Scale) -> Result:
+    """Ask for more than the server can do, and see what becomes of probes, a tenth of its capacity.
+
+    Milliseconds count from the time at which a call was due.
+
+    Raises:
+        ServiceError: no probe is answered.
+    """
+    question.proof()
+    asked = server.address, question.path, question.request
+    few = Load(server, Order("unary", question.path, question.request, question.answer, scale.seconds / 2, 4), pool)
+    capacity = max((few() for _ in range(2)), key=lambda turn: turn.per_second).per_second
+    rate = max(capacity / 10, 20 / scale.seconds)  # so that there are some, however short the time
+    calm = pool.submit(flood, *asked, rate, scale.seconds).result()
+    sleep(scale.settling)
+    lasts = scale.settling + scale.seconds + scale.settling
+    load = pool.submit(flood, *asked, max(capacity * scale.times - rate, 1.0), lasts)
+    sleep(scale.settling)
+    busy = pool.submit(flood, *asked, rate, scale.seconds).result()
+    offered = len(load.result()) / lasts + rate
+    calm, busy = ([call for call in calls if call.due >= scale.seconds / 5] for calls in (calm, busy))
+    unloaded = [call.seconds for call in calm if call.status == "OK"]
+    accepted = [call.seconds for call in busy if call.status == "OK"]
+    refused = [call.seconds for call in busy if call.status != "OK"]
+    if not accepted or not unloaded:
+        raise ServiceError(f"{question.name}: got no answer at all, want some")
+    statuses = Counter(call.status for call in busy)
+    return {
+        "name": question.name,
+        "capacity": round(capacity, 1),  # answers per second, with a few calls always in flight
+        "offered": round(offered, 1),  # calls per second
+        "unloaded_p99": percentile(unloaded, 99),  # milliseconds at a tenth of the capacity
+        "accepted_p50": percentile(accepted, 50),  # of those that are answered under overload
+        "accepted_p99": percentile(accepted, 99),
+        "refused_p99": percentile(refused, 99) if refused else 0.0,
+        "statuses": {status: round(count / len(busy), 4) for status, count in sorted(statuses.items())},
+        "probes": len(busy),
+    }
+
+
+def percentile(seconds: Sequence[float], percent: int) -> float:
+    """Compute milliseconds."""
+    cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [*seconds] * 99
+    return round(1000 * cuts[percent - 1], 2)
+
+
+def overloaded(scale: Scale) -> list[Result]:
+    """Overload a server with each kind of call; server and clients have a core each if there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        with on_core(cores[0]):
+            (server,) = stack.enter_context(started(service("tuned", "--log-level", "warning")))
+        stack.enter_context(on_core(cores[-1]))
+        channel = stack.enter_context(grpc.insecure_channel(server.address, options=OPTIONS))
+        side = max(1, int(scale.tokens**0.5) * 3 // 8)
+        asking = Asking(channel, scale.tokens, 4 if side > 1 else 1, side)
+        questions = asking.place(1), asking.place(scale.batch, dense=True), asking.photographs(1)
+        pool = stack.enter_context(clients(2))
+        return [overload(question, server, pool, scale) for question in questions]
+
+
+def stalled(count: int, scale: Scale) -> Result:
+    """Open streams whose client sends as fast as it can and never reads, on a new server: memory is MiB."""
+    with started(service("tuned", "--log-level", "warning")) as (server,), clients() as pool:
+        with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
+            question = Asking(channel, 4096, 4, 24).place(scale.batch, dense=True, stream=True)
+        before = peak = server.memory()
+        streams = pool.submit(stall, server.address, question.path, question.request, count)
+        end = monotonic() + scale.stall
+        while monotonic() < end and not streams.done():
+            peak = max(peak, server.memory())
+            sleep(0.1)
+        if streams.done():
+            streams.result()
+    per_stream, answer = round((peak - before) / count, 2), round(len(question.answer) / 2**20, 2)
+    return {
+        "streams": count, "answer": answer, "before": round(before, 1), "peak": round(peak, 1), "per_stream": per_stream
+    }  # fmt: skip
+
+
+def soak(seconds: float, scale: Scale) -> Result:
+    """Load a new server with everything at once, and read its memory every second; the first half warms up."""
+    with started(service("tuned", "--shared-memory", "mmpos-soak-")) as (server,), clients(scale.clients) as pool:
+        asked = [pool.submit(everything, server.address, seconds, seed) for seed in range(scale.clients)]
+        began, samples = monotonic(), []
+        while not all(each.done() for each in asked):
+            samples.append((monotonic() - began, server.memory()))
+            sleep(min(1.0, seconds / 40))
+        outcomes = sum((each.result() for each in asked), Counter[str]())
+        peak = server.memory("VmHWM")
+    counts = [sample for sample in samples if sample[0] >= samples[-1][0] / 2]
+    grown, error = slope(counts)
+    tenth = max(1, len(counts) // 10)
+    return {
+        "seconds": round(samples[-1][0], 1),  # under load
+        "counted": round(counts[-1][0] - counts[0][0], 1),  # of them, at the end, from which the slope comes
+        "calls": outcomes.total(),  # a stream being one
+        "outcomes": dict(sorted(outcomes.items())),  # how often each deed had which
+        "first": round(median(held for _, held in counts[:tenth]), 1),  # MiB, as all that follows
+        "last": round(median(held for _, held in counts[-tenth:]), 1),
+        "peak": round(peak, 1),
+        "slope": round(3600 * grown, 1),  # per hour, by least squares
+        "error": round(3600 * error, 1),  # its standard error
+    }
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit the memory that is held more after each second, and its standard error, to ten means of neighbours: memory of
+    one second resembles that of the next.
+    """
+    size = max(1, len(samples) // 10)
+    blocks = [np.mean(samples[i : i + size], axis=0) for i in range(0, len(samples) - size + 1, size)]
+    times, held = np.array(blocks).T
+    (line, _), covariance = np.polyfit(times, held, 1, cov=True)
+    return round(float(line), 9), round(float(np.sqrt(covariance[0, 0])), 9)
+
+
+def flat(soaked: Result) -> bool:
+    """Tell whether memory grew by less than 2 % in the time that counts, or by less than twice the error."""
+    growth = soaked["slope"] * soaked["counted"] / 3600
+    return bool(growth <= 0.02 * soaked["first"] or soaked["slope"] <= 2 * soaked["error"])
+
+
+# The head of every column, and its cell of a result.
+Columns = Mapping[str, Callable[[Result], str]]
+
+OVERLOAD: Columns = {
+    "under overload": lambda one: one["name"],
+    "answers per second, at most": lambda one: f"{one['capacity']:,.0f}",
+    "offered per second": lambda one: f"{one['offered']:,.0f}",
+    "p99 unloaded, ms": lambda one: f"{one['unloaded_p99']:.1f}",
+    "p50 accepted, ms": lambda one: f"{one['accepted_p50']:.1f}",
+    "p99 accepted, ms": lambda one: f"{one['accepted_p99']:.1f}",
+    "of unloaded": lambda one: f"{one['accepted_p99'] / one['unloaded_p99']:.1f}×",
+    "p99 of a refusal, ms": lambda one: f"{one['refused_p99']:.1f}",
+    "statuses": lambda one: ", ".join(f"{name} {100 * share:.0f} %" for name, share in one["statuses"].items()),
 }
-STALLED: Columns[Stalled] = {
-    "streams that are not read": lambda one: f"{one.streams}",
-    "an answer, MiB": lambda one: f"{one.answer:.1f}",
-    "server before, MiB": lambda one: f"{one.before:,.0f}",
-    "at most, MiB": lambda one: f"{one.peak:,.0f}",
-    "per stream, MiB": lambda one: f"{one.per_stream:.1f}",
+STALLED: Columns = {
+    "streams that are not read": lambda one: f"{one['streams']}",
+    "an answer, MiB": lambda one: f"{one['answer']:.1f}",
+    "server before, MiB": lambda one: f"{one['before']:,.0f}",
+    "at most, MiB": lambda one: f"{one['peak']:,.0f}",
+    "per stream, MiB": lambda one: f"{one['per_stream']:.1f}",
 }
-SOAK: Columns[Soak] = {
-    "everything at once, seconds": lambda one: f"{one.seconds:,.0f}",
-    "deeds": lambda one: f"{one.calls:,}",
-    "MiB at half-time": lambda one: f"{one.first:,.0f}",
-    "MiB in the end": lambda one: f"{one.last:,.0f}",
-    "MiB at most": lambda one: f"{one.peak:,.0f}",
-    "slope, MiB per hour": lambda one: f"{one.slope:.0f} ± {one.error:.0f}",
-    "flat": lambda one: "yes" if one.flat else "no",
+SOAK: Columns = {
+    "everything at once, seconds": lambda one: f"{one['seconds']:,.0f}",
+    "deeds": lambda one: f"{one['calls']:,}",
+    "MiB at half-time": lambda one: f"{one['first']:,.0f}",
+    "MiB in the end": lambda one: f"{one['last']:,.0f}",
+    "MiB at most": lambda one: f"{one['peak']:,.0f}",
+    "slope, MiB per hour": lambda one: f"{one['slope']:.0f} ± {one['error']:.0f}",
+    "flat": lambda one: "yes" if flat(one) else "no",
 }
 
 
-def table(columns: Columns[T], results: Iterable[T]) -> Rows:
+def table(columns: Columns, results: Iterable[Result]) -> Rows:
     """Make the head and a row for every result."""
     return [list(columns), *([cell(one) for cell in columns.values()] for one in results)]
 
 
-def quoted(kept: Mapping[str, Any]) -> str:
-    """Write the tables of a file in results/."""
-    loaded, held = [Overload(**one) for one in kept["overload"]], [Stalled(**one) for one in kept["stalled"]]
-    tables = table(OVERLOAD, loaded), table(STALLED, held), table(SOAK, [Soak(**kept["soak"])])
-    return of_machine(kept["machine"], kept["command"], *tables)
+def tables(kept: Result) -> tuple[Rows, ...]:
+    """Make the tables of a file in results/."""
+    return table(OVERLOAD, kept["overload"]), table(STALLED, kept["stalled"]), table(SOAK, [kept["soak"]])
 
 
-def filled_in(page: str) -> str:
-    """Write the tables of all kept figures into the page."""
-    paths = sorted(RESULTS.glob("*.endurance.json"))
-    return fill_in(page, "endurance", lambda _: "".join(quoted(json.loads(path.read_text())) for path in paths) + "\n")
-
-
-def main(
-    seconds: Annotated[float, typer.Option(help="Of each measurement of overload.")] = 20.0,
-    times: Annotated[float, typer.Option(help="The capacity, to offer.")] = 10.0,
-    stall: Annotated[float, typer.Option(help="Seconds that streams stall.")] = 15.0,
-    streams: Annotated[str, typer.Option(help="How many streams, in turn.")] = "1,16,64",
-    soak_seconds: Annotated[float, typer.Option("--soak", help="Seconds of everything at once.")] = 60.0,
-    quick: Annotated[bool, typer.Option(help="Toy sizes: the figures mean nothing.")] = False,
-    keep: Annotated[bool, typer.Option("--json", help="Keep the figures in results/, and fill in the page.")] = False,
-    only_tables: Annotated[bool, typer.Option("--tables", help="Only fill in the page.")] = False,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, show, and keep if told so; ends with 1 if memory grows."""
-    flat = True
-    if not only_tables:
-        scale = Scale(seconds, times, 64, 2, settling=0.3) if quick else Scale(seconds, times)
-        loaded = list(overload(scale, "tuned"))
-        show(table(OVERLOAD, loaded))
-        held = list(stalled(tuple(map(int, streams.split(","))), stall, "tuned", 2 if quick else 64))
-        show(table(STALLED, held))
-        soaked = soak(soak_seconds, "tuned", 1 if quick else 2)
-        show(table(SOAK, [soaked]))
-        flat = soaked.flat
-        if keep:
-            machine = stamp("tuned")
-            kept = {
-                "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
-                "machine": asdict(machine),
-                "overload": [asdict(one) for one in loaded],
-                "stalled": [asdict(one) for one in held],
-                "soak": asdict(soaked),
-            }
-            path = RESULTS / f"{machine.name}.endurance.json"
-            write_text(path, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    if keep or only_tables:
-        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
-    if not flat:
-        raise typer.Exit(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--soak", type=float, default=60.0, help="seconds of everything at once")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: the figures mean nothing")
+    parser.add_argument("--json", action="store_true", help="keep the figures in results/")
+    asked = parser.parse_args(arguments)
+    scale = TOY if asked.quick else Scale()
+    machine = stamp("tuned")
+    kept: dict[str, Any] = {
+        "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
+        "machine": asdict(machine),
+        "overload": overloaded(scale),
+        "stalled": [stalled(count, scale) for count in scale.streams],
+        "soak": soak(asked.soak, scale),
+    }
+    print("\n".join(map(markdown, tables(kept))))
+    if asked.json:
+        write_text(RESULTS / f"{machine.name}.endurance.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    if not flat(kept["soak"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        main()
     except MmposError as error:
         raise SystemExit(f"endurance: error: {error}") from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
-from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_config import class_defaults
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, SECTIONS
+from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import get_scheme
 
 
@@ -53,7 +52,9 @@ def rotation(model: str) -> str:
         return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:
-        sizes = {"head_dim": 2 * sum(SECTIONS[text]), "partial_rotary_factor": 1.0, "rope_theta": 1e4}
+        section = ROTATIONS[text].section
+        assert section is not None, "models of several axes have one"
+        sizes = {"head_dim": 2 * sum(section), "partial_rotary_factor": 1.0, "rope_theta": 1e4}
         rotary = Rotary.from_hf_config({"model_type": text, **sizes})
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     return f"{axes} axes, {allocation}, {rotary.pairing}"
@@ -61,7 +62,7 @@ def rotation(model: str) -> str:
 
 def _encoder(model: str) -> str:
     known, rotary = ENCODERS[model], Rotary.from_hf_config({"model_type": model})
-    patches = known.order + (", from 1" if known.first else "")
+    patches = f"{known.order}" + (", from 1" if known.first else "")
     axis = list(rotary.head_axes or rotary.pair_axis.tolist())
     names = [("frames", "rows", "columns")[a - rotary.axes] for a in dict.fromkeys(axis)]
     turns = f"{' and '.join(names)} in turn" if axis[0] != axis[1] else ", ".join(names)
@@ -71,7 +72,7 @@ def _encoder(model: str) -> str:
 
 def _cells(model: str) -> str:
     known = MODEL_TYPES[model]
-    serving = "" if known.serving == known.scheme else f"; serving: `{known.serving}`"
+    serving = f"; serving: `{known.serving}`" if known.serving else ""
     return f"`{known.scheme}`{serving} | {rotation(model)} | {known.note}"
 
 

@@ -1,217 +1,248 @@
 """Train a small transformer under each scheme, and ask it: which colour is right of, or below, the patch of colour c?
 
 python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
-python benchmarks/neighbours.py --json                                the same, kept in results/ and on the page
-python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 3    some of it
-python benchmarks/neighbours.py --tables                              only table and picture, from the figures there
+python benchmarks/neighbours.py --json                                the same, kept in results/ and drawn for the page
+python benchmarks/neighbours.py --schemes rope-tie mrope --seeds 3    some of it
 
-With --json, what is kept already of the same setup is not trained again, so that a run which was stopped goes on
-where it was; figures of another setup are replaced. After a change to the code, delete the file first.
+With --json, what is kept already is not trained again, so that a run which was stopped goes on where it was: after a
+change to the code, delete the file first.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from math import cos, fsum, pi
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
-from neighbours_training import DIRECTIONS, NONE, Outcome, Setup, Shape, Task, train
-from pages import RESULTS, Rows, fill_in, of_machine, show
+import numpy.typing as npt
+import torch
+from pages import RESULTS, kept_figures
+from torch import Tensor, nn
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, quiet_axes
-from mmpos.errors import InvalidInputError, MmposError
+import mmpos
+from mmpos.analysis.plot.canvas import FAINT, canvas, line_style, quiet_axes
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary
+from mmpos.support.checks import IntArray
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
-from mmpos_bench.results import json_with_rows
+from mmpos_bench.results import Rows, json_with_rows, markdown
+from mmpos_bench.timing import one_thread
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
+NONE, GUESS = "none", "(a guess among the other patches)"  # no rotation at all; the last row of the table
+PLACED = (  # the schemes that differ on text and single images, in the order of the table
+    *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
+    *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
+)
+# A document is filler words, an image, and questions of two words each, a direction and a colour. Every patch of an
+# image has another colour, and only patches with a neighbour in that direction are asked for.
+COLOURS, DIRECTIONS = 64, ("right", "below")  # the words; an image has at most as many patches as there are colours
+FILLER_ID = COLOURS + len(DIRECTIONS)  # the last word, which is padding too
+QUESTIONS, MOST_FILLER, BATCH = 8, 4, 32  # after an image, before it, and the images of a step
+LAYERS, HEADS, HEAD_DIM, HIDDEN = 2, 2, 32, 128
+WIDTH, THETA = HEADS * HEAD_DIM, 100.0  # ids are small here
 
-KEPT = "neighbours-*.json"
-PAGE = Path(__file__).parents[1] / "docs" / "experiment.md"
-PICTURE = PAGE.with_suffix(".png")
-GUESS = "(a guess among the other patches)"
-
-
-@dataclass(frozen=True)
-class Results:
-    """An experiment, as it is kept."""
-
-    command: str  # that made it
-    machine: Mapping[str, Any]
-    setup: Mapping[str, Any]  # of all its trainings
-    guess: Mapping[str, float]  # percent that a guess among the other patches of the image gets correct, by set
-    outcomes: list[Outcome]  # of the trainings
-
-    @classmethod
-    def from_json(cls, text: str) -> Results:
-        """Read the text of `to_json`."""
-        values = json.loads(text)
-        return cls(**{**values, "outcomes": [Outcome(**one) for one in values["outcomes"]]})
-
-    def to_json(self) -> str:
-        """Write a line for every outcome."""
-        head = {name: getattr(self, name) for name in ("command", "machine", "setup", "guess")}
-        return json_with_rows(head, "outcomes", map(asdict, self.outcomes)) + "\n"
-
-    def spreads(self) -> dict[str, dict[tuple[str, str], tuple[float, float, float]]]:
-        """Find least, mean and most percent over the seeds, by scheme, then by set and direction."""
-        spreads = {}
-        for scheme in dict.fromkeys(one.scheme for one in self.outcomes):
-            of_scheme = [one.accuracy for one in self.outcomes if one.scheme == scheme]
-            spreads[scheme] = {
-                # Every Python rounds this alike; sum is compensated from 3.12 on.
-                (name, direction): (min(seen), math.fsum(seen) / len(seen), max(seen))
-                for name in self.guess
-                for direction in DIRECTIONS
-                for seen in [[accuracy[name][direction] for accuracy in of_scheme]]
-            }
-        return spreads
+# Least and most height, and width: at least 2, so that there are neighbours. Where the two differ, half are turned.
+Sizes = tuple[tuple[int, int], tuple[int, int]]
+SETS: Mapping[str, Sizes] = {"inside": ((2, 5), (2, 5)), "larger": ((6, 8), (6, 8)), "longer": ((2, 3), (9, 14))}
+"""Sets of images to judge by: of the trained sizes, and of others."""
 
 
-def guess(setup: Setup) -> dict[str, float]:
+@dataclass(frozen=True, eq=False)
+class Quiz:
+    """Documents padded on the right to the longest."""
+
+    segments: mmpos.SegmentTable  # without padding
+    patches: IntArray  # (batch,) of each image
+    input_ids: IntArray  # (batch, length)
+    asked: IntArray  # (batch, questions) column of the last word of each question, where its answer is due
+    directions: IntArray  # (batch, questions) indexes of DIRECTIONS
+    answers: IntArray  # (batch, questions) colours
+
+
+def draw(sizes: Sizes, count: int, random: np.random.Generator) -> Quiz:
+    """Draw images of random sizes and colours, and random questions about each."""
+    height, width = (random.integers(*ends, count, endpoint=True) for ends in sizes)
+    turn = random.random(count) < 0.5 * (sizes[0] != sizes[1])
+    height, width = np.where(turn, width, height), np.where(turn, height, width)
+    patches = height * width
+    colours = np.argsort(random.random((count, COLOURS)), axis=1)
+    directions = random.integers(len(DIRECTIONS), size=(count, QUESTIONS))
+    row, col = (  # of patches that have a neighbour: not in the last row, or column
+        (random.random(directions.shape) * (side[:, None] - (directions == DIRECTIONS.index(name)))).astype(np.int64)
+        for side, name in ((height, "below"), (width, "right"))
+    )
+    cell = row * width[:, None] + col
+    answer = cell + np.where(directions == DIRECTIONS.index("right"), 1, width[:, None])
+
+    before = random.integers(1, MOST_FILLER, count, endpoint=True)
+    lengths = before + patches + 2 * QUESTIONS
+    column = np.arange(lengths.max())
+    input_ids = np.full((count, column.size), FILLER_ID, np.int64)
+    in_image = (column >= before[:, None]) & (column < (before + patches)[:, None])
+    input_ids[in_image] = colours[np.arange(COLOURS) < patches[:, None]]
+    asked = (before + patches)[:, None] + 2 * np.arange(QUESTIONS) + 1
+    np.put_along_axis(input_ids, asked - 1, COLOURS + directions, axis=1)
+    np.put_along_axis(input_ids, asked, np.take_along_axis(colours, cell, axis=1), axis=1)
+
+    grid_thw = np.stack([np.ones_like(height), height, width], axis=1)
+    segments = mmpos.SegmentTable.from_spans(lengths, before, grid_thw, documents=np.arange(count))
+    return Quiz(segments, patches, input_ids, asked, directions, np.take_along_axis(colours, answer, axis=1))
+
+
+def held_out(images: int = 300) -> dict[str, Quiz]:
+    """Draw the images and questions to judge by, the same for all schemes and seeds, and apart from training."""
+    return {name: draw(SETS[name], images, np.random.default_rng((1, i))) for i, name in enumerate(SETS)}
+
+
+class Block(nn.Module):
+    """Attention over what came before, then a feed-forward net, each added to its normalised input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor, positions: DevicePositions | Tensor | None, rotary: Rotary | None) -> Tensor:
+        """Map (batch, seq, width) to the same."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        if positions is not None and rotary is not None:
+            q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
+        # Padding stands on the right, so causal attention keeps it from every token.
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.net(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A transformer that answers with colours; the numbers drawn for its parameters are the same for every scheme."""
+
+    def __init__(self, scheme: str, seed: int) -> None:
+        super().__init__()
+        self.scheme, axes = scheme, 0 if scheme == NONE else mmpos.schemes.get_scheme(scheme).axes
+        self.rotary = Rotary(HEAD_DIM, theta=THETA, axes=axes) if axes else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(FILLER_ID + 1, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COLOURS, bias=False)
+
+    def forward(self, quiz: Quiz, positions: DevicePositions | Tensor | None = None) -> Tensor:
+        """Compute (batch, questions, colours) logits in the asked columns, with positions of the scheme or others."""
+        if positions is None and self.rotary is not None:
+            positions = DevicePositions.from_table(mmpos.place(quiz.segments, self.scheme).pad())
+        x = self.embedding(torch.from_numpy(quiz.input_ids))
+        for block in self.blocks:
+            x = block(x, positions, self.rotary)
+        due = torch.from_numpy(quiz.asked)[..., None].expand(-1, -1, x.shape[-1])
+        logits: Tensor = self.head(self.norm(x.gather(1, due)))
+        return logits
+
+
+@one_thread()  # as many trainings as cores go on at a time, and sums have one order
+def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[str, Any]:
+    """Train from scratch, and judge; the same arguments give the same outcome, but for the seconds of CPU."""
+    began = time.process_time()
+    model, random = Transformer(scheme, seed), np.random.default_rng((0, seed))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    for step in range(steps):
+        quiz = draw(SETS["inside"], BATCH, random)
+        logits = model(quiz)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(quiz.answers).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        # It grows for a tenth of the steps, and then falls to zero as a cosine.
+        share = min(10 * (step + 1) / steps, 1.0) * (0.5 + 0.5 * cos(pi * step / steps))
+        optimizer.param_groups[0]["lr"] = 8e-3 * share
+        optimizer.step()
+    accuracy: dict[str, float] = {}
+    for name, quiz in held_out(images).items():
+        with torch.no_grad():
+            right = model(quiz).argmax(-1).numpy() == quiz.answers
+        for i, direction in enumerate(DIRECTIONS):
+            accuracy[f"{name}, {direction}"] = round(100 * float(right[quiz.directions == i].mean()), 2)
+    seconds = round(time.process_time() - began, 1)
+    return {"scheme": scheme, "seed": seed, "loss": round(loss.item(), 6), "accuracy": accuracy, "seconds": seconds}
+
+
+def guess() -> dict[str, float]:
     """Compute percent of correct answers, by set, of one who knows the patches of an image but not where they are."""
-    return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
+    return {name: round(100 * float(np.mean(1 / (quiz.patches - 1))), 2) for name, quiz in held_out().items()}
 
 
-def table(results: Results) -> Rows:
+def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+    """List percent of correct answers by scheme: (seeds, sets and directions)."""
+    cells: dict[str, list[list[float]]] = {}
+    for one in kept["outcomes"]:
+        cells.setdefault(one["scheme"], []).append(list(one["accuracy"].values()))
+    return {scheme: np.array(rows) for scheme, rows in cells.items()}
+
+
+def table(kept: Mapping[str, Any]) -> Rows:
     """Make head and rows: mean, and least to most over the seeds, in percent."""
-    head = ["scheme", "seeds", *(f"{name}, {direction}" for name in results.guess for direction in DIRECTIONS)]
-    seeds = {scheme: sum(one.scheme == scheme for one in results.outcomes) for scheme in results.spreads()}
-    rows = [
-        [scheme, str(seeds[scheme]), *(f"{mean:.0f} ({least:.0f}–{most:.0f})" for least, mean, most in cells.values())]
-        for scheme, cells in results.spreads().items()
-    ]
-    guesses = [f"{results.guess[name]:.0f}" for name in results.guess for _ in DIRECTIONS]
-    return [head, *rows, [GUESS, "", *guesses]]
+    rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
+    for name, percent in percents(kept).items():
+        spread = (f"{fsum(at) / len(at):.0f} ({at.min():.0f}–{at.max():.0f})" for at in percent.T)
+        rows.append([name, f"{len(percent)}", *spread])
+    return [*rows, [GUESS, "", *(f"{percent:.0f}" for percent in kept["guess"].values() for _ in DIRECTIONS)]]
 
 
-def quoted(results: Results) -> str:
-    """Write the table of a file in results/."""
-    return of_machine(results.machine, results.command, table(results))
-
-
-def filled_in(page: str) -> str:
-    """Write the tables of all kept figures into the page."""
-    return fill_in(page, "neighbours", lambda _: "".join(map(quoted, kept_results())) + "\n")
-
-
-def kept_results() -> list[Results]:
-    """Read the figures of every machine."""
-    return [Results.from_json(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(KEPT))]
-
-
-def picture(path: Path) -> None:
-    """Draw the first kept file, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
-    results = kept_results()[0]
-    spreads = results.spreads()
-    with canvas(path, 8.0, 0.26 * len(spreads) + 1.3) as figure:
-        panels = figure.subplots(1, len(results.guess), sharey=True)
-        for panel, (name, guessed) in zip(panels, results.guess.items(), strict=True):
-            for i, (direction, mark) in enumerate(zip(DIRECTIONS, "os", strict=True)):
-                least, mean, most = zip(*(cells[name, direction] for cells in spreads.values()), strict=True)
-                rows = np.arange(len(spreads)) + (i - 0.5) * 0.36
-                panel.hlines(rows, least, most, color=COLOURS[i], linewidth=2)
-                panel.plot(mean, rows, mark, color=COLOURS[i], markersize=5, label=direction)
+def picture(kept: Mapping[str, Any], path: Path) -> None:
+    """Draw a panel per set: means as points, least to most as lines, a guess as a dashed line."""
+    schemes = percents(kept)
+    with canvas(path, 8.0, 0.26 * len(schemes) + 1.3) as figure:
+        panels = figure.subplots(1, len(kept["guess"]), sharey=True)
+        for n, (panel, (name, guessed)) in enumerate(zip(panels, kept["guess"].items(), strict=True)):
+            for i, direction in enumerate(DIRECTIONS):
+                cells = np.array([percent[:, 2 * n + i] for percent in schemes.values()])
+                mean, rows = cells.mean(1), np.arange(len(cells)) + (i - 0.5) * 0.36
+                ends = mean - cells.min(1), cells.max(1) - mean
+                panel.errorbar(mean, rows, xerr=ends, fmt="os"[i], color=line_style(i)["color"], label=direction)
             panel.axvline(guessed, color=FAINT, linestyle="--", linewidth=1, label="a guess")
-            _frame(panel, f"{name} the trained sizes" if name == "inside" else f"{name} images", list(spreads))
+            panel.set_title(f"{name} the trained sizes" if name == "inside" else f"{name} images", loc="left")
+            panel.set(xlim=(-4, 104), xlabel="correct answers, %", ylim=(len(schemes) - 0.4, -0.6))
+            panel.set(yticks=range(len(schemes)), yticklabels=list(schemes))
+            quiet_axes(panel)
         panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False, fontsize=9)
         figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
 
 
-def _frame(panel: Axes, title: str, schemes: list[str]) -> None:
-    panel.set_title(title, loc="left", fontsize=11)
-    panel.set_xlim(-4, 104)
-    panel.set_xticks(range(0, 101, 25))
-    panel.set_ylim(len(schemes) - 0.4, -0.6)
-    panel.set_yticks(range(len(schemes)), schemes)
-    panel.set_xlabel("correct answers, %")
-    quiet_axes(panel)
-    panel.tick_params(colors=INK)
-    panel.grid(visible=False, axis="y")
+def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
+    """Train what is not kept, two at a time; toys for other steps, and judged by other numbers of images."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [NONE, *PLACED]
+    parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="some of them")
+    parser.add_argument("--seeds", type=int, default=5, help="how often each is trained")
+    parser.add_argument("--json", action="store_true", help="keep the figures in results/, and draw the picture")
+    asked = parser.parse_args(arguments)
 
-
-PLACED = (
-    *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
-    *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
-)
-"""The schemes that differ on text and single images, in the order of the table."""
-
-QUICK = Setup(task=Task(64, 2, 2), shape=Shape(1, 1, 8, 16), steps=3, batch=4, images=10)
-"""Toy sizes, whose figures mean nothing."""
-
-
-def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iterator[Outcome]:
-    """Train with the scheme and seed of every run, in their order."""
-    if jobs == 1:
-        yield from (train(setup, *run) for run in runs)
-        return
-    # Fresh processes: the threads of this one do not survive a fork.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(partial(train, setup), *zip(*runs, strict=True))
-
-
-def kept_outcomes(path: Path, setup: Setup) -> list[Outcome]:
-    """Read the outcomes of this setup from a file; figures of another setup are left out."""
-    results = Results.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
-    return results.outcomes if results is not None and results.setup == setup.to_dict() else []
-
-
-def missing(results: Results, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
-    """List schemes and seeds without an outcome, a whole seed before the next."""
-    known = {(outcome.scheme, outcome.seed) for outcome in results.outcomes}
-    return [run for seed in range(seeds) for scheme in schemes if (run := (scheme, seed)) not in known]
-
-
-def named(schemes: str) -> list[str]:
-    """Read the schemes of a list, or all."""
-    known = (NONE, *PLACED)
-    names = schemes.split(",") if schemes else list(known)
-    for name in names:
-        if name not in known:
-            raise InvalidInputError(f"--schemes: got {name!r}, want some of {', '.join(known)}")
-    return names
-
-
-def main(
-    schemes: Annotated[str, typer.Option(help="Names, with commas between; all if none is given.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="How often each is trained.")] = 5,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of training.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, each with one thread.")] = 2,
-    quick: Annotated[bool, typer.Option(help="Toy sizes: the figures mean nothing.")] = False,
-    keep: Annotated[bool, typer.Option("--json", help="Keep the figures in results/, and fill in the page.")] = False,
-    only_tables: Annotated[bool, typer.Option("--tables", help="Only fill in the page.")] = False,
-) -> None:
-    """Train, show, and keep if told so."""
-    if not only_tables:
-        setup = QUICK if quick else Setup()
-        setup = setup if steps is None else replace(setup, steps=steps)
-        machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
-        path = RESULTS / f"neighbours-{machine.name}.json"
-        before = kept_outcomes(path, setup) if keep else []
-        results = Results(command, asdict(machine), setup.to_dict(), guess(setup), before)
-        for outcome in experiment(setup, missing(results, named(schemes), seeds), jobs):
-            print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
-            results.outcomes.append(outcome)
-            if keep:
-                write_text(path, results.to_json())
-        show(table(results))
-    if keep or only_tables:
-        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
-        picture(PICTURE)
+    machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
+    path = RESULTS / f"neighbours-{machine.name}.json"
+    outcomes = [one for kept in kept_figures(path.name) if asked.json for one in kept["outcomes"]]
+    kept = {"command": command, "machine": asdict(machine), "guess": guess(), "outcomes": outcomes}
+    known = {(one["scheme"], one["seed"]) for one in outcomes}
+    missing = [run for seed in range(asked.seeds) for scheme in asked.schemes if (run := (scheme, seed)) not in known]
+    # Fresh processes, each with one thread: the threads of this one do not survive a fork.
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for outcome in pool.map(train, *zip(*((*run, *toy) for run in missing), strict=True)) if missing else ():
+            print(f"{outcome['scheme']}, seed {outcome['seed']}: {outcome['seconds']} s", file=sys.stderr, flush=True)
+            outcomes.append(outcome)
+            if asked.json:
+                write_text(path, json_with_rows(kept) + "\n")
+    print(markdown(table(kept)))
+    if asked.json:
+        picture(kept, PICTURE)
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except MmposError as error:
-        raise SystemExit(f"neighbours: error: {error}") from None
+    main()

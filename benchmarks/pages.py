@@ -1,36 +1,17 @@
-"""Tables of kept figures: on a terminal, and in pages between marks."""
+"""Tables of kept figures in pages, between marks."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-
-from mmpos.cli import report
+from mmpos_bench.results import Rows, markdown
 
 RESULTS = Path(__file__).parent / "results"
 """The figures of every machine."""
-
-Rows = list[list[str]]
-"""A table, whose first row is its head."""
-
-
-def show(rows: Rows) -> None:
-    """Print a table, as wide as it is."""
-    head, *body = rows
-    printed = report.new_table(*head, right=head[1:])
-    for cells in body:
-        printed.add_row(*cells)
-    report.show(Console(width=300, highlight=False), printed)
-
-
-def markdown(rows: Rows) -> str:
-    """Write a table for a page, its numbers flush right."""
-    head, *body = rows
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def fill_in(page: str, mark: str, write: Callable[[str], str]) -> str:
@@ -45,7 +26,15 @@ def fill_in(page: str, mark: str, write: Callable[[str], str]) -> str:
     return quote.sub(lambda found: found[1] + write(found[2] or "") + found[3], page)
 
 
-def of_machine(machine: Mapping[str, object], command: str, *tables: Rows) -> str:
-    """Write tables under the machine and the command that they come from."""
-    head = f"\n{machine['cpu']}, {machine['cores']} cores, `{command}`:\n\n"
-    return head + "\n".join(map(markdown, tables))
+def kept_figures(pattern: str) -> list[dict[str, Any]]:
+    """Read the files in results/ whose names fit, in their order."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
+
+
+def quoted(pattern: str, tables: Callable[[dict[str, Any]], Iterable[Rows]]) -> str:
+    """Write the tables of all kept figures, each file's under its machine and the command that made it."""
+    text = ""
+    for kept in kept_figures(pattern):
+        text += f"\n{kept['machine']['cpu']}, {kept['machine']['cores']} cores, `{kept['command']}`:\n\n"
+        text += "\n".join(map(markdown, tables(kept)))
+    return text + "\n"

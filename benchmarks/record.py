@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import endurance
 import model_tables
-from pages import RESULTS, fill_in, markdown
+import neighbours
+from pages import RESULTS, fill_in, quoted
 
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
 from mmpos.schemes import SCHEMES
 from mmpos.support.files import write_text
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import Measurement, Report, from_json, number_text, ratio_text, seconds_text, to_json
+from mmpos_bench.results import SuiteReport, from_json, to_json, to_markdown
 from mmpos_bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -57,9 +59,9 @@ QUOTES: Mapping[str, Callable[[], str]] = {
 """The quotes of pages, by name."""
 
 
-def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
+def run_suites(wanted: Sequence[tuple[str, str]]) -> list[SuiteReport]:
     """Run suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
-    reports: list[Report] = []
+    reports: list[SuiteReport] = []
     for suite, malloc in wanted:
         print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
@@ -68,7 +70,7 @@ def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
     return reports
 
 
-def keep(reports: Sequence[Report]) -> Path:
+def keep(reports: Sequence[SuiteReport]) -> Path:
     """Write reports into the file of this machine, in the place of those of the same suite and malloc."""
     path = RESULTS / f"{reports[-1].machine.name}.json"
     known = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
@@ -86,25 +88,6 @@ def named(run: str) -> list[tuple[str, str]]:
     return [(suite, malloc)] if malloc else [(suite, name) for name in MALLOCS]
 
 
-def filled_in(page: str) -> str:
-    """Make every table and every property anew that a page quotes.
-
-    Raises:
-        SystemExit: a table of figures that are not there, or properties or model types that are not known.
-    """
-    page = fill_in(page, "bench", quoted_table)
-    for mark, quotes in (("compare", QUOTES), ("models", model_tables.QUOTES)):
-        page = fill_in(page, mark, partial(quoted, mark, quotes))
-    return page
-
-
-def quoted(mark: str, quotes: Mapping[str, Callable[[], str]], name: str) -> str:
-    """Write what a page quotes about properties or model types."""
-    if name not in quotes:
-        raise SystemExit(f"{mark}: got {name!r}, want one of {', '.join(quotes)}")
-    return quotes[name]()
-
-
 def quoted_table(name: str) -> str:
     """Write the table of "machine; suite; malloc; group"."""
     machine, suite, malloc, group = name.split("; ", 3)
@@ -115,22 +98,32 @@ def quoted_table(name: str) -> str:
     raise SystemExit(f"{name}: got no such figures in {RESULTS}, want them measured")
 
 
-def to_markdown(measurements: tuple[Measurement, ...]) -> str:
-    """Write a row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
-    roles = {e.name: e.role for m in measurements for e in m.entries}
-    ours = next((name for name, role in roles.items() if role == "ours"), None)
-    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
-    facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
-    rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
-    for m in measurements:
-        times = {e.name: seconds_text(e.timing.median) for e in m.entries}
-        ratios = {e.name: ratio_text(m.of_limit(e)) for e in m.entries if e.role != "limit"}
-        if ours in times:
-            ratios |= {name: ratio_text(over) for name, over in m.over_peers(m[ours]).items()}
-        times |= {name: f"{times[name]} ({ratio})" for name, ratio in ratios.items() if ratio}
-        beside = {name: number_text(value) for name, value in m.facts.items()}
-        rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
-    return markdown(rows)
+def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:
+    """Write what a page quotes by a name."""
+    if name not in quotes:
+        raise SystemExit(f"quote: got {name!r}, want one of {', '.join(quotes)}")
+    return quotes[name]()
+
+
+MARKS: Mapping[str, Callable[[str], str]] = {
+    "bench": quoted_table,
+    "compare": partial(named_quote, QUOTES),
+    "models": partial(named_quote, model_tables.QUOTES),
+    "endurance": lambda _: quoted("*.endurance.json", endurance.tables),
+    "neighbours": lambda _: quoted("neighbours-*.json", lambda kept: [neighbours.table(kept)]),
+}
+"""The marks of pages, and what writes the text between them."""
+
+
+def filled_in(page: str) -> str:
+    """Make everything anew that a page quotes.
+
+    Raises:
+        SystemExit: a table of figures that are not there, or properties or model types that are not known.
+    """
+    for mark, write in MARKS.items():
+        page = fill_in(page, mark, write)
+    return page
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.positions import PositionTable, block_keys, place
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments import Grid, SegmentTable, Text
+from mmpos.segments import Grid, Placeholders, SegmentTable, Text
 from mmpos.support.extras import lazy_names
 from mmpos.support.info import info, version
 
@@ -40,6 +40,7 @@ __all__ = [
     "Markers",
     "MmposError",
     "ModelSettings",
+    "Placeholders",
     "PositionTable",
     "Scheme",
     "SegmentTable",

@@ -16,8 +16,8 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
 from mmpos.support.program import INTERRUPTED, console
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json, unit_of
-from mmpos_bench.suites import SUITES, Interrupted, Watch, run
+from mmpos_bench.results import Measurement, SuiteReport, Timed, number_text, ratio_text, seconds_text, to_json, unit_of
+from mmpos_bench.suites import SUITES, Watch, run
 
 app = typer.Typer(
     name="mmpos bench",
@@ -69,10 +69,7 @@ def bench(
 
         picture_path(plot)
     with _watch() as watch:
-        try:
-            report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
-        except Interrupted as interrupted:
-            report = interrupted.report
+        report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
         typer.echo(to_json([report]), nl=False)
     else:
@@ -102,7 +99,7 @@ def _watch() -> Iterator[Watch]:
         yield lambda title, done, rounds: progress.update(task, description=title, completed=done, total=rounds)
 
 
-def print_report(out: Console, report: Report) -> None:
+def print_report(out: Console, report: SuiteReport) -> None:
     """Print machine, command, one table per group, and the peers that were missing."""
     out.print(f"{report.machine}\n{report.machine.versions}\n", soft_wrap=True)
     out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
@@ -124,19 +121,20 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
     peers = any(e.role == "peer" for m in measurements for e in m.entries)
     per = f"per {measurements[0].unit.removesuffix('s') if len(units) == 1 else 'unit'}"
     head = ["", "median", "p20–p80", per, "of limit" * bool(limits), "faster than" * peers]
-    cases = [[cells for e in m.entries for cells in _cells(m, e)] for m in measurements]
-    widths = [max(map(len, column)) for column in zip(head, *(row for case in cases for row in case), strict=True)]
+    cells = {id(m): [line for e in m.entries for line in _cells(m, e)] for m in measurements}
+    columns = zip(head, *(line for lines in cells.values() for line in lines), strict=True)
+    first, *middle, _ = (max(map(len, column)) for column in columns)
 
-    def write(cells: list[str]) -> None:
-        name, *numbers, over = cells  # names and peers flush left
-        middle = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True)]
-        out.out("  ".join([f"{name:<{widths[0]}}", *middle, over]).rstrip(), highlight=False)
+    def write(line: list[str]) -> None:
+        name, *numbers, over = line  # names and peers flush left
+        right = [f"{cell:>{width}}" for cell, width in zip(numbers, middle, strict=True)]
+        out.out("  ".join([f"{name:<{first}}", *right, over]).rstrip(), highlight=False)
 
     write(head)
-    for measurement, case in zip(measurements, cases, strict=True):
+    for measurement in measurements:
         out.print(Text(measurement.name, style="bold"))
-        for cells in case:
-            write(cells)
+        for line in cells[id(measurement)]:
+            write(line)
         for name, value in measurement.facts.items():
             out.out(f"  {name}: {number_text(value)}", highlight=False)
     if limits:
@@ -145,18 +143,14 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
         out.print(f"limit: {', '.join(limits)}{words * below}", soft_wrap=True)
 
 
-def _cells(measurement: Measurement, entry: Entry) -> Iterator[list[str]]:
+def _cells(measurement: Measurement, entry: Timed) -> Iterator[list[str]]:
     """Write the line of a contestant, and one more for each further peer."""
     timing, each = entry.timing, measurement.per_unit(entry)
     size, _ = unit_of(timing.median)
     digits = 0 if timing.p20 >= 100 * size else 1 if timing.p20 >= 10 * size else 2
+    spread = f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}"
+    per_unit = "" if each is None else seconds_text(each)
+    ratio = "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry))
     first, *more = [f"{ratio_text(over)} {name}" for name, over in measurement.over_peers(entry).items()] or [""]
-    yield [
-        f"  {entry.name}",
-        seconds_text(timing.median),
-        f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}",
-        "" if each is None else seconds_text(each),
-        "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry)),
-        first,
-    ]
+    yield [f"  {entry.name}", seconds_text(timing.median), spread, per_unit, ratio, first]
     yield from (["", "", "", "", "", peer] for peer in more)

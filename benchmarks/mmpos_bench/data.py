@@ -23,7 +23,7 @@ from mmpos.support.extras import needed_for
 from mmpos_bench.images import LEVEL, UINT8, Array, as_pixel_values, expected, photographs
 from mmpos_bench.proofs import equal, holds
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
 with needed_for("the data suite", extra="data"):
@@ -46,7 +46,7 @@ B = TypeVar("B")  # a batch of a loader
 Loop = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case, with one thread in every process.
 
     Collating comes first: blocks that images leave behind in the C library would make it faster.
@@ -88,19 +88,19 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
         yield labelled(f"m{i}", parts)
 
 
-def _collating(options: Options) -> Iterator[Case]:
+def _collating(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield a batch of a training step, and batches of more and more documents."""
     documents, tokens, images, side = (4, 64, 2, 4) if options.quick else (32, 8192, 16, 16)
     name = f"{documents} documents of {tokens:,} tokens, {images} images of {side}×{side} each"
     make = partial(evenly, documents, tokens, images, side)
-    yield Case("collate", name, partial(_collated, make, options), "documents")
+    yield Comparison("collate", name, partial(_collated, make, options), "documents")
     for count in (1, 4) if options.quick else (1, 4, 16, 64, 256):
         make = partial(evenly, count, *((64, 2, 4) if options.quick else (2048, 4, 16)))
         line_up, point = partial(_collated, make, options), Point("documents of a batch", count)
-        yield Case("collate over documents", counted(count, "document"), line_up, "documents", point)
+        yield Comparison("collate over documents", counted(count, "document"), line_up, "documents", point)
 
 
-def _collated(make: Callable[[], list[Example]], options: Options) -> Lineup:
+def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineup:
     """Line up batches with their dense ids, as a model that knows no tables takes them; and the stages."""
     examples = make()
     packed, padded, sharded = PackedCollator(), PaddedCollator(), PackedCollator(multiple_of=4)(examples)
@@ -155,16 +155,16 @@ def collate_loop(examples: Sequence[Example]) -> Loop:
     return torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), torch.tensor(cu_seqlens, dtype=torch.int32)
 
 
-def _packing(options: Options) -> Iterator[Case]:
+def _packing(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield streams into packs, with documents whole and cut; and many lengths at once."""
     documents = 200 if options.quick else 20_000
     examples = cache(lambda: list(mix(documents)))
     for max_tokens in _SIZES:
         for mode, split_text in _MODES.items():
             name, line_up = f"{max_tokens:,} tokens, {mode}", partial(_stream, examples, max_tokens, split_text)
-            yield Case("packs of a stream", name, line_up, "documents", budget=_PACKING)
+            yield Comparison("packs of a stream", name, line_up, "documents", budget=_PACKING)
     line_up = partial(_at_once, examples, 1000 if options.quick else 100_000)
-    yield Case("packs of lengths known at once", f"{_SIZES[0]:,} tokens", line_up, "documents", budget=_PACKING)
+    yield Comparison("packs of lengths known at once", f"{_SIZES[0]:,} tokens", line_up, "documents", budget=_PACKING)
 
 
 def _packer(max_tokens: int, split_text: bool) -> Packer:
@@ -259,7 +259,7 @@ def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:
     return sum(lengths) / (packs * max_tokens)
 
 
-def _loading(options: Options) -> Iterator[Case]:
+def _loading(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield one corpus, read by every loader."""
     width, height, files, records = (128, 96, 2, 2) if options.quick else (1024, 768, 4, 48)
     with TemporaryDirectory() as folder:
@@ -267,10 +267,10 @@ def _loading(options: Options) -> Iterator[Case]:
         paths = _corpus(Path(folder), photos, files, records)
         name = f"{files * records} JPEG files of {width}×{height}"
         line_up = partial(_loaded, paths, photos, files * records, options)
-        yield Case("tar to packed batches", name, line_up, "images", budget=_LOADING)
+        yield Comparison("tar to packed batches", name, line_up, "images", budget=_LOADING)
 
 
-def _loaded(paths: list[Path], photos: list[bytes], images: int, options: Options) -> Lineup:
+def _loaded(paths: list[Path], photos: list[bytes], images: int, options: SuiteOptions) -> Lineup:
     """Line up an epoch of every loader; the workers of each live on, and wait while others run."""
     want = [expected(data) for data in photos]
     written = [want[i % len(want)] for i in range(images)]
@@ -285,7 +285,7 @@ def _loaded(paths: list[Path], photos: list[bytes], images: int, options: Option
     def line_up(who: str, role: Role, load: Callable[[int], DataLoader[B]], prove: Callable[..., None]) -> None:
         for workers in counts:
             loader, name = load(workers), f"{who}, {counted(workers, 'worker') if workers else 'no worker'}"
-            contestants.append(Contestant(name, partial(deque, loader, maxlen=0), role, partial(prove, loader)))
+            contestants.append(Contestant(name, partial(deque, loader, maxlen=0), partial(prove, loader), role))
 
     prove = partial(_prove_images, lambda batch: (batch.keys, batch.patches), want, images, 0.0)
     line_up("mmpos", Role.OURS, partial(_loader, paths), prove)

@@ -22,7 +22,7 @@ from mmpos.images.patches import patchify
 from mmpos.support.checks import counted
 from mmpos_bench.proofs import equal
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
 UINT8 = ImageProcessor(order="merged")
@@ -45,25 +45,27 @@ Patches = npt.NDArray[np.uint8]
 A = TypeVar("A", bound=np.generic)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; one thread, but where threads are counted."""
     torchvision()  # says which extra is missing
     with one_thread():
         width, height = (128, 96) if options.quick else (1024, 768)
         photos = photographs(width, height)
         name = f"2 JPEG files of {width}×{height}"
-        yield Case("JPEG to patches of uint8", name, partial(to_bytes, photos, options), "images", budget=_BUDGET)
-        yield Case("JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET)
+        yield Comparison("JPEG to patches of uint8", name, partial(to_bytes, photos, options), "images", budget=_BUDGET)
+        yield Comparison(
+            "JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET
+        )
         name = f"a JPEG file of {width}×{height}"
-        yield Case("stages of JPEG to patches", name, partial(stages, photos[0]), "images", budget=_CURVE)
+        yield Comparison("stages of JPEG to patches", name, partial(stages, photos[0]), "images", budget=_CURVE)
         for width, height in _SIZES[: 2 if options.quick else None]:
             name, point = f"{width}×{height}", Point("pixels of an image, decoded", width * height)
             line_up = partial(to_bytes, photographs(width, height), options)
-            yield Case("JPEG to patches, over the size of images", name, line_up, "pixels", point, _CURVE)
+            yield Comparison("JPEG to patches, over the size of images", name, line_up, "pixels", point, _CURVE)
         yield from over_threads(photos, options)
 
 
-def to_bytes(photos: list[bytes], options: Options) -> Lineup:
+def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
     """Line up patches of bytes, which is what to send to the device that normalises them."""
     want = [expected(data) for data in photos]
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
@@ -72,7 +74,7 @@ def to_bytes(photos: list[bytes], options: Options) -> Lineup:
     return Lineup([_copy(want), ours, *_peers(photos, want, options)], work)
 
 
-def to_floats(photos: list[bytes], options: Options) -> Lineup:
+def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
     """Line up patches normalised on the host, in Transformers' layout and in ours."""
     patches = [expected(data) for data in photos]
     want = [as_pixel_values(image).astype(np.float32) for image in patches]
@@ -116,7 +118,7 @@ def stages(data: bytes) -> Lineup:
     return Lineup(contestants, {"images": 1, "bytes": want.nbytes})
 
 
-def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
+def over_threads(photos: list[bytes], options: SuiteOptions) -> Iterator[Comparison]:
     """Yield many images in 1, 2, 4 ... threads, up to the cores: per image, and how many threads are worth one."""
     cores = os.cpu_count() or 1
     counts = sorted({cores, *(2**i for i in range(cores.bit_length()) if 2**i <= cores)})
@@ -125,7 +127,7 @@ def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
         with ThreadPoolExecutor(count) as pool:
             name, point = counted(count, "thread"), Point("threads", count)
             line_up = partial(_in_threads, pool, many, len(photos))
-            yield Case("JPEG to patches, over threads", name, line_up, "images", point, _CURVE)
+            yield Comparison("JPEG to patches, over threads", name, line_up, "images", point, _CURVE)
 
 
 def _in_threads(pool: ThreadPoolExecutor, many: list[bytes], different: int) -> Lineup:
@@ -147,7 +149,7 @@ def _each(
     def prove() -> None:
         equal(tuple(map(make, photos)), tuple(want), at_most)
 
-    return Contestant(name, lambda: deque(map(make, photos), maxlen=0), role, prove)
+    return Contestant(name, lambda: deque(map(make, photos), maxlen=0), prove, role)
 
 
 def _copy(results: list[npt.NDArray[A]]) -> Contestant:
@@ -156,7 +158,7 @@ def _copy(results: list[npt.NDArray[A]]) -> Contestant:
     return limit("copy of the patches", lambda: deque(map(np.copyto, targets, results), maxlen=0))
 
 
-def _peers(photos: list[bytes], patches: list[Patches], options: Options) -> Iterator[Contestant]:
+def _peers(photos: list[bytes], patches: list[Patches], options: SuiteOptions) -> Iterator[Contestant]:
     """Yield Transformers, whose floats must be ours within one level of uint8 each."""
     qwen = options.peer("Transformers", partial(import_module, "mmpos_bench.peers.qwen"))
     if qwen is not None:

@@ -14,11 +14,12 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import MRopeTransformers, Scheme
 from mmpos.segments.kinds import Grid, Segment, Text, Thumbnail, Tile
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
 from mmpos_bench.peers.positions import engine_loop, load_method, load_rope_index
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Lineup, Options, Role, giving, limit
+from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
@@ -31,7 +32,7 @@ _RANKS, _PADDING, _RANGES, _RANGE = 2, 64, 16, 100
 _CURVE = Budget(0.25, 11)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the workloads are no smaller when it is quick, the curves are shorter."""
     groups: list[tuple[str, LineUp, str]] = [
         ("from lists to dense ids", partial(from_lists, options=options), "tokens"),
@@ -45,15 +46,15 @@ def cases(options: Options) -> Iterator[Case]:
         ("padded ids and mask", padded, "tokens"),
     ]
     for group, line_up, unit in groups:
-        yield from (Case(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
+        yield from (Comparison(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
     yield from curves(options)
     if options.peer("Transformers", load_rope_index):
         tokens = 2**12 if options.quick else 2**15
         for name, beside in _OTHER_METHODS.items():
-            yield Case("rope_index, of other methods", name, partial(beside, tokens))
+            yield Comparison("rope_index, of other methods", name, partial(beside, tokens))
 
 
-def from_lists(documents: list[Document], options: Options) -> Lineup:
+def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up all that a caller pays for, and its parts: the table from Python lists, the positions, the ids."""
     make = partial(SegmentTable.from_documents, documents)
     tie, mrope = loop_ids(documents, "rope-tie"), loop_ids(documents, "mrope")
@@ -94,7 +95,7 @@ def fresh(documents: list[Document]) -> Lineup:
     return Lineup([fill, giving("dense()", table.dense, want)], counts(documents) | {"bytes": want.size * 4})
 
 
-def from_ids(documents: list[Document], options: Options) -> Lineup:
+def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up ids from the token ids of a batch, as a tokenizer and a processor leave them, against reading them and
     writing as many bytes as the result has, and against Transformers.
     """
@@ -103,7 +104,9 @@ def from_ids(documents: list[Document], options: Options) -> Lineup:
     read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int32)
 
     def ours(scheme: str) -> npt.NDArray[np.number]:
-        segments = SegmentTable.from_input_ids(input_ids, grid_thw, image_token_id=_IMAGE, spatial_merge_size=_MERGE)
+        segments = SegmentTable.from_input_ids(
+            input_ids, Placeholders(image=_IMAGE), grid_thw, spatial_merge_size=_MERGE
+        )
         return place(segments, scheme).dense()
 
     contestants = [
@@ -131,7 +134,7 @@ def copy_and_fill(read: IntArray, input_ids: IntArray, written: npt.NDArray[np.i
     written.fill(1)
 
 
-def in_place_of_theirs(documents: list[Document], options: Options) -> Lineup:
+def in_place_of_theirs(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up ``rope_index``, which has the tensors and the results of Transformers' method, against that."""
     import torch
 
@@ -274,7 +277,7 @@ def padded(documents: list[Document]) -> Lineup:
     return Lineup(contestants, counts(documents) | {"bytes": ids.size * 4 + mask.nbytes})
 
 
-def curves(options: Options) -> Iterator[Case]:
+def curves(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield time per token over tokens, images, their size, documents and axes; a quick curve has two points."""
     most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
@@ -283,8 +286,8 @@ def curves(options: Options) -> Iterator[Case]:
 
     def case(
         group: str, name: str, line_up: LineUp, axis: str, value: int, sizes: tuple[int, int, int, int], unit: str
-    ) -> Case:
-        return Case(group, name, lambda: line_up(workload(*sizes)), unit, Point(axis, value), _CURVE)
+    ) -> Comparison:
+        return Comparison(group, name, lambda: line_up(workload(*sizes)), unit, Point(axis, value), _CURVE)
 
     axis = "tokens, an image of 16×16 in every 320"
     for n in [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22][:most]:
@@ -311,7 +314,7 @@ def curves(options: Options) -> Iterator[Case]:
         yield case("dense(out=) over axes", f"{n}: {scheme}", line_up, "axes", n, sizes, "ids")
 
 
-def lists_or_spans(documents: list[Document], options: Options) -> Lineup:
+def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up new ids from Python lists and from spans, against a fill and the loop per image."""
     want, segments = loop_ids(documents, "mrope"), SegmentTable.from_documents(documents)
     out, held = np.empty(want.shape, np.int32), spans(segments)

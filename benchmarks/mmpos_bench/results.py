@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmpos.errors import InvalidInputError
 from mmpos_bench.machine import Machine
 from mmpos_bench.timing import Timing
 
 FORMAT = 1
 """Of the JSON text; grows when a reader of the one before would misread it."""
 
-_DIGITS = 4  # significant ones of a time: more is noise
+Rows = Sequence[Sequence[str]]
+"""A table, whose first row is its head."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class Timed:
     """One contestant, its role ("limit", "ours", "part" or "peer"), and its seconds per call."""
 
     name: str
@@ -36,43 +36,43 @@ class Point:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One case; see `mmpos_bench.Case` and `mmpos_bench.Lineup` for the fields."""
+    """One comparison; see `mmpos_bench.Comparison` and `mmpos_bench.Lineup` for the fields."""
 
     group: str
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[Timed, ...]
     work: dict[str, int]
     unit: str
     point: Point | None = None
     facts: dict[str, float] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> Timed:
         """Look up the contestant of this name."""
         return {entry.name: entry for entry in self.entries}[name]
 
     @property
-    def limit(self) -> Entry | None:
+    def limit(self) -> Timed | None:
         """The contestant that is the limit."""
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
-    def of_limit(self, entry: Entry) -> float | None:
+    def of_limit(self, entry: Timed) -> float | None:
         """Compute the time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
-    def over_peers(self, entry: Entry) -> dict[str, float]:
+    def over_peers(self, entry: Timed) -> dict[str, float]:
         """Compute the speed of a contestant as a multiple of each peer's; only ours are compared."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
 
-    def per_unit(self, entry: Entry) -> float | None:
+    def per_unit(self, entry: Timed) -> float | None:
         """Compute seconds per token, or whatever the unit is; None of no work."""
         count = self.work[self.unit]
         return entry.timing.median / count if count else None
 
 
 @dataclass(frozen=True)
-class Report:
+class SuiteReport:
     """A run of one suite."""
 
     suite: str
@@ -81,7 +81,8 @@ class Report:
     machine: Machine
     measurements: tuple[Measurement, ...]  # in the order in which they were made
     missing: dict[str, str] = field(default_factory=dict)  # peers that were wanted and not there, and why
-    interrupted: bool = False  # whether Ctrl-C ended it before the last case
+    interrupted: bool = False  # whether Ctrl-C ended it before the last comparison
+    failed: dict[str, str] = field(default_factory=dict)  # what went wrong where a run goes on behind it
 
     def group(self, name: str) -> tuple[Measurement, ...]:
         """List the measurements under one heading."""
@@ -93,76 +94,98 @@ class Report:
         return tuple(dict.fromkeys(m.group for m in self.measurements))
 
 
-def to_json(reports: Iterable[Report]) -> str:
+# JSON.
+
+
+def to_json(reports: Iterable[SuiteReport]) -> str:
     """Write reports as JSON, a line per measurement; times keep four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
 
-def from_json(text: str) -> tuple[Report, ...]:
-    """Read the reports of a JSON text.
-
-    Raises:
-        InvalidInputError: not JSON, another format, or fields that do not fit.
-    """
-    try:
-        content = json.loads(text)
-        if content.get("format") == FORMAT:
-            return tuple(_report(values) for values in content["reports"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise InvalidInputError(f"got no reports ({cause}), want what mmpos bench writes") from None
-    raise InvalidInputError(f"format: got {content.get('format')!r}, want {FORMAT}")
+def from_json(text: str) -> tuple[SuiteReport, ...]:
+    """Read the reports of a JSON text."""
+    content = json.loads(text)
+    assert content["format"] == FORMAT
+    return tuple(_report(**values) for values in content["reports"])
 
 
-def _report_text(report: Report) -> str:
-    head = {f.name: getattr(report, f.name) for f in fields(report) if f.name not in ("machine", "measurements")}
-    if not report.interrupted:
-        del head["interrupted"]
-    return json_with_rows(head | {"machine": asdict(report.machine)}, "measurements", map(_row, report.measurements))
-
-
-def json_with_rows(head: Mapping[str, object], name: str, rows: Iterable[object]) -> str:
-    """Write a JSON object with a line for every value of head, and one for every row of the list that is its last."""
-    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+def json_with_rows(content: Mapping[str, object]) -> str:
+    """Write a JSON object with a line for every value, and one for every row of the list that is the last value."""
+    *head, (name, rows) = content.items()
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
+    assert isinstance(rows, list)
     text = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
     return "{" + ",\n ".join([*lines, f'"{name}": [\n  {text}\n ]' if text else f'"{name}": []']) + "}"
 
 
+def _report_text(report: SuiteReport) -> str:
+    usual = {"interrupted": False, "failed": {}, "machine": report.machine, "measurements": report.measurements}
+    head = {name: value for name, value in vars(report).items() if usual.get(name) != value}
+    rows = [_row(measurement) for measurement in report.measurements]
+    return json_with_rows(head | {"machine": asdict(report.machine), "measurements": rows})
+
+
 def _row(measurement: Measurement) -> dict[str, object]:
-    row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
+    values = vars(measurement) | {"facts": {name: _rounded(value) for name, value in measurement.facts.items()}}
     if measurement.point is not None:
-        row["point"] = [measurement.point.axis, measurement.point.value]
-    if measurement.facts:
-        row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
-    row["entries"] = [
+        values["point"] = [measurement.point.axis, measurement.point.value]
+    values["entries"] = [
         [e.name, e.role, *map(_rounded, (e.timing.median, e.timing.p20, e.timing.p80)), e.timing.turns]
         for e in measurement.entries
     ]
-    return row
+    return {
+        name: values[name] for name in ("group", "name", "work", "unit", "point", "facts", "entries") if values[name]
+    }
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
+    """Round to four significant digits: more is noise."""
+    return float(f"{value:.4g}")
 
 
-def _report(values: dict[str, Any]) -> Report:
-    measurements = tuple(_measurement(**row) for row in values["measurements"])
-    known = {"interrupted": False} | {f.name: values[f.name] for f in fields(Report) if f.name in values}
-    return Report(**known | {"machine": Machine(**values["machine"]), "measurements": measurements})
+def _report(machine: dict[str, Any], measurements: list[dict[str, Any]], **values: Any) -> SuiteReport:
+    made = tuple(_measurement(**row) for row in measurements)
+    return SuiteReport(machine=Machine(**machine), measurements=made, **values)
 
 
-def _measurement(*, entries: list[list[Any]], point: list[Any] | None = None, **values: Any) -> Measurement:
-    timed = tuple(Entry(name, role, Timing(*numbers)) for name, role, *numbers in entries)
+def _measurement(
+    *, entries: Sequence[Sequence[Any]] = (), point: list[Any] | None = None, **values: Any
+) -> Measurement:
+    timed = tuple(Timed(name, role, Timing(*numbers)) for name, role, *numbers in entries)
     return Measurement(entries=timed, point=None if point is None else Point(*point), **values)
 
 
-def unit_of(seconds: float) -> tuple[float, str]:
-    """Choose the unit in which a time is at least 1, nanoseconds at the least.
+# Text.
 
-    Returns:
-        The seconds of the unit, and its name.
-    """
+
+def markdown(rows: Rows) -> str:
+    """Write a table for a page, its numbers flush right."""
+    head, *body = rows
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def to_markdown(measurements: Sequence[Measurement]) -> str:
+    """Write a row per comparison, a column per contestant and fact; ours as multiples of the limit, peers of ours."""
+    roles = {e.name: e.role for m in measurements for e in m.entries}
+    ours = next((name for name, role in roles.items() if role == "ours"), None)
+    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
+    facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
+    rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
+    for m in measurements:
+        times = {e.name: seconds_text(e.timing.median) for e in m.entries}
+        ratios = {e.name: ratio_text(m.of_limit(e)) for e in m.entries if e.role != "limit"}
+        if ours in times:
+            ratios |= {name: ratio_text(over) for name, over in m.over_peers(m[ours]).items()}
+        times |= {name: f"{times[name]} ({ratio})" for name, ratio in ratios.items() if ratio}
+        beside = {name: number_text(value) for name, value in m.facts.items()}
+        rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
+    return markdown(rows)
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Choose the unit in which a time is at least 1, nanoseconds at the least; gives its seconds and its name."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
     return next((unit for unit in units if seconds >= unit[0]), units[-1])
 

@@ -12,7 +12,7 @@ from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.proofs import holds
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
 from mmpos_bench.timing import Budget, one_thread
 from mmpos_bench.workloads import workload
 
@@ -35,7 +35,7 @@ _EPS = 1e-6
 _BLOCK = 16  # slots in a block of the cache
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case: on the GPU where there is one, else on one CPU thread, but where threads are counted."""
     with one_thread() as threads:
         suite = _Suite("cuda" if torch.cuda.is_available() else "cpu", options)
@@ -50,30 +50,30 @@ class _Suite:
     """The cases of a device."""
 
     device: str
-    options: Options
+    options: SuiteOptions
 
     def case(
         self,
         group: str,
-        line_up: Callable[[Layer, Options], Lineup],
+        line_up: Callable[[Layer, SuiteOptions], Lineup],
         tokens: int,
         shape: str = "7B layer",
         dtype: torch.dtype = torch.bfloat16,
-    ) -> Case:
+    ) -> Comparison:
         """Make a case on a layer that is made when it is timed, as its device wants it."""
         name, layer = f"{shape}, {tokens:,} tokens", partial(Layer, SHAPES[shape], interleaved(tokens), dtype)
-        return self.timed(Case(group, name, lambda: line_up(layer(self.device), self.options), budget=_BUDGET))
+        return self.timed(Comparison(group, name, lambda: line_up(layer(self.device), self.options), budget=_BUDGET))
 
-    def on_curve(self, group: str, name: str, point: Point, tokens: int, documents: int = 1) -> Case:
+    def on_curve(self, group: str, name: str, point: Point, tokens: int, documents: int = 1) -> Comparison:
         """Make a case in place, where nothing is allocated."""
         layer = partial(Layer, SHAPES["7B layer"], interleaved(tokens, documents), torch.bfloat16, self.device)
-        return self.timed(Case(group, name, lambda: inplace(layer(), self.options), point=point, budget=_CURVE))
+        return self.timed(Comparison(group, name, lambda: inplace(layer(), self.options), point=point, budget=_CURVE))
 
-    def timed(self, case: Case) -> Case:
+    def timed(self, case: Comparison) -> Comparison:
         """Time a case by the clock of the device."""
         return replace(case, budget=_EVENTS, timer=by_events) if self.device == "cuda" else case
 
-    def shapes(self) -> Iterator[Case]:
+    def shapes(self) -> Iterator[Comparison]:
         """Yield every layer at every length."""
         lengths = (8,) if self.options.quick else _LONG if self.device == "cuda" else (4096,)
         layers = [(name, tokens) for name in SHAPES for tokens in lengths if self.fits(SHAPES[name], tokens)]
@@ -88,13 +88,13 @@ class _Suite:
             yield self.case("norm and rotation, bfloat16", normalised, tokens, name)
             yield self.case("forward and backward, bfloat16", with_gradients, tokens, name)
 
-    def stores(self) -> Iterator[Case]:
+    def stores(self) -> Iterator[Comparison]:
         """Yield the way from the projection to attention, as servers go it, in prefill and in decode."""
         long = (_DECODE, *_LONG[:3]) if self.device == "cuda" else (_DECODE, 4096)
         for tokens in (8,) if self.options.quick else long:
             yield self.case("norm, rotation and store, bfloat16", stored, tokens)
 
-    def curves(self) -> Iterator[Case]:
+    def curves(self) -> Iterator[Comparison]:
         """Yield time per token over tokens and over documents."""
         most = 64 if self.options.quick else 262144 if self.device == "cuda" else 32768
         for tokens in (16, 64, 256, 1024, 4096, 16384, 32768, 65536, 262144):
@@ -106,20 +106,20 @@ class _Suite:
             point = Point(f"documents, {tokens:,} tokens in all", count)
             yield self.on_curve("in place over documents", counted(count, "document"), point, tokens, count)
 
-    def over_threads(self, threads: int) -> Iterator[Case]:
+    def over_threads(self, threads: int) -> Iterator[Comparison]:
         """Yield as many threads as torch would take here, a copy likewise."""
         tokens = 64 if self.options.quick else 4096
         for count in sorted({1, threads, *(2**i for i in range(threads.bit_length()) if 2**i <= threads)}):
             torch.set_num_threads(count)
             yield self.on_curve("in place over threads", counted(count, "thread"), Point("threads", count), tokens)
 
-    def graphs(self) -> Iterator[Case]:
+    def graphs(self) -> Iterator[Comparison]:
         """Yield CUDA graphs whose positions change at every replay, at the size of a decoding step and of a training
         step: no wait of the host, no kernel compiled anew.
         """
         group = "a CUDA graph replayed, positions changed every time"
         for tokens in (64,) if self.options.quick else (256, 8192):
-            yield self.timed(Case(group, f"7B layer, {tokens:,} tokens", partial(_replayed, tokens)))
+            yield self.timed(Comparison(group, f"7B layer, {tokens:,} tokens", partial(_replayed, tokens)))
 
     def fits(self, shape: Shape, tokens: int) -> bool:
         """True where a GPU has memory for q and k in float32 a dozen times: contestants make copies of their own."""
@@ -145,21 +145,21 @@ class _Way:
             rotated = self.rotate(layer.q.clone(), layer.k.clone())
             layer.judge(rotated, (layer.q, layer.k) if before is None else before(), rounded=self.rounded)
 
-        return Contestant(self.name, partial(self.rotate, layer.q, layer.k), self.role, prove)
+        return Contestant(self.name, partial(self.rotate, layer.q, layer.k), prove, self.role)
 
 
 def _new_copies(layer: Layer) -> Contestant:
     return limit("copy into new tensors", lambda: (layer.q.clone(), layer.k.clone()))
 
 
-def fresh(layer: Layer, options: Options) -> Lineup:
+def fresh(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up rotations into new tensors, against copies in new tensors."""
     ours = [way.contestant(layer) for way in _ours(layer)]
     peers = [way.contestant(layer) for way in _peers(layer, options, lambda rotation: rotation.fresh)]
     return Lineup([_new_copies(layer), *ours, _phases(layer), *peers], layer.work)
 
 
-def inplace(layer: Layer, options: Options) -> Lineup:
+def inplace(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up rotations in place, against a copy into tensors that are there."""
     q, k = torch.empty_like(layer.q), torch.empty_like(layer.k)
     ways = [*_ours(layer, inplace=True), *_peers(layer, options, lambda rotation: rotation.inplace)]
@@ -167,7 +167,7 @@ def inplace(layer: Layer, options: Options) -> Lineup:
     return Lineup([copy, *(way.contestant(layer) for way in ways)], layer.work)
 
 
-def with_gradients(layer: Layer, options: Options) -> Lineup:
+def with_gradients(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up rotations into new tensors, and then the gradients of q and k, against both copies."""
     gradients = layer.random(1)
     q, k = (x.clone().requires_grad_() for x in (layer.q, layer.k))
@@ -183,7 +183,7 @@ def with_gradients(layer: Layer, options: Options) -> Lineup:
             back = call((gradients[0].clone(), gradients[1].clone()))
             layer.judge(back, gradients, rounded=way.rounded, backwards=True)
 
-        return Contestant(way.name, call, way.role, prove)
+        return Contestant(way.name, call, prove, way.role)
 
     ways = [*_ours(layer), *_peers(layer, options, lambda rotation: rotation.training or rotation.fresh)]
     copies = limit("copies into new tensors", lambda: [x.clone() for x in (layer.q, layer.k, *gradients)])
@@ -202,7 +202,7 @@ def _ours(layer: Layer, *, inplace: bool = False) -> Iterator[_Way]:
         yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
 
 
-def _peers(layer: Layer, options: Options, choose: Callable[[Rotation], Make | None]) -> Iterator[_Way]:
+def _peers(layer: Layer, options: SuiteOptions, choose: Callable[[Rotation], Make | None]) -> Iterator[_Way]:
     """Yield the peers that rotate in the chosen way, and take such tensors."""
     for name, load in ROTATIONS.items():
         rotation = options.peer(name, load)
@@ -229,7 +229,7 @@ def _phases(layer: Layer) -> Contestant:
         turned = torch.cat((cos, sin), dim=-1)[None]
         layer.judge((turned, turned), (ones, ones))
 
-    return Contestant("cos and sin alone", call, Role.PART, prove)
+    return Contestant("cos and sin alone", call, prove, Role.PART)
 
 
 class _Norm(TypedDict):
@@ -240,7 +240,7 @@ class _Norm(TypedDict):
     norm_eps: float
 
 
-def normalised(layer: Layer, options: Options) -> Lineup:
+def normalised(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up rotations into new tensors after a norm of each head, against copies in new tensors."""
     drawn = torch.rand(2, layer.shape.head_dim, generator=layer.generator(7), device=layer.device) + 0.5
     weights = _both(drawn.to(layer.dtype).unbind())
@@ -266,7 +266,7 @@ def _norms(q: Tensor, k: Tensor, weights: Pair) -> Pair:
     return q, k
 
 
-def stored(layer: Layer, options: Options) -> Lineup:
+def stored(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up everything between the projection and attention, against a copy of the same bytes: q, k and v of all
     tokens, and a cache whose blocks are dealt out anew.
     """
@@ -311,7 +311,7 @@ def stored(layer: Layer, options: Options) -> Lineup:
         ("norm and rotation, then store", with_the_norm, Role.PEER, False),
         ("separate operations", separately, Role.PEER, True),
     )
-    contestants = [Contestant(who, call, role, partial(prove, call, rounded)) for who, call, role, rounded in ways]
+    contestants = [Contestant(who, call, partial(prove, call, rounded), role) for who, call, role, rounded in ways]
     moved = 2 * (layer.q.nbytes + layer.k.nbytes + v.nbytes)
     return Lineup([limit("copy", copy), *contestants], layer.work | {"bytes": moved})
 
@@ -364,8 +364,8 @@ def _replayed(tokens: int) -> Lineup:
     contestants = (
         limit("copy, replayed", copied),
         Contestant("refresh, and in place", lambda: step(rotated), proof=prove),
-        Contestant("in place, the same positions", rotated, Role.PART, prove),
-        Contestant("refresh alone", lambda: device.refresh(next(turns).positions), Role.PART, prove),
+        Contestant("in place, the same positions", rotated, prove, Role.PART),
+        Contestant("refresh alone", lambda: device.refresh(next(turns).positions), prove, Role.PART),
     )
     return Lineup(contestants, layer.work, facts)
 

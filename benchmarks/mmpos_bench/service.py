@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,24 +21,36 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, Timer
 
 with needed_for("the service suite", extra="server"):
     import grpc
 
     from mmpos.client import Client
-    from mmpos_bench.serving.echo import echo_path
-    from mmpos_bench.serving.loads import OPTIONS, H2Load, Load, Order, by_cpu, by_latency, by_rate
-    from mmpos_bench.serving.processes import ServerProcess, Worker, echo, service, started, working
-    from mmpos_bench.serving.questions import PHOTOGRAPHS, Asking, Question
+    from mmpos_bench.questions import Asking, Question
+    from mmpos_bench.serving import (
+        OPTIONS,
+        PHOTOGRAPHS,
+        Load,
+        Order,
+        ServerProcess,
+        by_cpu,
+        by_latency,
+        by_rate,
+        clients,
+        echo,
+        echo_path,
+        service,
+        started,
+    )
     from mmpos_server.config import Profiles, load
 
 _LARGE = 2**29  # bytes of a request, and of shared memory, where tensors are large
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ServiceSizes:
     """Sizes and durations; seconds are those of a turn."""
 
     tokens: int = 4096
@@ -50,7 +63,6 @@ class Sizes:
     rounds: int = 11
     in_flight: int = 4
     window: int = 16
-    h2load: int = 2000
 
     @property
     def budget(self) -> Budget:
@@ -58,14 +70,14 @@ class Sizes:
         return Budget(self.seconds * self.rounds, self.rounds)
 
 
-QUICK = Sizes(64, 1, 4, 4, (1, 4), 2, 0.02, 2, 2, 4, 20)
+QUICK = ServiceSizes(64, 1, 4, 4, (1, 4), 2, 0.02, 2, 2, 4)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the servers and two client processes share the machine."""
     if sys.platform != "linux":
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
-    sizes = QUICK if options.quick else Sizes()
+    sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
         settings = stack.enter_context(NamedTemporaryFile("w", suffix=".toml"))
         settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
@@ -78,9 +90,9 @@ def cases(options: Options) -> Iterator[Case]:
         bare, large, *more = stack.enter_context(started(*commands))
         logging, quiet = more or (large, large)
         channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
-        clients = stack.enter_context(working(2))
+        pool = stack.enter_context(clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
-        yield from _Suite(sizes, quiet, logging, bare, clients, asking).cases(quick=options.quick)
+        yield from _Suite(sizes, quiet, logging, bare, pool, asking).cases(quick=options.quick)
         plain = stack.enter_context(Client(large.address, timeout=120))
         shares = stack.enter_context(Client(large.address, timeout=120, shared_memory=_LARGE))
         yield from _sharing(plain, shares, sizes)
@@ -90,14 +102,14 @@ def cases(options: Options) -> Iterator[Case]:
 class _Suite:
     """The processes, and the cases that load a server."""
 
-    sizes: Sizes
+    sizes: ServiceSizes
     quiet: ServerProcess
     logging: ServerProcess  # as it ships, which logs every request
     bare: ServerProcess  # the echo server
-    clients: list[Worker]
+    pool: ProcessPoolExecutor  # of two clients
     asking: Asking  # the quiet one
 
-    def cases(self, *, quick: bool) -> Iterator[Case]:
+    def cases(self, *, quick: bool) -> Iterator[Comparison]:
         """Yield every case."""
         ask, few = self.asking, self.sizes.batch
         for question in (ask.place(1), ask.place(few), ask.place(few, dense=True)):
@@ -111,9 +123,6 @@ class _Suite:
             point = Point("documents of a call", documents)
             yield self.case("Place over documents", ask.place(documents), self.at_once, by_rate, point)
         yield self.case("latency at one in flight", ask.place(1), self.latency, by_latency)
-        if H2Load.installed() and not quick:
-            for question in (each(documents) for each in (ask.place, ask.infer) for documents in (1, few)):
-                yield self.case("calls at once, by h2load", question, self.by_h2load, by_rate)
 
     def case(
         self,
@@ -122,9 +131,11 @@ class _Suite:
         line_up: Callable[[Question], Lineup],
         timer: Timer,
         point: Point | None = None,
-    ) -> Case:
+    ) -> Comparison:
         """Make the case of a question."""
-        return Case(group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer)
+        return Comparison(
+            group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer
+        )
 
     def processor(self, question: Question) -> Lineup:
         """Line up processor time of a call."""
@@ -134,7 +145,7 @@ class _Suite:
         contestants = (
             limit("echo", self.echoed(ours, question)),
             Contestant("mmpos", ours, proof=question.proof),
-            Contestant("mmpos, requests logged", logging, Role.PART, proof),
+            Contestant("mmpos, requests logged", logging, proof, Role.PART),
         )
         return Lineup(contestants, question.work)
 
@@ -156,29 +167,19 @@ class _Suite:
 
     def latency(self, question: Question) -> Lineup:
         """Line up calls of one client that wait for each other."""
-        stub = Load(self.quiet, replace(self.order(question), kind="stub"), self.clients[:1])
+        stub = Load(self.quiet, replace(self.order(question), kind="stub"), self.pool)
         order = replace(stub.order, kind="client", segments=self.asking.segments(question.documents))
         loads = {
             "echo, plain stub": (self.echoed(stub, question), Role.LIMIT),
             "plain stub": (stub, Role.PART),
-            "mmpos.client": (Load(self.quiet, order, self.clients[:1]), Role.OURS),
+            "mmpos.client": (Load(self.quiet, order, self.pool), Role.OURS),
         }
 
         def facts() -> Mapping[str, float]:
             return {f"{name}: 99th percentile, ms": _p99(load) * 1e3 for name, (load, _) in loads.items()}
 
-        contestants = [Contestant(name, load, role, question.proof) for name, (load, role) in loads.items()]
+        contestants = [Contestant(name, load, question.proof, role) for name, (load, role) in loads.items()]
         return Lineup(contestants, question.work, facts)
-
-    def by_h2load(self, question: Question) -> Lineup:
-        """Line up the load of `at_once` by a client that takes less of the machine."""
-        size, sizes = len(question.answer), self.sizes
-
-        def load(server: ServerProcess, path: str) -> H2Load:
-            return H2Load(server, path, question.request, size, sizes.h2load, len(self.clients), sizes.in_flight)
-
-        ours = Contestant("mmpos", load(self.quiet, question.path), proof=question.proof)
-        return Lineup((limit("echo", load(self.bare, echo_path(size))), ours), question.work)
 
     def order(self, question: Question) -> Order:
         """Have a client keep several calls in flight, or several items of a stream."""
@@ -189,7 +190,7 @@ class _Suite:
 
     def load(self, question: Question) -> Load:
         """Have both clients load the quiet server."""
-        return Load(self.quiet, self.order(question), self.clients)
+        return Load(self.quiet, self.order(question), self.pool, 2)
 
     def echoed(self, load: Load, question: Question) -> Load:
         """Put the load on the echo server, which answers as many bytes."""
@@ -203,14 +204,14 @@ def _p99(load: Load) -> float:
     return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
-def _sharing(plain: Client, shares: Client, sizes: Sizes) -> Iterator[Case]:
+def _sharing(plain: Client, shares: Client, sizes: ServiceSizes) -> Iterator[Comparison]:
     """Yield calls with large tensors: in messages, and in shared memory, against the same work in process."""
     group = "large tensors, one call at a time"
     if find_spec("torch") is not None:
         name = f"Rotate, {sizes.tokens:,} tokens of 32 + 8 heads of 128 in bfloat16"
-        yield Case(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
+        yield Comparison(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
     name = f"Build, {counted(sizes.photographs, 'document')} with 2 photographs"
-    yield Case(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
+    yield Comparison(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
 
 
 def _rotated(plain: Client, shares: Client, tokens: int) -> Lineup:

@@ -1,4 +1,4 @@
-"""Suites of cases: contestants that do the same work, each proved before any is timed."""
+"""Suites of comparisons: contestants that do the same work, each proved before any is timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
 from mmpos_bench.proofs import NotEqualError, equal
-from mmpos_bench.results import Entry, Measurement, Point, Report
+from mmpos_bench.results import Measurement, Point, SuiteReport, Timed
 from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
 
 SUITES: Mapping[str, str] = MappingProxyType(
@@ -26,14 +26,17 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "service": "calls of the service, beside a bare echo",
     }
 )
-"""Every suite, which is the module mmpos_bench.<name>, and its subject."""
+"""Every suite, which is the module mmpos_bench.<name> with a function ``cases(options)``, and its subject."""
 
 FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 
 T = TypeVar("T")
 
 Watch = Callable[[str, int, int], None]
-"""Receives the title of the case under way, the rounds done, and the rounds there are."""
+"""Receives the title of the comparison under way, the rounds done, and the rounds there are."""
+
+Attempt = Callable[[str, Callable[[], object]], bool]
+"""Does some work of a name, and tells whether it went well."""
 
 
 class Role(StrEnum):
@@ -47,21 +50,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work of a case."""
+    """One way to do the work of a comparison."""
 
     name: str  # in tables, at most about 30 characters
     call: Call  # does the work once
+    proof: Callable[[], object]  # raises NotEqualError if the call is wrong
     role: Role = Role.OURS
-    proof: Callable[[], object] | None = None  # raises NotEqualError if the call is wrong; only a limit may lack it
-
-    def __post_init__(self) -> None:
-        if self.proof is None and self.role is not Role.LIMIT:
-            raise InvalidInputError(f"contestant {self.name!r}: got no proof, want one: equality comes before timing")
-
-
-def limit(name: str, call: Call) -> Contestant:
-    """Make the contestant that the others are measured by."""
-    return Contestant(name, call, Role.LIMIT)
 
 
 def giving(
@@ -73,31 +67,42 @@ def giving(
     at_most: float = 0.0,
 ) -> Contestant:
     """Make a contestant whose call must give some result; read makes what is compared with it."""
-    return Contestant(name, call, role, lambda: equal(read(call()), want, at_most))
+    return Contestant(name, call, lambda: equal(read(call()), want, at_most), role)
+
+
+def limit(name: str, call: Call) -> Contestant:
+    """Make the contestant that the others are measured by, of whose results nothing is claimed."""
+    return Contestant(name, call, lambda: None, Role.LIMIT)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """The contestants of a case, at most one of them the limit, with the arrays that they work on."""
+    """The contestants of a comparison, at most one of them the limit, with the arrays that they work on."""
 
     contestants: Sequence[Contestant]
     work: Mapping[str, int]  # of one call, such as {"tokens": 4096, "bytes": 32768}
     facts: Callable[[], Mapping[str, float]] = dict  # numbers beside the times, asked for once after the timing
 
-    def __post_init__(self) -> None:
-        names = [contestant.name for contestant in self.contestants]
-        if len(set(names)) < len(names):
-            raise InvalidInputError(f"contestants: got {names}, want names that differ")
-        if sum(contestant.role is Role.LIMIT for contestant in self.contestants) > 1:
-            raise InvalidInputError("contestants: got several limits, want at most one")
+
+def strictly(name: str, work: Callable[[], object]) -> bool:
+    """Do some work, and name it in the error if a contestant is wrong: nothing of the comparison is timed then.
+
+    Raises:
+        NotEqualError: the work raised it.
+    """
+    try:
+        work()
+    except NotEqualError as error:
+        raise NotEqualError(f"{name}: {error}") from None
+    return True
 
 
 @dataclass(frozen=True)
-class Case:
+class Comparison:
     """A measurement to make."""
 
-    group: str  # the heading under which cases are shown together, and the panel of a curve
-    name: str  # of this case within its group
+    group: str  # the heading under which comparisons are shown together, and the panel of a curve
+    name: str  # of this one within its group
     line_up: Callable[[], Lineup]  # makes the contestants when it is their turn
     unit: str = "tokens"  # the key of work by which times are divided in tables
     point: Point | None = None  # on the curve of the group
@@ -109,29 +114,21 @@ class Case:
         """Group and name."""
         return f"{self.group}: {self.name}"
 
-    def measure(self, budget: Budget, tick: Tick) -> Measurement:
-        """Prove all contestants, then time them.
+    def measure(self, budget: Budget, tick: Tick, attempt: Attempt = strictly) -> Measurement:
+        """Prove all contestants, then time them in turn; those whose proof the attempt excuses are left out.
 
         Raises:
-            NotEqualError: naming the case by its title, and the contestant that differs, before anything is timed.
-            InvalidInputError: the contestants do not say how much of the unit they do.
+            NotEqualError: naming the comparison by its title, and the contestant that differs.
         """
         lineup = self.line_up()
-        if self.unit not in lineup.work:
-            raise InvalidInputError(f"{self.title}: got work {sorted(lineup.work)}, want {self.unit!r} among it")
-        for each in lineup.contestants:
-            try:
-                if each.proof is not None:
-                    each.proof()
-            except NotEqualError as error:
-                raise NotEqualError(f"{self.title}, {each.name}: {error}") from None
-        times = self.timer({each.name: each.call for each in lineup.contestants}, budget, tick)
-        entries = tuple(Entry(each.name, each.role.value, times[each.name]) for each in lineup.contestants)
-        facts = dict(lineup.facts())
-        return Measurement(self.group, self.name, entries, dict(lineup.work), self.unit, self.point, facts)
+        proved = [each for each in lineup.contestants if attempt(f"{self.title}, {each.name}", each.proof)]
+        times = self.timer({each.name: each.call for each in proved}, budget, tick)
+        timed = tuple(Timed(each.name, each.role.value, times[each.name]) for each in proved)
+        work = dict(lineup.work)
+        return Measurement(self.group, self.name, timed, work, self.unit, self.point, dict(lineup.facts()))
 
 
-class Options:
+class SuiteOptions:
     """The options of a run that suites heed, and the peers that were missing.
 
     Args:
@@ -156,18 +153,6 @@ class Options:
             return None
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of a run.
-
-    Args:
-        report: the figures of the cases that were done.
-    """
-
-    def __init__(self, report: Report) -> None:
-        super().__init__()
-        self.report = report
-
-
 def run(
     suite: str,
     *,
@@ -176,20 +161,20 @@ def run(
     malloc: str = "default",
     only: str = "",
     watch: Watch = lambda title, done, rounds: None,
-) -> Report:
-    """Run a suite on this machine.
+) -> SuiteReport:
+    """Run a suite on this machine; Ctrl-C ends it after the comparisons that were done.
 
     Args:
         suite: a name from SUITES.
         peers: whether installed peers take part; those that are missing are named in the report.
         quick: toy sizes, every path once.
         malloc: "default" or "tuned"; tuned stays for the rest of the process.
-        only: measure only cases whose group and name contain this.
-        watch: called before each case, and after every round.
+        only: measure only comparisons whose group and name contain this.
+        watch: called before each comparison, and after every round.
 
     Raises:
-        InvalidInputError: an unknown suite or malloc, or no such case.
-        Interrupted: Ctrl-C after the first case was done.
+        InvalidInputError: an unknown suite or malloc, or no such comparison.
+        KeyboardInterrupt: Ctrl-C before the first comparison was done.
         NotEqualError: a contestant gives other results than it should.
         UnsupportedError: malloc cannot be tuned here.
         ImportError: the suite needs a library that is not installed.
@@ -197,15 +182,12 @@ def run(
     one_of("suite", suite, tuple(SUITES))
     one_of("malloc", malloc, MALLOCS)
     set_malloc(malloc)
-    options = Options(quick=quick, peers=peers, malloc=malloc)
-    cases: Callable[[Options], Iterator[Case]] = import_module(f"mmpos_bench.{suite}").cases
+    options = SuiteOptions(quick=quick, peers=peers, malloc=malloc)
+    cases: Callable[[SuiteOptions], Iterator[Comparison]] = import_module(f"mmpos_bench.{suite}").cases
     words = ["mmpos bench", suite, "--peers" * peers, "--quick" * quick, f"--malloc {malloc}"]
     command = " ".join(filter(None, [*words, f"--only {only!r}" * bool(only)]))
     measurements: list[Measurement] = []
-
-    def report(interrupted: bool) -> Report:
-        return Report(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
-
+    interrupted = False
     try:
         for case in cases(options):
             if only in case.title:
@@ -214,7 +196,7 @@ def run(
     except KeyboardInterrupt:
         if not measurements:
             raise
-        raise Interrupted(report(interrupted=True)) from None
+        interrupted = True
     if not measurements:
         raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
-    return report(interrupted=False)
+    return SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)

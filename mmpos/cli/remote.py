@@ -87,8 +87,9 @@ def info(
     out.print(f"mmpos {description.version} at {server}, rotations on {description.device or 'no device'}\n")
     profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
     for profile in description.profiles:
-        row = "-" if profile.row_token_id is None else profile.row_token_id
-        ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id, row)
+        tokens = profile.placeholders
+        row = "-" if tokens.rows is None else tokens.rows[0]
+        ids = (profile.begin_token_id, profile.end_token_id, tokens.image, row)
         sizes = (profile.patch_size, profile.spatial_merge_size)
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)

@@ -4,7 +4,7 @@ from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.client", extra="client"):
     from mmpos.client.aio import AsyncClient
-    from mmpos.client.info import Limits, ProfileInfo, SchemeInfo, ServerInfo
+    from mmpos.client.info import LimitsInfo, ProfileInfo, SchemeInfo, ServerInfo
     from mmpos.client.options import Tls
     from mmpos.client.sync import Client
     from mmpos.rpc.queries import (
@@ -27,7 +27,7 @@ __all__ = [
     "Decode",
     "Dense",
     "InputIds",
-    "Limits",
+    "LimitsInfo",
     "Pad",
     "PositionsQuery",
     "PositionsResult",

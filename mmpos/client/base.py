@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.calls import BuildSettings
-from mmpos.client.channel import Channels, Reach, channel_options, target, traced
-from mmpos.client.options import Endpoint, Metadata, Options
-from mmpos.client.shared_memory import Pools
+from mmpos.client.channel import ProcessChannels, Reach, channel_options, target, traced
+from mmpos.client.options import CallOptions, Destination, Metadata
+from mmpos.client.shared_memory import ProcessPools
 
 if TYPE_CHECKING:
     from typing import Self
 
     from mmpos.client.options import Tls
-    from mmpos.schemes import Scheme
 
 C = TypeVar("C")
 
@@ -70,10 +68,10 @@ class BaseClient(Generic[C]):
         window: int = 8,
         shared_memory: int = 0,
     ) -> None:
-        endpoint = Endpoint.checked(addresses, attempts, tls, token, shared_memory)
-        options = Options(profile, timeout, metadata, window)
-        endpoint.check_metadata(options)
-        self.__setstate__((endpoint, options))
+        destination = Destination.checked(addresses, attempts, tls, token, shared_memory)
+        options = CallOptions(profile, timeout, metadata, window)
+        destination.check_metadata(options)
+        self.__setstate__((destination, options))
 
     def with_options(
         self,
@@ -90,35 +88,32 @@ class BaseClient(Generic[C]):
         """
         changes: dict[str, Any] = {"profile": profile, "timeout": timeout, "metadata": metadata, "window": window}
         options = replace(self._options, **{name: value for name, value in changes.items() if value is not _KEEP})
-        self._endpoint.check_metadata(options)
+        self._destination.check_metadata(options)
         client = type(self).__new__(type(self))
         vars(client).update(vars(self), _options=options)
         return client
 
     def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
-        endpoint = self._endpoint
-        address, options = target(endpoint.addresses), channel_options(endpoint)
-        if endpoint.tls is None:
+        destination = self._destination
+        address, options = target(destination.addresses), channel_options(destination)
+        if destination.tls is None:
             return insecure(address, options=options)
-        return secure(address, endpoint.tls.credentials(), options=options)
-
-    def _building(self, scheme: str | Scheme | None, start: int, patches: bool) -> BuildSettings:
-        return BuildSettings(self._options.profile, scheme, start, patches)
+        return secure(address, destination.tls.credentials(), options=options)
 
     def _metadata(self) -> Metadata:
-        return traced(self._endpoint.metadata(self._options))
+        return traced(self._destination.metadata(self._options))
 
-    def __getstate__(self) -> tuple[Endpoint, Options]:
-        return self._endpoint, self._options
+    def __getstate__(self) -> tuple[Destination, CallOptions]:
+        return self._destination, self._options
 
-    def __setstate__(self, state: tuple[Endpoint, Options]) -> None:
-        self._endpoint, self._options = state
-        self._channels: Channels[C] = Channels()
-        self._pools = Pools(self._endpoint.shared_memory)
-        self._reach = Reach(self._endpoint)
+    def __setstate__(self, state: tuple[Destination, CallOptions]) -> None:
+        self._destination, self._options = state
+        self._channels: ProcessChannels[C] = ProcessChannels()
+        self._pools = ProcessPools(self._destination.shared_memory)
+        self._reach = Reach(self._destination)
 
     def __repr__(self) -> str:
         options = self._options
-        addresses = self._endpoint.addresses
+        addresses = self._destination.addresses
         shown = repr(addresses[0]) if len(addresses) == 1 else repr(list(addresses))
         return f"{type(self).__name__}({shown}, profile={options.profile!r}, timeout={options.timeout:g})"

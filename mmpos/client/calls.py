@@ -1,4 +1,7 @@
-"""Calls of the service as data: the method, what fills its request, and what reads its response."""
+"""The calls of both clients as data, each written once: arguments, what fills the request, what reads the response.
+
+``Client`` sends them and waits, ``AsyncClient`` sends them and is awaited.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from google.protobuf.message import EncodeError, Message
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from mmpos.schemes import Scheme
     from mmpos.sequence.builder import InterleavedSequence
 
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 R_co = TypeVar("R_co", bound=Message, covariant=True)
@@ -48,7 +54,7 @@ Read = Callable[[Any], T]
 
 
 @dataclass(frozen=True)
-class Method(Generic[R_co]):
+class Rpc(Generic[R_co]):
     """A method of the service.
 
     Args:
@@ -62,25 +68,21 @@ class Method(Generic[R_co]):
     parse: Callable[[bytes], R_co]
 
 
-PLACE = Method(
-    "/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse.FromString
-)
-STREAM_PLACE = Method(
+PLACE = Rpc("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse.FromString)
+STREAM_PLACE = Rpc(
     "/mmpos.rpc.v1.PositionService/StreamPlace",
     positions_pb2.StreamPlaceRequest,
     positions_pb2.StreamPlaceResponse.FromString,
 )
-BUILD = Method(
-    "/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse.FromString
-)
-STREAM_BUILD = Method(
+BUILD = Rpc("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse.FromString)
+STREAM_BUILD = Rpc(
     "/mmpos.rpc.v1.SequenceService/StreamBuild",
     sequences_pb2.StreamBuildRequest,
     sequences_pb2.StreamBuildResponse.FromString,
 )
-COS_SIN = Method("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse.FromString)
-ROTATE = Method("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse.FromString)
-GET_INFO = Method("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse.FromString)
+COS_SIN = Rpc("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse.FromString)
+ROTATE = Rpc("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse.FromString)
+GET_INFO = Rpc("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse.FromString)
 
 
 def _raise(error: MmposError) -> NoReturn:
@@ -88,7 +90,7 @@ def _raise(error: MmposError) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Request(Generic[T_co]):
+class Prepared(Generic[T_co]):
     """A request that can be sent.
 
     Args:
@@ -101,7 +103,7 @@ class Request(Generic[T_co]):
 
 
 @dataclass(frozen=True)
-class Call(Generic[T_co]):
+class ServiceCall(Generic[T_co]):
     """A call, which fills a request each time that it is made.
 
     Args:
@@ -112,13 +114,13 @@ class Call(Generic[T_co]):
         waits: whether it waits for a server that is gone.
     """
 
-    method: Method[Message]
+    method: Rpc[Message]
     put: Callable[[Any, Lease | None], Read[T_co]]
     shares: bool = False
     refused: Callable[[MmposError], T_co] = _raise
     waits: bool = True
 
-    def request(self, message: Message | None = None, memory: Lease | None = None) -> Request[T_co]:
+    def request(self, message: Message | None = None, memory: Lease | None = None) -> Prepared[T_co]:
         """Make the request.
 
         Args:
@@ -132,11 +134,28 @@ class Call(Generic[T_co]):
         message = self.method.request() if message is None else message
         read = self.put(message, memory)
         try:
-            return Request(message.SerializeToString(), read)
+            return Prepared(message.SerializeToString(), read)
         except (EncodeError, ValueError) as error:
             raise LimitExceededError(
                 f"request: got {message.ByteSize()} bytes, want less than 2 GiB ({error})"
             ) from None
+
+
+Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
+"""Function from the profile of a client, and the arguments of its method, to the call."""
+
+
+def documented(method: F, maker: Maker[P, T]) -> F:
+    """Give the method of a client the name, docstring and signature of the function that makes its call."""
+    made = signature(maker)
+    _, *parameters = made.parameters.values()
+    result = made.return_annotation.removeprefix("ServiceCall[").removesuffix("]")
+    described: Any = method
+    described.__name__, described.__doc__ = maker.__name__, maker.__doc__
+    described.__signature__ = made.replace(
+        parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *parameters], return_annotation=result
+    )
+    return method
 
 
 @contextmanager
@@ -160,22 +179,46 @@ def place(
     scheme: str | Scheme | None = None,
     start: npt.ArrayLike = 0,
     strict: bool | None = None,
+    *,
     views: Sequence[View] = (),
-) -> Call[PositionTable]:
-    """Call for a position table; arguments as for ``Client.place``."""
+) -> ServiceCall[PositionTable]:
+    """Place documents, as ``mmpos.place`` does.
+
+    Args:
+        segments: the documents, as a SegmentTable, Spans or InputIds.
+        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
+        start: id of each document's first token, one for all or (documents,).
+        strict: whether two grids without text between are an error; None: the scheme decides.
+        views: what to make of the placed table, in this order: Take, Window, Decode, Shard, Pad.
+
+    Returns:
+        A new PositionTable.
+
+    Raises:
+        MmposError: what ``mmpos.place`` and the views raise; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
     if not isinstance(segments, SegmentTable | Spans | InputIds):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
     return _positions(profile, PositionsQuery(segments, scheme, start, strict, views), _table)
 
 
-def query(profile: str | None, query: PositionsQuery) -> Call[PositionsResult]:
-    """Call for the result of a query; arguments as for ``Client.query``."""
+def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsResult]:
+    """Answer a query, as its ``run`` does, but for what it leaves to the profile.
+
+    Args:
+        query: which documents, which scheme, which views, table or ids.
+
+    Raises:
+        MmposError: what ``query.run`` raises; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
     if not isinstance(query, PositionsQuery):
         raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
     return _positions(profile, query, lambda result: result)
 
 
-def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> Call[T]:
+def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> ServiceCall[T]:
     def put(request: PlaceRequest, memory: Lease | None) -> Read[T]:
         request.query.SetInParent()
         put_query(request.query, query, profile, memory)
@@ -189,7 +232,7 @@ def _positions(profile: str | None, query: PositionsQuery, of: Callable[[Positio
 
         return read
 
-    return Call(PLACE, put, shares=True)
+    return ServiceCall(PLACE, put, shares=True)
 
 
 def _table(result: PositionsResult) -> PositionTable:
@@ -206,54 +249,19 @@ BuildResponse = sequences_pb2.BuildResponse | sequences_pb2.StreamBuildResponse
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings of building documents; arguments as for ``Client.build``."""
+    """Settings of building documents; arguments as for ``build``."""
 
     profile: str | None
-    scheme: str | Scheme | None = None
-    start: int = 0
-    patches: bool = True
+    scheme: str | Scheme | None
+    start: int
+    patches: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start", integer("start", self.start, minimum=-(2**63), maximum=2**63 - 1))
         object.__setattr__(self, "patches", boolean("patches", self.patches))
 
-    def build(self, parts: Sequence[object]) -> Call[InterleavedSequence]:
-        """Call for the sequence of one document."""
-
-        def put(request: BuildRequest, memory: Lease | None) -> Read[InterleavedSequence]:
-            self._put(request)
-            sent = put_parts(request.query.documents.add(), parts, memory)
-            if sent.error is not None and not sent.names:
-                raise sent.error
-            self._share(request, memory)
-            return lambda response: _sequence(_results(response, 1)[0], sent, memory)
-
-        return Call(BUILD, put, shares=True)
-
-    def build_batch(self, documents: Sequence[Sequence[object]], errors: Errors) -> Call[Built]:
-        """Call for the sequences of several documents; errors as for ``Client.build_batch``."""
-        one_of("errors", errors, ("raise", "return"))
-        if not isinstance(documents, list | tuple):
-            raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
-
-        def put(request: BuildRequest, memory: Lease | None) -> Read[Built]:
-            self._put(request)
-            sent: list[Sent] = []
-            for parts in documents:
-                sent.append(put_parts(request.query.documents.add(), parts, memory))
-                if sent[-1].error is not None and errors == "raise":
-                    break  # those before it may have errors of their own, and the first is raised
-            self._share(request, memory)
-
-            def read(response: BuildResponse) -> Built:
-                results = _results(response, len(sent))
-                return [_outcome(d, results[d], sent[d], memory, errors) for d in range(len(sent))]
-
-            return read
-
-        return Call(BUILD, put, shares=True)
-
-    def _put(self, request: BuildRequest) -> None:
+    def put(self, request: BuildRequest) -> None:
+        """Fill what a request says of all its documents."""
         request.query.SetInParent()
         if self.profile is not None:
             request.query.profile = self.profile
@@ -261,10 +269,100 @@ class BuildSettings:
             put_scheme(request.query.scheme, self.scheme)
         request.query.start, request.query.patches = self.start, self.patches
 
-    def _share(self, request: BuildRequest, memory: Lease | None) -> None:
+    def share(self, request: BuildRequest, memory: Lease | None) -> None:
         """Have the answer put into what shared memory the documents have left."""
         if memory is not None and self.patches:
             memory.answer(request.query)
+
+
+def build(
+    profile: str | None,
+    parts: Sequence[object],
+    *,
+    scheme: str | Scheme | None = None,
+    start: int = 0,
+    patches: bool = True,
+) -> ServiceCall[InterleavedSequence]:
+    """Build the sequence of these parts, as ``SequenceBuilder.build`` does with the settings of the profile.
+
+    Args:
+        parts: text, token ids, Grid, ImageSize, Video, and images as SequenceBuilder takes them. A path travels as
+            the bytes of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
+        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
+        start: id of the first token.
+        patches: whether pixels are wanted; without them nothing is decoded.
+
+    Returns:
+        A new InterleavedSequence, its image hashes those of the call in process.
+
+    Raises:
+        MmposError: what ``SequenceBuilder.build`` raises; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
+    settings = BuildSettings(profile, scheme, start, patches)
+
+    def put(request: BuildRequest, memory: Lease | None) -> Read[InterleavedSequence]:
+        settings.put(request)
+        sent = put_parts(request.query.documents.add(), parts, memory)
+        if sent.error is not None and not sent.names:
+            raise sent.error
+        settings.share(request, memory)
+        return lambda response: _sequence(_results(response, 1)[0], sent, memory)
+
+    return ServiceCall(BUILD, put, shares=True)
+
+
+def build_batch(
+    profile: str | None,
+    documents: Sequence[Sequence[object]],
+    errors: Errors = "raise",
+    *,
+    scheme: str | Scheme | None = None,
+    start: int = 0,
+    patches: bool = True,
+) -> ServiceCall[Built]:
+    """Build the sequences of several documents in one call.
+
+    Args:
+        documents: the parts of each, as for ``build``.
+        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" puts each error
+            where its sequence would be.
+        scheme: as for ``build``.
+        start: id of the first token of every document.
+        patches: as for ``build``.
+
+    Returns:
+        One entry per document.
+
+    Raises:
+        MmposError: as for ``build``; with errors="return" only what is wrong with the whole call.
+        ServiceError: no answer.
+    """
+    return batch_call(BuildSettings(profile, scheme, start, patches), documents, errors)
+
+
+def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], errors: Errors) -> ServiceCall[Built]:
+    """Make the call for the sequences of several documents with these settings."""
+    one_of("errors", errors, ("raise", "return"))
+    if not isinstance(documents, list | tuple):
+        raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
+
+    def put(request: BuildRequest, memory: Lease | None) -> Read[Built]:
+        settings.put(request)
+        sent: list[Sent] = []
+        for parts in documents:
+            sent.append(put_parts(request.query.documents.add(), parts, memory))
+            if sent[-1].error is not None and errors == "raise":
+                break  # those before it may have errors of their own, and the first is raised
+        settings.share(request, memory)
+
+        def read(response: BuildResponse) -> Built:
+            results = _results(response, len(sent))
+            return [_outcome(d, results[d], sent[d], memory, errors) for d in range(len(sent))]
+
+        return read
+
+    return ServiceCall(BUILD, put, shares=True)
 
 
 def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.SequenceResult]:
@@ -329,8 +427,21 @@ _LAYOUTS = {
 
 def cos_sin(
     profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
-) -> Call[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
-    """Call for cos and sin of all tokens; arguments as for ``Client.cos_sin``."""
+) -> ServiceCall[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
+    """Compute cos and sin of all tokens, as ``mmpos.rotary.cos_sin`` does.
+
+    Args:
+        rotary: the rotation; None: that of the profile.
+        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+        layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
+
+    Returns:
+        New tensors, float32 or complex64, where the positions are.
+
+    Raises:
+        MmposError: what ``mmpos.rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
     one_of("layout", layout, tuple(_TABLES))
 
     def put(
@@ -345,18 +456,32 @@ def cos_sin(
             _tensor("sin", response.sin, positions),
         )
 
-    return Call(COS_SIN, put)
+    return ServiceCall(COS_SIN, put)
 
 
-def angles(profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> Call[torch.Tensor]:
-    """Call for the angles of all tokens; arguments as for ``Client.angles``."""
+def angles(
+    profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor
+) -> ServiceCall[torch.Tensor]:
+    """Compute exact angles wrapped to [−π, π], as ``mmpos.rotary.angles`` does.
+
+    Args:
+        rotary: the rotation; None: that of the profile.
+        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+
+    Returns:
+        A new float32 tensor where the positions are.
+
+    Raises:
+        MmposError: what ``mmpos.rotary.angles`` raises; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
 
     def put(request: rotary_pb2.CosSinRequest, memory: Lease | None) -> Read[torch.Tensor]:
         request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
         _put_rotation(request, profile, rotary, positions)
         return lambda response: _tensor("cache", response.cache, positions)
 
-    return Call(COS_SIN, put)
+    return ServiceCall(COS_SIN, put)
 
 
 def apply_rotary(
@@ -365,10 +490,28 @@ def apply_rotary(
     k: torch.Tensor | None,
     positions: PositionTable | torch.Tensor,
     rotary: Rotary | None,
+    *,
     layout: Layout | None = None,
     conjugate: bool = False,
-) -> Call[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Call for q and k rotated; arguments as for ``Client.apply_rotary``."""
+) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Rotate q and k, as ``mmpos.rotary.apply_rotary`` does; both travel, there and back.
+
+    Args:
+        q: queries, as for ``apply_rotary``; without gradients.
+        k: keys, or None.
+        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+        rotary: the rotation; None: that of the profile.
+        layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four.
+        conjugate: rotate by the negative angles.
+
+    Returns:
+        New tensors on the device of q.
+
+    Raises:
+        MmposError: what ``apply_rotary`` raises; LimitExceededError also for a limit of the server.
+        UnsupportedError: q or k requires gradients.
+        ServiceError: no answer.
+    """
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     _check_tensors(q, k)
@@ -389,7 +532,7 @@ def apply_rotary(
 
         return read
 
-    return Call(ROTATE, put, shares=True)
+    return ServiceCall(ROTATE, put, shares=True)
 
 
 def _put_rotation(
@@ -438,13 +581,17 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Lease |
 # The server
 
 
-def info() -> Call[ServerInfo]:
-    """Call for version, schemes, limits and profiles."""
-    return Call(GET_INFO, lambda request, memory: get_info)
+def info(profile: str | None) -> ServiceCall[ServerInfo]:
+    """Ask for version, schemes, limits and profiles of the server."""
+    return ServiceCall(GET_INFO, lambda request, memory: get_info)
 
 
-def healthy(service: str) -> Call[bool]:
-    """Call for the health of a service; False also where no server answers."""
+def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
+    """Ask whether the server says that it serves; False also where none answers.
+
+    Args:
+        service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty: the whole server.
+    """
     from grpc_health.v1 import health_pb2 as health
 
     if not isinstance(service, str):
@@ -460,5 +607,5 @@ def healthy(service: str) -> Call[bool]:
             return False
         raise error
 
-    check = Method("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse.FromString)
-    return Call(check, put, refused=refused, waits=False)
+    check = Rpc("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse.FromString)
+    return ServiceCall(check, put, refused=refused, waits=False)

@@ -21,7 +21,7 @@ from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from mmpos.client.options import Endpoint
+    from mmpos.client.options import Destination
 
 __all__ = ["traced"]
 
@@ -54,7 +54,7 @@ _OPTIONS = {
 }
 
 
-class Channels(Generic[C]):
+class ProcessChannels(Generic[C]):
     """Channels of a client, by process, and by event loop where there is one.
 
     A channel that a parent opened before a fork stays here, unused and unclosed: both would touch its connection.
@@ -119,22 +119,22 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
     return config
 
 
-def channel_options(endpoint: Endpoint) -> list[tuple[str, str | int]]:
+def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
     """Make the options of a channel."""
-    first = endpoint.addresses[0]
-    balanced = len(endpoint.addresses) > 1 or first.startswith("dns:")
-    config = json.dumps(service_config(endpoint.attempts, balanced))
+    first = destination.addresses[0]
+    balanced = len(destination.addresses) > 1 or first.startswith("dns:")
+    config = json.dumps(service_config(destination.attempts, balanced))
     options: dict[str, str | int] = {**_OPTIONS, "grpc.service_config": config}
     host = host_and_port(first)
-    if len(endpoint.addresses) > 1:
+    if len(destination.addresses) > 1:
         options["grpc.default_authority"] = first
-    if endpoint.tls is not None:
-        name = endpoint.tls.server_name
-        if name is None and len(endpoint.addresses) > 1 and host is not None:
+    if destination.tls is not None:
+        name = destination.tls.server_name
+        if name is None and len(destination.addresses) > 1 and host is not None:
             name = host.host
         if name is not None:
             options["grpc.ssl_target_name_override"] = name
-    if endpoint.token is not None and endpoint.tls is None:
+    if destination.token is not None and destination.tls is None:
         options["grpc.enable_http_proxy"] = 0  # the token stays on this machine
     return list(options.items())
 
@@ -246,11 +246,11 @@ class Reach:
     elsewhere: to wait would only hide a wrong address. What is wrong with TLS does not pass, and is never waited for.
 
     Args:
-        endpoint: where they are.
+        destination: where they are.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._answered = endpoint, False
+    def __init__(self, destination: Destination) -> None:
+        self._destination, self._answered = destination, False
 
     def answered(self) -> None:
         """Note that a server has answered."""
@@ -263,14 +263,14 @@ class Reach:
     def waits(self, error: MmposError) -> bool:
         """Check whether a call that failed so is sent again as long as there is time."""
         absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
-        return absent and self._answered and self._endpoint.attempts > 1
+        return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
         """Add to the error what a connection that the server closes at once may mean."""
         said = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in said for word in _BROKEN):
             return error
-        tls = self._endpoint.tls
+        tls = self._destination.tls
         if tls is None:
             hint = "a server that wants TLS does so: tls=Tls(...)"
         elif tls.certificate is None:

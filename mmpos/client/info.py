@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from mmpos.rpc.tensors import optional
+from mmpos.rpc.positions import get_placeholders
 from mmpos.rpc.v1 import info_pb2 as pb
+from mmpos.segments.placeholders import Placeholders
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class SchemeInfo:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LimitsInfo:
     """Limits of one request.
 
     Args:
@@ -68,24 +69,20 @@ class ProfileInfo:
         scheme: the scheme's name.
         begin_token_id: the id before an image's patches; None where nothing stands there.
         end_token_id: the id after them; likewise.
-        patch_token_id: the id of every patch.
+        placeholders: the ids of patches, audio and ends of rows.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
         rotary: whether it has a rotation.
-        row_token_id: the id after every row of an image; None where rows follow each other.
-        last_row_token_id: the id in its place after the last row; None where it is the same.
     """
 
     name: str
     scheme: str
     begin_token_id: int | None
     end_token_id: int | None
-    patch_token_id: int
+    placeholders: Placeholders
     patch_size: int
     spatial_merge_size: int
     rotary: bool
-    row_token_id: int | None
-    last_row_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class ServerInfo:
 
     version: str
     schemes: tuple[SchemeInfo, ...]
-    limits: Limits
+    limits: LimitsInfo
     profiles: tuple[ProfileInfo, ...]
     device: str
     shared_memory_prefix: str
@@ -114,7 +111,7 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
     return ServerInfo(
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
-        limits=_same(Limits, message.limits),
+        limits=_same(LimitsInfo, message.limits),
         profiles=tuple(map(_profile, message.profiles)),
         device=message.device,
         shared_memory_prefix=message.shared_memory_prefix,
@@ -122,11 +119,9 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
 
 
 def _profile(message: pb.ProfileInfo) -> ProfileInfo:
-    markers = {name: optional(message, name) for name in ("row_token_id", "last_row_token_id")}
-    for name in ("begin_token_id", "end_token_id"):
-        token_id = getattr(message, name)
-        markers[name] = None if token_id < 0 else token_id
-    return _same(ProfileInfo, message, **markers)
+    markers = {name: getattr(message, name) for name in ("begin_token_id", "end_token_id")}
+    around = {name: None if token_id < 0 else token_id for name, token_id in markers.items()}
+    return _same(ProfileInfo, message, placeholders=get_placeholders(message.placeholders), **around)
 
 
 def _same(kind: type[T], message: Message, **others: object) -> T:

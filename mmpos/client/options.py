@@ -150,7 +150,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class Destination:
     """Addresses of servers and how to reach them: all that makes a channel."""
 
     addresses: tuple[str, ...]
@@ -167,8 +167,8 @@ class Endpoint:
         tls: Tls | None,
         token: str | os.PathLike[str] | None = None,
         shared_memory: int = 0,
-    ) -> Endpoint:
-        """Check the arguments of an endpoint.
+    ) -> Destination:
+        """Check the arguments of a destination.
 
         Raises:
             InvalidInputError: naming the argument.
@@ -190,7 +190,7 @@ class Endpoint:
         most = integer("shared_memory", shared_memory, minimum=0)
         return cls(tuple(addresses), attempts, tls, checked_token, most)
 
-    def metadata(self, options: Options) -> Metadata:
+    def metadata(self, options: CallOptions) -> Metadata:
         """Make the metadata of a call that begins now.
 
         Raises:
@@ -198,7 +198,7 @@ class Endpoint:
         """
         return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
 
-    def check_metadata(self, options: Options) -> None:
+    def check_metadata(self, options: CallOptions) -> None:
         """Refuse metadata with a second token.
 
         Raises:
@@ -211,7 +211,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Options:
+class CallOptions:
     """Options of calls; arguments as for a client.
 
     Raises:

@@ -30,7 +30,7 @@ LEAST = 65_536
 """Smallest object; below, a message is as good."""
 
 
-class Region:
+class SharedObject:
     """POSIX shared memory object, mapped; only its user may open it.
 
     It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
@@ -73,8 +73,8 @@ def _remove(key: str, process: int) -> None:
             _posixshmem.shm_unlink(key)
 
 
-class Regions:
-    """Regions of one process: those in use, and those kept for the next call; threads may share them.
+class SharedObjects:
+    """Shared memory objects of one process: those in use, and those kept for the next call; threads may share them.
 
     Args:
         prefix: how their names begin.
@@ -84,7 +84,7 @@ class Regions:
     def __init__(self, prefix: str, budget: int) -> None:
         self._prefix, self._budget = prefix, budget
         self._lock = threading.Lock()
-        self._idle: list[Region] = []
+        self._idle: list[SharedObject] = []
         self._used = 0
         self._closed = False
 
@@ -93,7 +93,7 @@ class Regions:
         """Bytes that no call uses."""
         return max(self._budget - self._used, 0)
 
-    def take(self, size: int) -> Region:
+    def take(self, size: int) -> SharedObject:
         """Take a region of at least so many bytes.
 
         Raises:
@@ -109,7 +109,7 @@ class Regions:
             self._used += region.size
         return region
 
-    def give(self, region: Region, *, keep: bool) -> None:
+    def give(self, region: SharedObject, *, keep: bool) -> None:
         """Give a region back.
 
         Args:
@@ -130,7 +130,7 @@ class Regions:
         for region in idle:
             region.remove()
 
-    def _new(self, size: int) -> Region:
+    def _new(self, size: int) -> SharedObject:
         if self._used + size > self._budget:
             raise LimitExceededError(
                 f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in all"
@@ -140,7 +140,7 @@ class Regions:
         size = min(-(-size // step) * step, self._budget - self._used)
         while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
             self._idle.pop(0).remove()
-        return Region(self._prefix, size)
+        return SharedObject(self._prefix, size)
 
 
 GUESS = 4 * 2**20
@@ -161,7 +161,7 @@ class WithOutput(Protocol):
 class Lease:
     """Shared memory of one call; a Memory of the wire, and a context manager around the call.
 
-    Regions go back to be used again if the call succeeds. After any failure they are given up: nobody knows whether
+    Objects go back to be used again if the call succeeds. After any failure they are given up: nobody knows whether
     the server still uses them.
 
     Args:
@@ -172,8 +172,8 @@ class Lease:
 
     def __init__(self, pool: Pool, needed: int = 0, *, last: bool) -> None:
         self._pool, self.needed, self._last = pool, needed, last
-        self._taken: list[Region] = []
-        self._output: Region | None = None
+        self._taken: list[SharedObject] = []
+        self._output: SharedObject | None = None
         self._kind: type[WithOutput] | None = None
         self._keep = True
 
@@ -238,7 +238,7 @@ class Lease:
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
-    def _take(self, size: int) -> Region:
+    def _take(self, size: int) -> SharedObject:
         region = self._pool.regions.take(size)
         self._taken.append(region)
         return region
@@ -262,7 +262,7 @@ class Pool:
             raise UnsupportedError(
                 "shared_memory: got a server that takes none, want one on this machine, started with --shared-memory"
             )
-        self.regions = Regions(info.shared_memory_prefix, budget)
+        self.regions = SharedObjects(info.shared_memory_prefix, budget)
         self.expected: dict[type[WithOutput] | None, int] = {}
 
     def leases(self) -> Iterator[Lease]:
@@ -274,7 +274,7 @@ class Pool:
             needed = lease.needed
 
 
-class Pools:
+class ProcessPools:
     """Pools of a client by process: a forked child leaves that of its parent alone.
 
     Args:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from mmpos.client import calls
-from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Call, Errors, Method, Request
+from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Errors, Prepared, Rpc, ServiceCall
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
-from mmpos.client.options import Metadata, Options
+from mmpos.client.options import CallOptions, Metadata
 from mmpos.errors import (
     MmposError,
     ServiceError,
@@ -52,8 +52,8 @@ class Stream(Generic[Q, T]):
         refused: makes a result of the error of one item, or raises it.
     """
 
-    method: Method[Answer]
-    call: Callable[[Q], Call[T]]
+    method: Rpc[Answer]
+    call: Callable[[Q], ServiceCall[T]]
     refused: Callable[[Q, MmposError], T]
 
 
@@ -78,7 +78,7 @@ def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Seq
             raise error
         return [error] * len(documents)
 
-    return Stream(STREAM_BUILD, lambda documents: settings.build_batch(documents, errors), refused)
+    return Stream(STREAM_BUILD, lambda documents: calls.batch_call(settings, documents, errors), refused)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class _Entry(Generic[Q, T]):
 
     id: int
     item: Q
-    request: Request[T] | MmposError
+    request: Prepared[T] | MmposError
 
 
-class Window(Generic[Q, T]):
+class Unanswered(Generic[Q, T]):
     """Items of a stream in order, a bounded number of which wait for an answer.
 
     Args:
@@ -100,7 +100,7 @@ class Window(Generic[Q, T]):
         reach: whether the servers have ever answered: one that is gone may take longer.
     """
 
-    def __init__(self, stream: Stream[Q, T], options: Options, attempts: int, reach: Reach) -> None:
+    def __init__(self, stream: Stream[Q, T], options: CallOptions, attempts: int, reach: Reach) -> None:
         self._stream, self._size, self._attempts = stream, options.window, attempts
         self._timeout, self._reach, self._patience = options.timeout, reach, reach.patience(options.timeout)
         self._entries: deque[_Entry[Q, T]] = deque()
@@ -121,7 +121,7 @@ class Window(Generic[Q, T]):
 
     def add(self, item: Q) -> bytes | None:
         """Take an item in; return the request to send, if it could be made."""
-        request: Request[T] | MmposError
+        request: Prepared[T] | MmposError
         try:
             request = self._stream.call(item).request(self._stream.method.request(id=self._next))
         except MmposError as error:
@@ -229,10 +229,10 @@ class ThreadLink:
         self._call.cancel()
 
 
-def _opened(connect: Callable[[], L], window: Window[Q, T], more: bool) -> L:
+def _opened(connect: Callable[[], L], unanswered: Unanswered[Q, T], more: bool) -> L:
     """Open a stream and send all requests that have no answer."""
     link = connect()
-    for request in window.requests():
+    for request in unanswered.requests():
         link.send(request)
     if not more:
         link.finish()
@@ -240,37 +240,37 @@ def _opened(connect: Callable[[], L], window: Window[Q, T], more: bool) -> L:
 
 
 def thread_results(
-    window: Window[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
+    unanswered: Unanswered[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
 ) -> Iterator[T]:
     """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
     link: ThreadLink | None = None
     more = True
     try:
-        while more or len(window):
-            if window.refused:
-                yield window.result()
-            elif more and not window.full and (link is None or not link.ready):
+        while more or len(unanswered):
+            if unanswered.refused:
+                yield unanswered.result()
+            elif more and not unanswered.full and (link is None or not link.ready):
                 item = next(items, _END)
                 more = item is not _END
-                if link is not None and link.ready and not len(window):
+                if link is not None and link.ready and not len(unanswered):
                     link.close()  # it ended while nothing was under way
                     link = None
-                request = window.add(item) if more else None
+                request = unanswered.add(item) if more else None
                 if link is None:
-                    link = _opened(connect, window, more) if request is not None else None
+                    link = _opened(connect, unanswered, more) if request is not None else None
                 elif request is not None:
                     link.send(request)
                 elif not more:
                     link.finish()
             else:
-                link = link or _opened(connect, window, more)
+                link = link or _opened(connect, unanswered, more)
                 answer = link.receive(timeout)
                 if answer is None or isinstance(answer, MmposError):
                     link.close()
                     link = None
-                    time.sleep(window.broken(answer))
+                    time.sleep(unanswered.broken(answer))
                 else:
-                    yield window.result(answer)
+                    yield unanswered.result(answer)
         if link is not None:
             link.receive(timeout)  # the end, so that the server does not see a stream that was left
     finally:
@@ -338,7 +338,10 @@ async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
 
 
 async def task_results(
-    window: Window[Q, T], source: Iterable[Q] | AsyncIterable[Q], connect: Callable[[], TaskLink], timeout: float
+    unanswered: Unanswered[Q, T],
+    source: Iterable[Q] | AsyncIterable[Q],
+    connect: Callable[[], TaskLink],
+    timeout: float,
 ) -> AsyncIterator[T]:
     """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
     items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
@@ -346,30 +349,30 @@ async def task_results(
     pull: asyncio.Task[Q] | None = None
     more, pause = True, 0.0
     try:
-        while more or len(window):
-            if window.refused:
-                yield window.result()
+        while more or len(unanswered):
+            if unanswered.refused:
+                yield unanswered.result()
                 continue
-            if pull is None and more and not window.full:
+            if pull is None and more and not unanswered.full:
                 pull = asyncio.ensure_future(_pulled(items))
-            if link is None and window.requests():
-                link = _opened(connect, window, more)
+            if link is None and unanswered.requests():
+                link = _opened(connect, unanswered, more)
                 link.listen_first(pause)
-            answered, pulled = await _first(link, pull, timeout if window.requests() else None)
+            answered, pulled = await _first(link, pull, timeout if unanswered.requests() else None)
             if link is not None and (answered or not pulled):
                 answer = link.taken() if answered else no_answer(timeout)
                 if answer is None or isinstance(answer, MmposError):
                     await link.close()
                     link = None
-                    pause = window.broken(answer)
+                    pause = unanswered.broken(answer)
                     await asyncio.sleep(pause)
                 else:
                     pause = 0.0
-                    yield window.result(answer)
+                    yield unanswered.result(answer)
             elif pull is not None:
                 item, pull = pull.result(), None
                 more = item is not _END
-                request = window.add(item) if more else None
+                request = unanswered.add(item) if more else None
                 if link is not None and request is not None:
                     link.send(request)
                 elif link is not None and not more:

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, TypeVar
 
 import grpc
 
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
-from mmpos.client.calls import Built, Call, Errors, Method
+from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
 from mmpos.client.channel import closed, error_of, was_closed
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Answer, Stream, ThreadLink, Window, thread_results
+from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
     from typing import Self
 
-    import numpy.typing as npt
-    import torch
     from google.protobuf.message import Message
 
-    from mmpos.client.info import ServerInfo
-    from mmpos.positions.table import PositionTable
-    from mmpos.rotary import Rotary
-    from mmpos.rotary.apply import Layout, TableLayout
-    from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+    from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
-    from mmpos.segments.table import SegmentTable
-    from mmpos.sequence.builder import InterleavedSequence
 
 Q = TypeVar("Q")
-T = TypeVar("T")
+
+
+def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
+    """Make the method that sends a call and waits for its answer."""
+
+    def method(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
+        return client._send(maker(client._options.profile, *args, **options))
+
+    return documented(method, maker)
 
 
 class Client(BaseClient[grpc.Channel]):
@@ -44,170 +44,15 @@ class Client(BaseClient[grpc.Channel]):
     Client('localhost:50051', profile='qwen-vl', timeout=30)
     """
 
-    def place(
-        self,
-        segments: SegmentTable | Spans | InputIds,
-        scheme: str | Scheme | None = None,
-        start: npt.ArrayLike = 0,
-        strict: bool | None = None,
-        *,
-        views: Sequence[View] = (),
-    ) -> PositionTable:
-        """Place documents, as ``mmpos.place`` does.
-
-        Args:
-            segments: the documents, as a SegmentTable, Spans or InputIds.
-            scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
-            start: id of each document's first token, one for all or (documents,).
-            strict: whether two grids without text between are an error; None: the scheme decides.
-            views: what to make of the placed table, in this order: Take, Window, Decode, Shard, Pad.
-
-        Returns:
-            A new PositionTable.
-
-        Raises:
-            MmposError: what ``mmpos.place`` and the views raise; LimitExceededError also for a limit of the server.
-            ServiceError: no answer.
-        """
-        return self._send(calls.place(self._options.profile, segments, scheme, start, strict, views))
-
-    def query(self, query: PositionsQuery) -> PositionsResult:
-        """Answer a query, as its ``run`` does, but for what it leaves to the profile.
-
-        Args:
-            query: which documents, which scheme, which views, table or ids.
-
-        Raises:
-            MmposError: what ``query.run`` raises; LimitExceededError also for a limit of the server.
-            ServiceError: no answer.
-        """
-        return self._send(calls.query(self._options.profile, query))
-
-    def build(
-        self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
-    ) -> InterleavedSequence:
-        """Build the sequence of these parts, as ``SequenceBuilder.build`` does with the settings of the profile.
-
-        Args:
-            parts: text, token ids, Grid, ImageSize, Video, and images as SequenceBuilder takes them. A path travels as
-                the bytes of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
-            scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
-            start: id of the first token.
-            patches: whether pixels are wanted; without them nothing is decoded.
-
-        Returns:
-            A new InterleavedSequence, its image hashes those of the call in process.
-
-        Raises:
-            MmposError: what ``SequenceBuilder.build`` raises; LimitExceededError also for a limit of the server.
-            ServiceError: no answer.
-        """
-        return self._send(self._building(scheme, start, patches).build(parts))
-
-    def build_batch(
-        self,
-        documents: Sequence[Sequence[object]],
-        errors: Errors = "raise",
-        *,
-        scheme: str | Scheme | None = None,
-        start: int = 0,
-        patches: bool = True,
-    ) -> Built:
-        """Build the sequences of several documents in one call.
-
-        Args:
-            documents: the parts of each, as for ``build``.
-            errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" puts each error
-                where its sequence would be.
-            scheme: as for ``build``.
-            start: id of the first token of every document.
-            patches: as for ``build``.
-
-        Returns:
-            One entry per document.
-
-        Raises:
-            MmposError: as for ``build``; with errors="return" only what is wrong with the whole call.
-            ServiceError: no answer.
-        """
-        return self._send(self._building(scheme, start, patches).build_batch(documents, errors))
-
-    def cos_sin(
-        self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Compute cos and sin of all tokens, as ``mmpos.rotary.cos_sin`` does.
-
-        Args:
-            rotary: the rotation; None: that of the profile.
-            positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-            layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
-
-        Returns:
-            New tensors, float32 or complex64, where the positions are.
-
-        Raises:
-            MmposError: what ``mmpos.rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
-            ServiceError: no answer.
-        """
-        return self._send(calls.cos_sin(self._options.profile, rotary, positions, layout))
-
-    def angles(self, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> torch.Tensor:
-        """Compute exact angles wrapped to [−π, π], as ``mmpos.rotary.angles`` does.
-
-        Args:
-            rotary: the rotation; None: that of the profile.
-            positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-
-        Returns:
-            A new float32 tensor where the positions are.
-
-        Raises:
-            MmposError: what ``mmpos.rotary.angles`` raises; LimitExceededError also for a limit of the server.
-            ServiceError: no answer.
-        """
-        return self._send(calls.angles(self._options.profile, rotary, positions))
-
-    def apply_rotary(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        positions: PositionTable | torch.Tensor,
-        rotary: Rotary | None,
-        *,
-        layout: Layout | None = None,
-        conjugate: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate q and k, as ``mmpos.rotary.apply_rotary`` does; both travel, there and back.
-
-        Args:
-            q: queries, as for ``apply_rotary``; without gradients.
-            k: keys, or None.
-            positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-            rotary: the rotation; None: that of the profile.
-            layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four.
-            conjugate: rotate by the negative angles.
-
-        Returns:
-            New tensors on the device of q.
-
-        Raises:
-            MmposError: what ``apply_rotary`` raises; LimitExceededError also for a limit of the server.
-            UnsupportedError: q or k requires gradients.
-            ServiceError: no answer.
-        """
-        return self._send(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
-
-    def info(self) -> ServerInfo:
-        """Ask for version, schemes, limits and profiles of the server."""
-        return self._send(calls.info())
-
-    def healthy(self, service: str = "") -> bool:
-        """Ask whether the server says that it serves; False also where none answers.
-
-        Args:
-            service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty: the whole server.
-        """
-        return self._send(calls.healthy(service))
+    place = _sent(calls.place)
+    query = _sent(calls.query)
+    build = _sent(calls.build)
+    build_batch = _sent(calls.build_batch)
+    cos_sin = _sent(calls.cos_sin)
+    angles = _sent(calls.angles)
+    apply_rotary = _sent(calls.apply_rotary)
+    info = _sent(calls.info)
+    healthy = _sent(calls.healthy)
 
     def stream(
         self, queries: Iterable[PositionsQuery], *, errors: Errors = "raise"
@@ -249,7 +94,11 @@ class Client(BaseClient[grpc.Channel]):
             MmposError: as for ``build_batch``, while iterating.
             ServiceError: likewise: no answer.
         """
-        return self._stream(streams.stream_build(self._building(scheme, start, patches), errors), batches, "batches")
+        return self._stream(
+            streams.stream_build(BuildSettings(self._options.profile, scheme, start, patches), errors),
+            batches,
+            "batches",
+        )
 
     def close(self) -> None:
         """Close the channel of this process; calls and streams under way fail, a later call opens a new one."""
@@ -271,16 +120,16 @@ class Client(BaseClient[grpc.Channel]):
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )
 
-    def _send(self, call: Call[T]) -> T:
+    def _send(self, call: ServiceCall[T]) -> T:
         if not call.shares or not self._pools.budget:
             return self._ask(call)
-        pool = self._pools.get() or self._pools.open(self._ask(calls.info()))
+        pool = self._pools.get() or self._pools.open(self._ask(calls.info(None)))
         for lease in pool.leases():
             with lease:
                 return self._ask(call, lease)
         raise AssertionError("the last lease raises")
 
-    def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
+    def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
         send: grpc.UnaryUnaryMultiCallable[bytes, Message]
         send = self._channel().unary_unary(call.method.path, None, call.method.parse)
@@ -307,10 +156,10 @@ class Client(BaseClient[grpc.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return thread_results(window, iter(items), lambda: self._link(stream.method), self._options.timeout)
+        unanswered = Unanswered(stream, self._options, self._destination.attempts, self._reach)
+        return thread_results(unanswered, iter(items), lambda: self._link(stream.method), self._options.timeout)
 
-    def _link(self, method: Method[Answer]) -> ThreadLink:
+    def _link(self, method: Rpc[Answer]) -> ThreadLink:
         try:
             return ThreadLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
         except ValueError as error:

@@ -9,8 +9,8 @@ from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
-    from mmpos.data.batch import Batch, mask_mod
-    from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
+    from mmpos.data.batch import Batch
+    from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
         MMC4,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
-    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
+    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
@@ -69,21 +69,18 @@ __all__ = [
     "Summary",
     "TokenizerTemplate",
     "Turn",
-    "collate_packed",
-    "collate_padded",
     "dataset_shards",
     "first_fit_decreasing",
-    "mask_mod",
+    "get_example",
     "read_quarantine",
-    "ready",
     "shards",
     "write_sequences",
 ]
 
 # Imported when they are first named: batches need torch, readers and storage what they read with.
 _ROOMS = {
-    "batch": ("Batch", "mask_mod"),
-    "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
+    "batch": ("Batch",),
+    "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),
         *("TokenizerTemplate", "Turn"),
@@ -96,7 +93,7 @@ _ROOMS = {
     "ranks": ("RankLoader",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
-    "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),
+    "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
 }
 
 if not TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,7 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
 
-if TYPE_CHECKING:
-    from mmpos.data.model_inputs import ModelCollator
-
-__all__ = ["Batch", "MaskMod", "ModelArguments", "mask_mod"]
+__all__ = ["Batch", "MaskMod", "ModelArguments"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, whether a query attends to a key."""
@@ -112,39 +109,6 @@ class Batch(metaclass=_WholeType):
             if got != want:
                 raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
 
-    @classmethod
-    def from_arrays(
-        cls,
-        keys: tuple[str, ...],
-        positions: PositionTable,
-        *,
-        input_ids: IntArray,
-        labels: IntArray,
-        text_positions: npt.NDArray[np.int32],
-        grid_thw: IntArray,
-        image_spans: IntArray,
-        audio_spans: IntArray | None = None,
-        attention_mask: IntArray | None = None,
-        patches: npt.NDArray[np.generic] | None = None,
-    ) -> Batch:
-        """Make a batch on the host that shares memory with these arrays; the arguments are those of the class."""
-        return cls(
-            keys,
-            positions,
-            DevicePositions.from_table(positions),
-            torch.from_numpy(input_ids),
-            torch.from_numpy(labels),
-            torch.from_numpy(text_positions),
-            torch.from_numpy(positions.cu_seqlens),
-            None if attention_mask is None else torch.from_numpy(attention_mask),
-            None if patches is None else torch.from_numpy(patches),
-            torch.from_numpy(grid_thw),
-            torch.from_numpy(image_spans),
-            torch.from_numpy(_feature_rows(image_spans)),
-            audio_spans=None if audio_spans is None else torch.from_numpy(audio_spans),
-            audio_feature_spans=None if audio_spans is None else torch.from_numpy(_feature_rows(audio_spans)),
-        )
-
     @property
     def packed(self) -> bool:
         """Whether documents follow each other in one row."""
@@ -183,21 +147,41 @@ class Batch(metaclass=_WholeType):
         return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """Make the FlexAttention mask of this batch on its device; see ``mmpos.data.mask_mod``.
+        """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
+
+        Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
+        flex_attention gives zeros for it, where a plain softmax would give NaN.
 
         Args:
             bidirectional_images: whether tokens from the first patch of an image to its last see one another both
                 ways, separators between rows and the audio of a clip included.
+
+        Returns:
+            a function on the device of the batch, for B = 1 and Q = KV = tokens if it is packed, and else for
+            B = documents and Q = KV = length.
 
         Raises:
             UnsupportedError: a shard, whose tokens see those of other ranks too.
         """
         if self.world_size > 1:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
-        spans = None
-        if boolean("bidirectional_images", bidirectional_images):
-            spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
-        return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
+        shape = (1, -1) if self.packed else tuple(self.input_ids.shape)
+        document = torch.from_numpy(_documents(self.positions)).to(self.device).reshape(shape)
+
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            of_query = document[b, q_idx]
+            return (of_query == document[b, kv_idx]) & (of_query >= 0) & (q_idx >= kv_idx)
+
+        if not boolean("bidirectional_images", bidirectional_images):
+            return causal
+        spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
+        image = _images(spans, self.input_ids.numel()).reshape(shape)
+
+        def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            of_query = image[b, q_idx]
+            return causal(b, h, q_idx, kv_idx) | ((of_query == image[b, kv_idx]) & (of_query >= 0))
+
+        return causal_but_for_images
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
         """Index image features into embeddings: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
@@ -288,7 +272,6 @@ class Batch(metaclass=_WholeType):
         *,
         text_row: bool = False,
         batched: bool = False,
-        model: ModelCollator | None = None,
     ) -> dict[str, Any]:
         """Give the batch as keyword arguments for a model or a trainer, without those that are None.
 
@@ -296,30 +279,25 @@ class Batch(metaclass=_WholeType):
             positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
             text_row: as for ``position_ids``.
             batched: whether a packed batch gets a batch dimension of 1, as Transformers wants.
-            model: collator of an unpatched model of Transformers: exactly the arguments that it makes of examples.
 
         Returns:
             max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
-            attention_mask, patches, audio_spans and audio_feature_spans; or those of model. Shifted labels are
-            shift_labels too, which keeps Transformers' losses from shifting them again.
+            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are shift_labels too, which
+            keeps Transformers' losses from shifting them again.
 
         Raises:
-            InvalidInputError: positions, text_row or batched beside model, which decides them; or as model.
+            InvalidInputError: positions is something else.
             UnsupportedError: patches in the shape of Transformers' text, whose models take pixel_values and ignore
-                them; ids that may be fractions, which mixed precision would round; or as model. Later, if accelerate's
-                dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
+                them (see ModelCollator); or ids that may be fractions, which mixed precision would round. Later, if
+                accelerate's dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
         shaped = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
-        if model is not None:
-            if positions == "table" or any(shaped.values()):
-                raise InvalidInputError("model: got it beside positions, text_row or batched, want it alone")
-            return model._arguments(self)
         if self.patches is not None and any(shaped.values()):
             name = next(name for name, value in shaped.items() if value)
             raise UnsupportedError(
                 f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
-                "as_dict(model=ModelCollator(settings)), or neither text_row nor batched for a model of your own"
+                "ModelCollator(settings)(batch), or neither text_row nor batched for a model of your own"
             )
         add = batched and self.packed
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
@@ -347,7 +325,7 @@ class Batch(metaclass=_WholeType):
         """
         raise UnsupportedError(
             "batch: got a Batch in the place of a model's arguments, want ModelCollator(settings) as the data_collator "
-            "of Trainer, or batch.as_dict(model=ModelCollator(settings))"
+            "of Trainer, or ModelCollator(settings)(batch)"
         )
 
     __contains__ = __getitem__
@@ -380,53 +358,6 @@ class ModelArguments(dict[str, Any]):
             )
 
 
-def mask_mod(
-    positions: PositionTable,
-    *,
-    padded: bool = False,
-    image_spans: npt.ArrayLike | Tensor | None = None,
-    device: torch.device | str | int = "cpu",
-) -> MaskMod:
-    """Make the mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
-
-    Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
-    flex_attention gives zeros for it, where a plain softmax would give NaN.
-
-    Args:
-        positions: the table of the whole batch, no context-parallel shard of it.
-        padded: whether rows of the batch are the documents, all of one length, instead of one packed row (b = 0).
-        image_spans: (images, 2) integers, ascending: the first patch of each image and one past its last, counted
-            over the batch, separators between rows included; the tokens of an image then see one another both ways.
-            None is causal everywhere. The spans are needed, since a row of patches looks like text in a table.
-        device: device of the mask, and of the spans if they are a tensor.
-
-    Returns:
-        a function for B = 1 and Q = KV = tokens, or with padded for B = documents and Q = KV = length.
-
-    Raises:
-        InvalidInputError: padded, and documents of different lengths; or spans of another shape.
-    """
-    shape = (1, positions.num_tokens)
-    if boolean("padded", padded):
-        shape = (positions.num_documents, positions.max_seqlen)
-        if shape[0] * shape[1] != positions.num_tokens:
-            got = f"{positions.lengths.min()} to {shape[1]} tokens"
-            raise InvalidInputError(f"positions: got documents of {got}, want one length for padded=True")
-    document = torch.from_numpy(_documents(positions).reshape(shape)).to(device)
-    image = None if image_spans is None else _images(image_spans, positions.num_tokens, device).reshape(shape)
-
-    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        of_query = document[b, q_idx]
-        return (of_query == document[b, kv_idx]) & (of_query >= 0) & (q_idx >= kv_idx)
-
-    def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert image is not None
-        of_query = image[b, q_idx]
-        return causal(b, h, q_idx, kv_idx) | ((of_query == image[b, kv_idx]) & (of_query >= 0))
-
-    return causal if image is None else causal_but_for_images
-
-
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
     """Join the spans of rows to (images, 2) spans of whole images: first patch and one past the last; no shards.
 
@@ -442,12 +373,6 @@ def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) 
     image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
     edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
     return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
-
-
-def _feature_rows(spans: IntArray) -> IntArray:
-    """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
-    ends = np.cumsum(spans[:, 1] - spans[:, 0])
-    return np.stack([np.append(0, ends[:-1])[: len(ends)], ends], axis=1)
 
 
 def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -467,11 +392,8 @@ def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
     return document.astype(np.int32).repeat(positions.segment_lengths)
 
 
-def _images(image_spans: npt.ArrayLike | Tensor, tokens: int, device: torch.device | str | int) -> Tensor:
+def _images(spans: Tensor, tokens: int) -> Tensor:
     """Return (tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
-    spans = torch.as_tensor(image_spans, device=device)
-    if spans.dim() != 2 or spans.shape[1] != 2 or spans.is_floating_point():
-        raise InvalidInputError(f"image_spans: got {spans.dtype} {tuple(spans.shape)}, want integers (images, 2)")
     token = torch.arange(tokens, device=spans.device)
     if not len(spans):
         return torch.full_like(token, -1)

@@ -8,17 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mmpos.data.batch import Batch
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
+from mmpos.rotary.device import DevicePositions
 from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, PATCH
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
-__all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]
+__all__ = ["PackedCollator", "PaddedCollator"]
 
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
@@ -102,25 +104,6 @@ class PaddedCollator:
         return _batch(examples, positions, starts, self.pad_token_id, (len(examples), seq))
 
 
-def collate_packed(
-    examples: Examples, *, multiple_of: int = 1, length: int | None = None, pad_token_id: int = 0
-) -> Batch:
-    """Pack examples into one batch; the arguments are those of PackedCollator."""
-    return PackedCollator(multiple_of, length, pad_token_id)(examples)
-
-
-def collate_padded(
-    examples: Examples,
-    *,
-    side: Side = "right",
-    multiple_of: int = 1,
-    length: int | None = None,
-    pad_token_id: int = 0,
-) -> Batch:
-    """Pad examples to one batch; the arguments are those of PaddedCollator."""
-    return PaddedCollator(side, multiple_of, length, pad_token_id)(examples)
-
-
 def _batch(
     examples: Sequence[Example], positions: PositionTable, starts: IntArray, pad_token_id: int, shape: tuple[int, ...]
 ) -> Batch:
@@ -152,19 +135,31 @@ def _batch(
         types = np.empty(positions.num_tokens, np.uint8)
         _lay(types, [sequence.token_type_ids for sequence in sequences], before, after, 0)
         spans = true_runs(types == PATCH, spans[:, 0])
-        audio_spans = true_runs(types == AUDIO_TOKEN)
-    return Batch.from_arrays(
-        tuple(example.key for example in examples),
-        positions,
-        input_ids=rows.input_ids.reshape(shape),
-        labels=rows.labels.reshape(shape),
-        text_positions=rows.text_positions.reshape(shape),
-        attention_mask=None if rows.attention_mask is None else rows.attention_mask.reshape(shape),
-        patches=_patches(examples),
-        grid_thw=grid_thw,
-        image_spans=spans,
-        audio_spans=audio_spans if audio_spans is not None and len(audio_spans) else None,
+        audio_spans = true_runs(types == AUDIO_TOKEN) if (types == AUDIO_TOKEN).any() else None
+    patches = _patches(examples)
+    tensor = torch.from_numpy
+    return Batch(
+        keys=tuple(example.key for example in examples),
+        positions=positions,
+        device_positions=DevicePositions.from_table(positions),
+        input_ids=tensor(rows.input_ids.reshape(shape)),
+        labels=tensor(rows.labels.reshape(shape)),
+        text_positions=tensor(rows.text_positions.reshape(shape)),
+        cu_seqlens=tensor(positions.cu_seqlens),
+        attention_mask=None if rows.attention_mask is None else tensor(rows.attention_mask.reshape(shape)),
+        patches=None if patches is None else tensor(patches),
+        grid_thw=tensor(grid_thw),
+        image_spans=tensor(spans),
+        feature_spans=tensor(_feature_rows(spans)),
+        audio_spans=None if audio_spans is None else tensor(audio_spans),
+        audio_feature_spans=None if audio_spans is None else tensor(_feature_rows(audio_spans)),
     )
+
+
+def _feature_rows(spans: IntArray) -> IntArray:
+    """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
+    ends = np.cumsum(spans[:, 1] - spans[:, 0])
+    return np.stack([np.append(0, ends[:-1])[: len(ends)], ends], axis=1)
 
 
 class _Rows(NamedTuple):

@@ -211,7 +211,7 @@ class Example:
 
 
 MakeExample = Callable[[Record, Location], Example]
-"""Makes an example of a raw record and its location: a Preprocess, ``ready``, or a callable of the user's own."""
+"""Makes an example of a raw record and its location: a Preprocess, ``get_example``, or a callable of the user's own."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class BatchDataset(IterableDataset[_Item]):
                     f"shards[{i}]: got {type(shard).__name__}, want a reader; readers.shards opens files"
                 )
         if not callable(preprocess):
-            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or ready")
+            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or get_example")
         if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
             raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
         one_of("split", split, get_args(SplitBy))

@@ -20,6 +20,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable, token_types
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, host_array, int_array
@@ -100,12 +101,8 @@ class Model(Protocol):
         """Positions, and so the order of patches, in the encoder."""
 
     @property
-    def image_token_id(self) -> int | None:
-        """Placeholder of image patches."""
-
-    @property
-    def video_token_id(self) -> int | None:
-        """Placeholder of video patches."""
+    def placeholders(self) -> Placeholders:
+        """Tokens that stand for patches."""
 
     @property
     def image_markers(self) -> tuple[int, int] | None:
@@ -193,10 +190,11 @@ class ModelCollator:
                 if (got := getattr(self.images, name)) != size:
                     raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
 
-    def __call__(self, examples: Examples) -> dict[str, Any]:
+    def __call__(self, examples: Examples | Batch) -> dict[str, Any]:
         """Collate these examples, or those of a Pack or of several, and give the model's arguments.
 
-        Of a Batch that is there already, ``batch.as_dict(model=…)`` gives them.
+        Args:
+            examples: examples, a Pack or several, or a Batch that is collated already, on any device.
 
         Returns:
             use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
@@ -209,10 +207,7 @@ class ModelCollator:
             InvalidInputError: positions of another scheme, or placeholders of another model; or as for collate.
             UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
         """
-        return self._arguments(self.collate(examples))
-
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        """Make the arguments for a batch, on its device."""
+        batch = examples if isinstance(examples, Batch) else self.collate(examples)
         types = self._token_types(batch)
         self._check(batch, types)
         text = batch.text_positions.long()
@@ -260,7 +255,7 @@ class ModelCollator:
     def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
         wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
-            i, want = int(wrong.int().argmax()), self.settings.image_token_id
+            i, want = int(wrong.int().argmax()), self.settings.placeholders.image
             got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             raise InvalidInputError(
                 f"image_spans[{i}]: got the placeholder {got}, want {want} of {self.settings.model_type!r}: "
@@ -271,7 +266,7 @@ class ModelCollator:
         """0 for text, 1 for patches of images and 2 for those of videos."""
         tokens = batch.input_ids
         types = torch.zeros_like(tokens)
-        for kind, placeholder in enumerate((self.settings.image_token_id, self.settings.video_token_id), 1):
+        for kind, placeholder in enumerate((self.settings.placeholders.image, self.settings.placeholders.video), 1):
             if placeholder is not None:
                 types += kind * tokens.eq(placeholder)
         if self.settings.video_markers is not None:
@@ -401,7 +396,7 @@ class ProcessedInputs:
         spans = np.stack([stops - segments.lengths, stops], axis=1)[grid]
         grid_thw = segments.extents[:, grid].T.copy()
         types = token_types(segments)
-        video = input_ids == self.settings.video_token_id
+        video = input_ids == self.settings.placeholders.video
         if self.settings.video_markers is not None:
             begun, ended = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
             video = begun > ended

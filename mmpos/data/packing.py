@@ -28,6 +28,12 @@ __all__ = [
 
 Overlong = Literal["raise", "truncate", "drop"]
 
+MIN_PIECE = 32
+"""Fewest tokens on either side of a cut that fills a pack; a document longer than a pack is cut wherever it must be."""
+
+HELD_PACKS = 16
+"""Packs whose tokens a Packer holds at most between calls: more fill better and cost memory, mostly of pixels."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pack:
@@ -91,13 +97,9 @@ class Packer:
 
     Args:
         max_tokens: most tokens in a pack.
-        buffer: most examples held between calls.
-        buffer_tokens: most tokens held between calls; None is 16 packs. More fills better and costs memory, which
-            is mostly pixels.
+        buffer: most examples held between calls, and at most the tokens of HELD_PACKS packs.
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
         multiple_of: documents count as padded to a multiple of this; see PackedCollator.
-        min_piece: fewest tokens on either side of a cut that fills a pack. A document longer than a pack is cut
-            wherever it must be.
         overlong: policy for examples that cannot be packed: longer than max_tokens, or with split_text
             an image that is. "raise" a RecordError, "truncate" before what does not fit, or "drop"; both are counted.
     """
@@ -107,19 +109,14 @@ class Packer:
         max_tokens: int,
         *,
         buffer: int = 256,
-        buffer_tokens: int | None = None,
         split_text: bool = False,
         multiple_of: int = 1,
-        min_piece: int = 32,
         overlong: Overlong = "raise",
     ) -> None:
         self.max_tokens = integer("max_tokens", max_tokens, minimum=1)
         self.buffer = integer("buffer", buffer, minimum=1)
-        tokens = 16 * self.max_tokens if buffer_tokens is None else buffer_tokens
-        self.buffer_tokens = integer("buffer_tokens", tokens, minimum=1)
         self.split_text = boolean("split_text", split_text)
         self.multiple_of = integer("multiple_of", multiple_of, minimum=1)
-        self.min_piece = integer("min_piece", min_piece, minimum=1)
         self.overlong: Overlong = one_of("overlong", overlong, ("raise", "truncate", "drop"))
         if self.max_tokens % self.multiple_of:
             raise InvalidInputError(f"max_tokens: got {max_tokens}, want a multiple of multiple_of={multiple_of}")
@@ -153,7 +150,7 @@ class Packer:
         self._hold(self._arrived, admitted)
         self._arrived += 1
         packs = []
-        while len(self._held) > self.buffer or self._tokens > self.buffer_tokens:
+        while len(self._held) > self.buffer or self._tokens > HELD_PACKS * self.max_tokens:
             packs.append(self._pack())
         return packs
 
@@ -175,7 +172,7 @@ class Packer:
             _, number = self._by_size[at - 1]
             chosen.append(self._release(-number))
             gap -= self._size(chosen[-1])
-        while self.split_text and gap >= self.min_piece and (cut := self._best_cut(gap)):
+        while self.split_text and gap >= MIN_PIECE and (cut := self._best_cut(gap)):
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
         pack = Pack(tuple(chosen), self.max_tokens)
@@ -184,9 +181,9 @@ class Packer:
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
         """Find the example whose head fills most of the gap, the first of several, and where to cut it."""
-        best, where = self.min_piece - 1, None
+        best, where = MIN_PIECE - 1, None
         for number, example in self._held.items():
-            cut = _last_cut(example, min(gap, example.num_tokens - self.min_piece))
+            cut = _last_cut(example, min(gap, example.num_tokens - MIN_PIECE))
             if cut > best:
                 best, where = cut, (number, cut)
             if best == gap:

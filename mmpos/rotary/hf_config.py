@@ -14,32 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.allocation import MAX_HEAD_DIM
-from mmpos.rotary.hf_models import (
-    ADJACENT,
-    ALPHA,
-    ALTERNATING,
-    AXIAL,
-    COLUMNS_FIRST,
-    FACTOR_UNREAD,
-    FIXED_THETA,
-    FULL_HEAD_DIM,
-    HALVES_APART,
-    HEAD_DIM_UNREAD,
-    INTERLEAVED,
-    LAYER_BASES,
-    LAYER_THETA,
-    OLD_NAMES,
-    OTHER_ROTATIONS,
-    OTHER_TYPES,
-    PARTIAL,
-    ROTARY_DIM,
-    SCALED_LAYERS,
-    SECTIONS,
-    TEXT_AT_TOP,
-    UNSCALED,
-    WIDTHS,
-    WITH_FRAMES,
-)
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, PLAIN, ROTATIONS, TEXT_AT_TOP, RotationType
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
@@ -108,7 +83,6 @@ def hf_arguments(
         InvalidInputError: the config does not say what is needed.
     """
     fields = _language_model(config, released)
-    model = fields.model_type
     rope = _rope_parameters(fields, layer_type)
     fields = _layer(fields, layer_type)
     if not _known(fields):
@@ -124,12 +98,10 @@ def hf_arguments(
         arguments["pairing"] = _pairing(fields)
     turning = {**arguments, **overrides}["rotary_dim"]
     turning = integer("rotary_dim", head_dim if turning is None else turning)
-    if kind == "axial" and model in HALVES_APART:
-        arguments |= {"head_dim": head_dim // 2, "rotary_dim": turning // 2, **_halves_layout(fields)}
-    elif kind == "axial":
-        arguments |= _axial_layout(model, turning)
+    if kind == "axial":
+        arguments |= _axial_layout(fields, head_dim, turning)
     else:
-        arguments |= _text_layout(model, rope, turning)
+        arguments |= _text_layout(fields, rope, turning)
         if not overrides.keys() & {"scaling", "inv_freq"}:
             arguments["scaling"] = _scaling(fields, rope, kind)
     if "allocation" in overrides:
@@ -217,7 +189,7 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
     if layer_type is not None and layer_type not in types:
         want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers turn alike"
         raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
-    return {} if model in UNSCALED else dict(scaling or parameters or default)
+    return {} if fields.rotation.unscaled else dict(scaling or parameters or default)
 
 
 def _layer_types(fields: Fields) -> list[str]:
@@ -234,22 +206,22 @@ def _by_layer(rope: Values) -> bool:
 
 def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
     """The entry of a layer type, or what it is in configs that are older than entries."""
-    model, defaults = fields.model_type, fields.defaults.get("rope_parameters", {})
-    older = model in LAYER_THETA
+    rotation, defaults = fields.rotation, fields.defaults.get("rope_parameters", {})
+    older = bool(rotation.layer_theta)
     entries = {**defaults, **parameters} if older else parameters or defaults
     types = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
     if layer_type is None or layer_type not in types:
         raise InvalidInputError(f"layer_type: got {layer_type!r}, want one of {_listed(types)}")
     entry = dict(entries[layer_type])
-    for_all = {} if SCALED_LAYERS.get(model) else {"rope_scaling": scaling}
+    for_all = {} if older and rotation.scaled_layers else {"rope_scaling": scaling}
     if not older and not parameters:
         for_all |= {name: fields.own(name) for name in ("rope_theta", "partial_rotary_factors")}
-    if model in PARTIAL and "partial_rotary_factor" not in entry:
+    if rotation.partial is not None and "partial_rotary_factor" not in entry:
         for_all["partial_rotary_factor"] = fields.own("partial_rotary_factor")
     for name, value in for_all.items():
         if value:
             want = f"rope_parameters with an entry for each of {_listed(types)}"
-            raise InvalidInputError(f"{name}: got {value!r} for all layers of {model!r}, want {want}")
+            raise InvalidInputError(f"{name}: got {value!r} for all layers of {fields.model_type!r}, want {want}")
     if older:
         entry = _older_entry(fields, layer_type, scaling, parameters.get(layer_type) or {})
     if entry.get("truncate") is False:
@@ -259,16 +231,17 @@ def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, p
 
 def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values) -> dict[str, Any]:
     """The entry of a layer type, with the fields that older configs have in its place."""
-    model = fields.model_type
-    default = fields.defaults["rope_parameters"][layer_type]
+    rotation, default = fields.rotation, fields.defaults["rope_parameters"][layer_type]
     whole = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
-    base = fields.own(LAYER_THETA[model].get(layer_type, ""))
+    base = fields.own(rotation.layer_theta.get(layer_type, ""))
     if base is not None:
         whole["rope_theta"] = base
     whole |= entry
-    if scaling and layer_type in SCALED_LAYERS[model]:
+    if scaling and layer_type in rotation.scaled_layers:
         if "rope_type" not in scaling:  # Transformers keeps the "default" that it starts from, whatever type says
-            raise InvalidInputError(f"rope_scaling.rope_type: got none for {model!r}, want it, whatever type says")
+            raise InvalidInputError(
+                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want it, whatever type says"
+            )
         whole |= scaling
     return whole
 
@@ -300,10 +273,10 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
 
 def _full_attention(fields: Fields, config: Values) -> Fields:
     """Select the fields of layers of full attention, whose heads may be of another size."""
-    if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in config:
+    if fields.rotation.full_head_dim is None or "per_layer_config" in config:
         return fields
     head_dim = fields.own("global_head_dim")
-    head_dim = FULL_HEAD_DIM[fields.model_type] if head_dim is None else head_dim
+    head_dim = fields.rotation.full_head_dim if head_dim is None else head_dim
     return Fields(fields.name, {**config, "head_dim": head_dim}, fields.model_type)
 
 
@@ -326,22 +299,22 @@ def _rope_type(fields: Fields, rope: Values) -> str:
         kind = "dynamic"
     if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
         kind = "longrope"
-    if (kind == "default" and (model in AXIAL or model == "pixtral")) or model == "llama4_vision_model":
+    if (kind == "default" and fields.rotation.encoder is not None) or model == "llama4_vision_model":
         kind = "axial"  # which that of Llama 4 is, whatever its config says
-    if kind == "dynamic" and rope.get("alpha") and (model in ALPHA or not _known(fields)):
+    if kind == "dynamic" and rope.get("alpha") and (fields.rotation.alpha or not _known(fields)):
         kind = "ntk_alpha"
     return kind
 
 
 def _head_dim(fields: Fields) -> int:
-    model, head_dim = fields.model_type, None
+    head_dim = None
     # The rotated part of a latent-attention head is a tensor of its own, whatever head_dim says.
     if "qk_rope_head_dim" in fields.defaults or not _known(fields):
         head_dim = fields.size("qk_rope_head_dim")
-    if head_dim is None and model not in HEAD_DIM_UNREAD:
+    if head_dim is None and not fields.rotation.head_dim_unread:
         head_dim = fields.size("head_dim")
     if head_dim is None:
-        name, times = WIDTHS.get(model, ("hidden_size", 1))
+        name, times = fields.rotation.width
         width, heads = fields.get(name), fields.get("num_attention_heads")
         if width is None or heads is None:
             raise InvalidInputError(f"head_dim: got none in the config, want it, or {name} and num_attention_heads")
@@ -358,7 +331,7 @@ def _theta(fields: Fields, rope: Values) -> float:
     if base is None:
         raise InvalidInputError("rope_theta: got none in the config, want it, or theta told beside the config")
     theta = finite("rope_theta", base, minimum=1)
-    if fields.model_type in LAYER_BASES:
+    if fields.rotation.layer_bases:
         bases = numbers("layer_rope_theta", fields.own("layer_rope_theta") or (), 0)
         others = {base for base in bases if base} - {theta}
         if others:
@@ -369,75 +342,81 @@ def _theta(fields: Fields, rope: Values) -> float:
 
 def _own_theta(fields: Fields, rope: Values) -> Any:
     """Read the base that the config itself, or the code of its model type, sets."""
-    if fields.model_type in FIXED_THETA:
-        return FIXED_THETA[fields.model_type]
+    if fields.rotation.theta is not None:
+        return fields.rotation.theta
     base = rope.get("rope_theta")
     return base if base is not None else fields.own(*_old_names(fields, "rope_theta", "rotary_emb_base"))
 
 
 def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
-    return (OLD_NAMES.get(fields.model_type, {}).get(name, name),) if _known(fields) else (name, old)
+    if not _known(fields):
+        return name, old
+    return (old,) if fields.rotation.old_names else (name,)
 
 
 def _factor(fields: Fields, rope: Values) -> Any:
     """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
-    own = fields.model_type not in FACTOR_UNREAD and not _by_layer(fields.defaults.get("rope_parameters", {}))
+    own = not fields.rotation.factor_unread and not _by_layer(fields.defaults.get("rope_parameters", {}))
     if factor is None and own:
         factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
 
 
 def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
-    model = fields.model_type
-    if model in WITH_FRAMES and kind == "axial":
+    rotation = fields.rotation
+    if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
         return head_dim // 6 * 6
-    heeded = kind != "default" or model in PARTIAL or model in ROTARY_DIM or not _known(fields)
-    if kind in ("proportional", "axial") or not heeded or model == "mistral4":  # whose factor is of another head
+    heeded = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
+    whole = kind in ("proportional", "axial") or fields.model_type == "mistral4"  # whose factor is of another head
+    if whole or not heeded:
         return head_dim
     factor = _factor(fields, rope)
-    if factor is None and (model in ROTARY_DIM or not _known(fields)):
+    if factor is None and (rotation.reads_rotary_dim or not _known(fields)):
         rotary_dim = fields.get("rotary_dim")
         if rotary_dim is not None:
             return integer("rotary_dim", rotary_dim)
     if factor is None:
-        factor = PARTIAL.get(model, 1.0) if kind == "default" else 1.0
+        factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
     return int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
 
 
 def _pairing(fields: Fields) -> str:
-    adjacent = fields.model_type in ADJACENT
+    adjacent = fields.rotation.adjacent
     if "rope_interleave" in fields.defaults or not _known(fields):
         adjacent = boolean("rope_interleave", fields.get("rope_interleave"))
     return "adjacent" if adjacent else "half"
 
 
-def _axial_layout(model: str, rotary_dim: int) -> dict[str, Any]:
+def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, Any]:
     """Lay out the pairs of a vision encoder: axes are rows and columns, with frames before them of three."""
-    if model in WITH_FRAMES:
+    turns = "rows" if fields.rotation.encoder is None else fields.rotation.encoder.turns
+    if turns == "halves":
+        return {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2, **_halves_layout(fields)}
+    if turns == "frames":
         return {"axes": 3, "allocation": "axial"}
-    if model not in COLUMNS_FIRST | ALTERNATING:
-        return {"allocation": "pixtral" if model == "pixtral" else "axial"}
+    if turns in ("rows", "ladder"):
+        return {"allocation": "pixtral" if turns == "ladder" else "axial"}
     of_each = rotary_dim // 4
-    allocation = [1, 0] * of_each if model in ALTERNATING else [1] * of_each + [0] * of_each
+    allocation = [1, 0] * of_each if turns == "in turn" else [1] * of_each + [0] * of_each
     return {"axes": 2, "allocation": allocation, "axes_dim": [2 * of_each] * 2}
 
 
 def _halves_layout(fields: Fields) -> dict[str, Any]:
     """Lay out the halves of heads, each of which is a head by itself: they turn by columns and by rows."""
     heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
-    kv_heads = fields.own("num_key_value_heads") or HALVES_APART[fields.model_type]
-    if kv_heads != heads:
+    if (kv_heads := fields.kv_heads_of_halves) != heads:
         raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads}, as many as num_attention_heads")
     return {"axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
 
 
-def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:
+def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any]:
+    model, rotation = fields.model_type, fields.rotation
     pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
     if pairs is not None and older is not None and list(pairs) != list(older):
         raise InvalidInputError(f"mrope_section: got {pairs} and xdrope_section {older}, want the same")
     pairs = older if pairs is None else pairs
-    pairs = SECTIONS.get(model) if pairs is None else pairs
+    pairs = rotation.section if pairs is None else pairs
     if pairs is None:
         return {}
     section = integers("mrope_section", pairs, maximum=MAX_HEAD_DIM)
@@ -445,9 +424,9 @@ def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:
         if len(section) != 3 or section[0] != section[1]:
             raise InvalidInputError(f"mrope_section: got {list(section)}, want as many rows as columns, then frames")
         return {"axes": 3, "allocation": [1, 2] * section[0] + [0] * section[2]}
-    interleaved = model in INTERLEAVED or rope.get("mrope_interleaved") or rope.get("interleaved")
+    interleaved = rotation.interleaved or rope.get("mrope_interleaved") or rope.get("interleaved")
     left = rotary_dim // 2 - sum(section[1:])
-    if model in INTERLEAVED and len(section) == 3 and left >= 0:  # their code gives frames all that others leave
+    if rotation.interleaved and len(section) == 3 and left >= 0:  # their code gives frames all that others leave
         section = (left, *section[1:])
     return {
         "axes": len(section),
@@ -622,6 +601,19 @@ class Fields:
     def defaults(self) -> Values:
         """Defaults of its class; empty for a model type that is not known."""
         return class_defaults().get(self.model_type, {})
+
+    @property
+    def rotation(self) -> RotationType:
+        """How models of its type rotate, where no config says it."""
+        return ROTATIONS.get(self.model_type, PLAIN)
+
+    @property
+    def kv_heads_of_halves(self) -> int | None:
+        """Heads of k of an encoder whose halves of heads turn; None of all others."""
+        encoder = self.rotation.encoder
+        if encoder is None or encoder.kv_heads is None:
+            return None
+        return self.own("num_key_value_heads") or encoder.kv_heads
 
     @property
     def parts(self) -> Mapping[str, str]:

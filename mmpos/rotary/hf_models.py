@@ -1,210 +1,273 @@
-"""Tables of how the code of Transformers 5.23 rotates each model type, where no config says it."""
+"""How the code of Transformers 5.23 rotates q and k of each model type, where no config says it: a row for each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal, TypeVar
 
 __all__ = [
-    "ADJACENT",
-    "ALPHA",
-    "ALTERNATING",
-    "AXIAL",
-    "COLUMNS_FIRST",
-    "FACTOR_UNREAD",
-    "FIXED_THETA",
-    "FULL_HEAD_DIM",
-    "HALVES_APART",
-    "HEAD_DIM_UNREAD",
-    "INTERLEAVED",
-    "LAYER_BASES",
-    "LAYER_THETA",
-    "OLD_NAMES",
+    "ENCODERS",
     "OTHER_ROTATIONS",
     "OTHER_TYPES",
-    "PARTIAL",
-    "ROTARY_DIM",
-    "SCALED_LAYERS",
-    "SECTIONS",
+    "PLAIN",
+    "ROTATIONS",
     "TEXT_AT_TOP",
-    "UNSCALED",
-    "WIDTHS",
-    "WITH_FRAMES",
+    "UNSUPPORTED_ENCODERS",
+    "Encoder",
+    "RotationType",
+    "by_name",
 ]
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+T = TypeVar("T")
 
 
-ADJACENT = _names("""
-    axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher codegen cohere
-    cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4
-    glm4_moe_lite glm4v_text glm_moe_dsa glm_ocr_text gptj helium inkling2_vision llama4_text llama4_vision_model
-    longcat_flash mistral4 moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder pe_audio_video_encoder
-    pe_video_encoder roformer sam3_vit_model youtu
-""")
-"""Model types that pair channels (2j, 2j + 1), where no rope_interleave says otherwise; all others are of halves."""
+def by_name(rows: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+    """Make a table of rows that stand for several names each, which spaces divide."""
+    return MappingProxyType({name: row for names, row in rows for name in names.split()})
 
-AXIAL = _names("""
-    cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision
-    glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision
-    llama4_vision_model minimax_m3_vl_vision mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision
-    qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision
-    qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision sam3_vit_model
-    step3p5_vision video_llama_3_vision
-""")
-"""Vision encoders that turn a block of rows, then one of columns, where the tables below say nothing else."""
 
-ALTERNATING = _names("kimi_k25_vision")
-"""Vision encoders that turn by columns and by rows in turn."""
+@dataclass(frozen=True)
+class Encoder:
+    """Rows and columns by which a vision encoder turns, and the positions of its patches.
 
-COLUMNS_FIRST = _names("""
-    inkling2_vision llama4_vision_model muse_glimmer_vision muse_spark_vision sam3_vit_model step3p5_vision
-""")
-"""Vision encoders that turn a block of columns, then one of rows."""
+    Args:
+        turns: what the channels of a head turn by: a block by "rows" and one by columns, or "columns" first; columns
+            and rows "in turn"; a block of "frames" before both, and what three blocks leave not at all; each of its
+            "halves" as a head by itself, the first by columns; or the "ladder" of Pixtral.
+        order: "raster", or "merged" in blocks of spatial_merge_size; None where no scheme here has the positions.
+        first: id of the first row and column; with 1 a class token may be at 0.
+        kv_heads: how many there are where a config leaves them out, if halves turn.
+        note: peculiarities, for readers.
+    """
 
-HALVES_APART: Mapping[str, int] = MappingProxyType({"gemma4_vision": 12})
-"""Vision encoders that turn each half of a head as a head of its own, the first by columns, the second by rows, and how
-many kv heads they have if left out."""
+    turns: Literal["rows", "columns", "in turn", "frames", "halves", "ladder"] = "rows"
+    order: Literal["raster", "merged"] | None = "raster"
+    first: int = 0
+    kv_heads: int | None = None
+    note: str = ""
 
-WITH_FRAMES = _names("minimax_m3_vl_vision")
-"""Vision encoders that turn a block of frames, one of rows, one of columns, and leave what three blocks leave."""
 
-INTERLEAVED = _names("""
-    cohere_compass_text cosmos3_edge_text qwen3_5_moe_text qwen3_5_text qwen3_omni_moe_talker_text
-    qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text
-""")
-"""Model types whose M-RoPE interleaves, whether or not their config says so."""
+@dataclass(frozen=True)
+class RotationType:
+    """How models of one type rotate.
 
-SECTIONS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            _names("paddleocr_vl_text qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text"),
-            (16, 24, 24),
+    Args:
+        adjacent: channels (2j, 2j + 1) are a pair where no rope_interleave says otherwise, else those of two halves.
+        section: mrope_section where a config leaves it out.
+        interleaved: M-RoPE interleaves, whether or not a config says so.
+        partial: how much of a head turns where partial_rotary_factor is left out; None turns all of it under rope_type
+            "default", whatever a config says. Every other rope_type heeds the factor.
+        factor_unread: the class overwrites a partial_rotary_factor beside rope_parameters by its own.
+        reads_rotary_dim: rotary_dim channels turn where there is no partial_rotary_factor.
+        unscaled: rope_parameters are not read.
+        theta: the base, where no config can change it.
+        old_names: fields beside rope_parameters are rotary_emb_base and rotary_pct.
+        alpha: dynamic scaling is NTK with an alpha, if there is one.
+        head_dim_unread: a head is hidden_size over num_attention_heads, whatever head_dim says.
+        width: the field, and how many times it, that heads share where head_dim is left out.
+        full_head_dim: what global_head_dim is if left out, the head_dim of layers of full attention.
+        layer_theta: fields with the base of each layer type in configs older than one rope_parameters entry for each.
+        scaled_layers: layer types that rope_scaling of those configs is for.
+        layer_bases: layer_rope_theta is the base of each layer, unless it is 0: such a layer does not turn.
+        encoder: of a vision encoder that turns by rows and columns.
+    """
+
+    adjacent: bool = False
+    section: tuple[int, int, int] | None = None
+    interleaved: bool = False
+    partial: float | None = None
+    factor_unread: bool = False
+    reads_rotary_dim: bool = False
+    unscaled: bool = False
+    theta: float | None = None
+    old_names: bool = False
+    alpha: bool = False
+    head_dim_unread: bool = False
+    width: tuple[str, int] = ("hidden_size", 1)
+    full_head_dim: int | None = None
+    layer_theta: Mapping[str, str] = field(default_factory=dict, hash=False)
+    scaled_layers: tuple[str, ...] = ("full_attention",)
+    layer_bases: bool = False
+    encoder: Encoder | None = None
+
+
+PLAIN = RotationType()
+"""The row of all model types that have none: halves of a whole head turn, by what the config says."""
+
+
+def _encoder(
+    turns: Literal["rows", "columns", "in turn", "frames", "halves", "ladder"] = "rows",
+    order: Literal["raster", "merged"] | None = "merged",
+    note: str = "",
+    first: int = 0,
+) -> RotationType:
+    return RotationType(encoder=Encoder(turns, order, first, note=note))
+
+
+_ADJACENT = RotationType(adjacent=True)
+_PARTIAL = RotationType(partial=1.0)
+_WINDOWS = "some layers attend in windows, whose order is undone after the last"
+_BOTH = ("full_attention", "sliding_attention")
+
+ROTATIONS: Mapping[str, RotationType] = by_name(
+    (
+        (
+            """
+            axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher cohere
+            cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe glm_moe_dsa helium
+            llama4_text longcat_flash mistral4 openai_privacy_filter pe_audio_encoder pe_audio_video_encoder
+            pe_video_encoder youtu
+            """,
+            _ADJACENT,
         ),
-        **dict.fromkeys(_names("glm4v_moe_text glm4v_text glm_image_text glm_ocr_text"), (8, 12, 12)),
-        **dict.fromkeys(
-            _names("""
-                cohere_compass_text cosmos3_edge_text qwen3_omni_moe_talker_text qwen3_omni_moe_text
-                qwen3_vl_moe_text qwen3_vl_text
-            """),
-            (24, 20, 20),
+        ("glm glm4 glm4_moe_lite moonshine moonshine_streaming", RotationType(adjacent=True, partial=1.0)),
+        (
+            """
+            glm4_moe glmasr_encoder laguna mellum minimax_m3_vl_text nemotron nemotron3_5_transcribe_asr_audio
+            nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio persimmon phi phi3 phi4_multimodal
+            qwen3_next recurrent_gemma solar_open stablelm step3p5 zaya
+            """,
+            _PARTIAL,
         ),
-        **dict.fromkeys(_names("qwen3_5_moe_text qwen3_5_text qwen4_exp_text"), (11, 11, 10)),
-        "ernie4_5_vl_moe_text": (22, 22, 20),
-    }
-)
-"""mrope_section where a config leaves it out."""
-
-PARTIAL: Mapping[str, float] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            _names("""
-                bamba diffusion_gemma_text dots3_note_audio_encoder glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text
-                glm4v_text glm_image_text glm_ocr_text glmasr_encoder gpt_neox gpt_neox_japanese laguna mellum
-                minimax_m2 minimax_m3_vl_text moonshine moonshine_streaming nemotron
-                nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio
-                neomme persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text
-                recurrent_gemma solar_open stablelm step3p5 zaya
-            """),
-            1.0,
+        ("bamba", RotationType(partial=1.0, factor_unread=True)),
+        ("mimo_v2_flash", RotationType(partial=0.334)),
+        ("minimax_m2", RotationType(partial=1.0, reads_rotary_dim=True)),
+        ("gpt_neox gpt_neox_japanese", RotationType(partial=1.0, old_names=True)),
+        ("codegen gptj", RotationType(adjacent=True, unscaled=True, theta=1e4, reads_rotary_dim=True)),
+        ("roformer", RotationType(adjacent=True, unscaled=True, theta=1e4)),
+        ("esm", RotationType(unscaled=True)),
+        ("zamba2", RotationType(width=("hidden_size", 2))),
+        ("deepseek_ocr2_text unlimited_ocr_text", RotationType(head_dim_unread=True)),
+        ("dots3_note_audio_encoder", RotationType(head_dim_unread=True, partial=1.0)),
+        ("embedding_gemma2_text gemma4_text gemma4_unified_text", RotationType(full_head_dim=512)),
+        ("diffusion_gemma_text", RotationType(full_head_dim=512, partial=1.0)),
+        ("granite_swa granitemoe_swa", RotationType(layer_bases=True)),
+        (
+            "gemma3_text gemma3n_text t5gemma2_decoder t5gemma2_text",
+            RotationType(layer_theta={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
         ),
-        "mimo_v2_flash": 0.334,
-    }
+        (
+            "modernbert modernbert-decoder",
+            RotationType(
+                layer_theta={"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
+                scaled_layers=_BOTH,
+            ),
+        ),
+        ("neomme", RotationType(partial=1.0, layer_theta=dict.fromkeys(_BOTH, "rope_theta"), scaled_layers=())),
+        ("olmo3", RotationType(layer_theta={"full_attention": "rope_theta"})),
+        ("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text", RotationType(alpha=True)),
+        (
+            "paddleocr_vl_text qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
+            RotationType(section=(16, 24, 24)),
+        ),
+        (
+            """
+            cohere_compass_text cosmos3_edge_text qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text
+            qwen3_vl_text
+            """,
+            RotationType(section=(24, 20, 20), interleaved=True),
+        ),
+        (
+            "qwen3_5_moe_text qwen3_5_text qwen4_exp_text",
+            RotationType(section=(11, 11, 10), interleaved=True, partial=1.0),
+        ),
+        ("glm4v_text glm_ocr_text", RotationType(section=(8, 12, 12), adjacent=True, partial=1.0)),
+        ("glm4v_moe_text glm_image_text", RotationType(section=(8, 12, 12), partial=1.0)),
+        ("ernie4_5_vl_moe_text", RotationType(section=(22, 22, 20), adjacent=True)),
+        (
+            """
+            cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision glm4v_moe_vision glm4v_vision
+            glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder
+            qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision
+            """,
+            _encoder(),
+        ),
+        ("qwen2_vl_vision", RotationType(encoder=Encoder(order="merged"), width=("embed_dim", 1))),
+        ("exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision", _encoder(note=_WINDOWS)),
+        ("lfm3_vl_vision", _encoder(note="layers of convolution do not turn")),
+        ("paddleocr_vl_vision", _encoder(order="raster", note="patches are merged after the encoder")),
+        ("mlcd_vision_model video_llama_3_vision", _encoder(order=None)),
+        ("minimax_m3_vl_vision", _encoder("frames")),
+        ("pixtral", _encoder("ladder", "raster")),
+        ("kimi_k25_vision", _encoder("in turn", "raster", "frames have absolute positions")),
+        ("step3p5_vision", _encoder("columns", "raster", "beside learned absolute positions")),
+        ("muse_glimmer_vision muse_spark_vision", _encoder("columns", "raster", _WINDOWS, first=1)),
+        ("sam3_vit_model", RotationType(adjacent=True, encoder=Encoder("columns", None))),
+        (
+            "inkling2_vision",
+            RotationType(
+                adjacent=True,
+                encoder=Encoder("columns", "merged", 1, note="a class token before the patches of each image"),
+            ),
+        ),
+        (
+            "llama4_vision_model",
+            RotationType(
+                adjacent=True,
+                head_dim_unread=True,
+                encoder=Encoder(
+                    "columns", first=1, note="tiles of image_size, a class token after the patches of each"
+                ),
+            ),
+        ),
+        (
+            "gemma4_vision",
+            RotationType(
+                encoder=Encoder(
+                    "halves",
+                    kv_heads=12,
+                    note="view the halves of a head as heads, which turn by columns and by rows",
+                )
+            ),
+        ),
+    )
 )
-"""Model types with rope_type "default" that turn partial_rotary_factor of a head, and how much where it is left out.
+"""Model types that do not rotate as PLAIN."""
 
-All others turn all of it, whatever their config says; every other rope_type heeds it.
-"""
-
-FACTOR_UNREAD = _names("bamba")
-"""Model types whose class overwrites a partial_rotary_factor beside rope_parameters by its own."""
-
-UNSCALED = _names("codegen esm gptj roformer")
-"""Model types that read no rope_parameters."""
-
-ROTARY_DIM = _names("codegen gptj minimax_m2")
-"""Model types that turn rotary_dim channels where there is no partial_rotary_factor."""
-
-OLD_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        model: {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-        for model in ("gpt_neox", "gpt_neox_japanese")
-    }
+ENCODERS: Mapping[str, Encoder] = MappingProxyType(
+    {name: row.encoder for name, row in sorted(ROTATIONS.items()) if row.encoder is not None and row.encoder.order}
 )
-"""Older names of fields beside rope_parameters."""
+"""Vision encoders whose positions are known."""
 
-ALPHA = _names("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text")
-"""Model types whose dynamic scaling is NTK with an alpha, if there is one."""
+_PLACES = "its positions are places between -1 and 1, not of patches"
+_EARLIER = "its attention to earlier frames turns part of the keys alone"
+_WHOLE_HEADS = "it turns all heads as one, by rows and columns"
 
-FIXED_THETA: Mapping[str, float] = MappingProxyType(dict.fromkeys(_names("codegen gptj roformer"), 10000.0))
-"""Model types whose base no config can change."""
-
-HEAD_DIM_UNREAD = _names("deepseek_ocr2_text dots3_note_audio_encoder llama4_vision_model unlimited_ocr_text")
-"""Model types whose head_dim is hidden_size over num_attention_heads, whatever head_dim says."""
-
-WIDTHS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {"qwen2_vl_vision": ("embed_dim", 1), "zamba2": ("hidden_size", 2)}
+OTHER_ROTATIONS: Mapping[str, str] = by_name(
+    (
+        ("clvp_encoder", "it turns values too"),
+        ("dbrx", "Transformers does not read the base in its attn_config"),
+        ("deepseek_v4", "it turns the last channels of a head, not the first"),
+        ("dinov3_vit eomt_dinov3 sapiens2", _PLACES),
+        ("dots3_note_text", "its layers pair channels in two ways"),
+        ("edgetam_video sam2_video sam3_tracker_video", _EARLIER),
+        ("efficientloftr", _WHOLE_HEADS),
+        ("hunyuan_vl_text", "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both"),
+        ("mistral_large4_text", "its frequencies are weights"),
+        ("nanochat", "it turns the other way round"),
+    )
 )
-"""The field, and how many times it, that the heads share where head_dim is left out; for all others hidden_size."""
+"""Model types whose rotation is not read, and what is special about it."""
 
-FULL_HEAD_DIM: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(_names("diffusion_gemma_text embedding_gemma2_text gemma4_text gemma4_unified_text"), 512)
+UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
+    (
+        ("deepseek_ocr2_encoder", "its patches and its queries after them count as text"),
+        ("dinov3_vit eomt_dinov3 sapiens2", _PLACES),
+        ("edgetam_video sam2_video sam3_tracker_video", _EARLIER),
+        ("efficientloftr", _WHOLE_HEADS),
+        ("mlcd_vision_model", "the angles of its class token are weights"),
+        ("pe_video_encoder", "its frames count as text"),
+        ("sam3_vit_model", "its layers count within windows, or in fractions of a window"),
+        ("video_llama_3_vision", "how many patches merge is told with each image"),
+        ("vjepa2", "the two channels of a pair turn by different frequencies"),
+    )
 )
-"""Model types whose layers of full attention have the head_dim of global_head_dim, and what it is if left out."""
+"""Vision encoders that rotate by positions that no scheme here has, and why."""
 
-_GEMMA3 = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
-_MODERNBERT = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
-LAYER_THETA: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "gemma3_text": _GEMMA3,
-        "gemma3n_text": _GEMMA3,
-        "modernbert": _MODERNBERT,
-        "modernbert-decoder": _MODERNBERT,
-        "neomme": {"full_attention": "rope_theta", "sliding_attention": "rope_theta"},
-        "olmo3": {"full_attention": "rope_theta"},
-        "t5gemma2_decoder": _GEMMA3,
-        "t5gemma2_text": _GEMMA3,
-    }
-)
-"""Fields with the base of each layer type in configs older than one rope_parameters entry per layer type."""
-
-SCALED_LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        **dict.fromkeys(LAYER_THETA, _names("full_attention")),
-        **dict.fromkeys(_names("modernbert modernbert-decoder"), _names("full_attention sliding_attention")),
-        "neomme": frozenset(),
-    }
-)
-"""Layer types that rope_scaling of those configs is for."""
-
-LAYER_BASES = _names("granite_swa granitemoe_swa")
-"""Model types whose layer_rope_theta is the base of each layer, unless it is 0: such a layer does not turn."""
-
-TEXT_AT_TOP = _names("hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl")
+TEXT_AT_TOP = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 """Model types whose first configs have the fields of text_config beside vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
 """Names that first configs of a model have for the type of a config inside, and what Transformers takes them for."""
-
-OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            _names("dinov3_vit eomt_dinov3 sapiens2"), "its positions are places between -1 and 1, not of patches"
-        ),
-        **dict.fromkeys(
-            _names("edgetam_video sam2_video sam3_tracker_video"),
-            "its attention to earlier frames turns part of the keys alone",
-        ),
-        "clvp_encoder": "it turns values too",
-        "dbrx": "Transformers does not read the base in its attn_config",
-        "deepseek_v4": "it turns the last channels of a head, not the first",
-        "dots3_note_text": "its layers pair channels in two ways",
-        "efficientloftr": "it turns all heads as one, by rows and columns",
-        "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
-        "mistral_large4_text": "its frequencies are weights",
-        "nanochat": "it turns the other way round",
-    }
-)
-"""Model types whose rotation is not read, and what is special about it."""

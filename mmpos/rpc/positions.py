@@ -48,7 +48,8 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.schemes.base import changed_parameters
-from mmpos.segments.kinds import CLIP, TILE, CropMarkers, checked_markers, rationals
+from mmpos.segments.kinds import CLIP, TILE, rationals
+from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import (
     INT32_MAX,
@@ -60,7 +61,7 @@ from mmpos.support.checks import (
     host_array,
     int_array,
     integer,
-    per_document,
+    one_of,
 )
 
 if TYPE_CHECKING:
@@ -236,11 +237,6 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
 
 
-_NUMBERS = (
-    "image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id", "audio_token_id"
-)  # fmt: skip
-
-
 def put_source(
     message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
 ) -> None:
@@ -298,10 +294,10 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
         grids = getattr(source, field)
         if grids is not None:
             put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
-    for field in _NUMBERS:
-        value = getattr(source, field)
-        if value is not None:
-            setattr(message, field, integer(field, value, minimum=-(2**63), maximum=2**63 - 1))
+    if source.placeholders != Placeholders():
+        put_placeholders(message.placeholders, source.placeholders)
+    if source.spatial_merge_size is not None:
+        message.spatial_merge_size = integer("spatial_merge_size", source.spatial_merge_size, maximum=INT32_MAX)
     if source.cu_seqlens is not None:
         put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
     if source.attention_mask is not None:
@@ -310,15 +306,13 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
     if source.audio_lengths is not None:
         put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
     message.frames_apart = boolean("frames_apart", source.frames_apart)
-    message.row_separator = boolean("row_separator", source.row_separator)
-    if source.crop_markers is not None:
-        message.crop_markers.CopyFrom(pb.CropMarkers(**asdict(checked_markers(source.crop_markers))))
 
 
 def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
-    mask, markers = optional(message, "attention_mask"), optional(message, "crop_markers")
+    mask = optional(message, "attention_mask")
     return InputIds(
         get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
+        get_placeholders(message.placeholders),
         integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
         integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
         cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
@@ -326,14 +320,25 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
         audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
-        row_separator=message.row_separator,
-        crop_markers=None if markers is None else _markers(markers),
-        **{field: optional(message, field) for field in _NUMBERS},
+        spatial_merge_size=optional(message, "spatial_merge_size"),
     )
 
 
-def _markers(message: pb.CropMarkers) -> CropMarkers:
-    return CropMarkers(*(getattr(message, field.name) for field in fields(CropMarkers)))
+def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders) -> None:
+    """Write placeholders into a message."""
+    given = {name: value for name, value in asdict(placeholders).items() if value is not None}
+    message.CopyFrom(table_pb2.Placeholders(**given))
+
+
+def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
+    """Read placeholders from a message."""
+    ids = {name: optional(message, name) for name in ("image", "video", "audio")}
+    crops, rows = optional(message, "crops"), integers(message.rows).tolist()
+    return Placeholders(
+        **ids,
+        rows=rows or None,
+        crops=None if crops is None else CropMarkers(*(getattr(crops, field.name) for field in fields(CropMarkers))),
+    )
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
@@ -368,18 +373,15 @@ def put_query(
         message.profile = profile
     if query.scheme is not None:
         put_scheme(message.scheme, query.scheme)
-    if np.ndim(query.start):
-        _put_one_or_each(message, "start", _starts(query))
-    elif query.start != 0:
-        message.start = integer("start", query.start)
+    _put_one_or_each(message, "start", query.start)
     if query.strict is not None:
-        message.strict = query.strict
+        message.strict = boolean("strict", query.strict)
     for view in query.views:
         _put_view(message.views.add(), view)
     if query.dense is not None:
         message.dense.SetInParent()
         if query.dense.dtype is not None:
-            message.dense.dtype = _number(_IDS, np.dtype(query.dense.dtype).name)
+            message.dense.dtype = _number("dtype", _IDS, np.dtype(query.dense.dtype).name)
         put_integers(message.dense.axes, query.dense.axes or ())
 
 
@@ -428,12 +430,6 @@ def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -
     )
 
 
-def _starts(query: PositionsQuery) -> IntArray:
-    if isinstance(query.source, SegmentTable):
-        return per_document("start", query.start, query.source.num_documents, minimum=INT32_MIN)
-    return int_array("start", query.start, (None,))
-
-
 def _put_view(message: pb.View, view: View) -> None:
     if isinstance(view, Take):
         _put_arrays(message.take, view, "starts", "stops")
@@ -442,10 +438,11 @@ def _put_view(message: pb.View, view: View) -> None:
     elif isinstance(view, Decode):
         _put_one_or_each(message.decode, "steps", view.steps)
     elif isinstance(view, Shard):
-        message.shard.rank, message.shard.world_size = view.rank, view.world_size
-        message.shard.layout = _number(_LAYOUTS, view.layout)
+        message.shard.layout = _number("layout", _LAYOUTS, view.layout)
+        message.shard.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
+        message.shard.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
     else:
-        message.pad.side = _number(_SIDES, view.side)
+        message.pad.side = _number("side", _SIDES, view.side)
         if view.length is not None:
             _put_one_or_each(message.pad, "length", view.length)
 
@@ -475,15 +472,15 @@ def _get_dense(name: str, message: pb.Dense) -> Dense:
 def _put_arrays(message: Message, view: Take | Window, *fields: str) -> None:
     message.SetInParent()
     for field in fields:
-        put_integers(getattr(message, field), getattr(view, field))
+        put_integers(getattr(message, field), int_array(field, getattr(view, field), (None,)))
 
 
 def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None:
     message.SetInParent()
-    if np.ndim(value):
-        put_integers(getattr(message, f"{field}_per_document"), value)
+    if not isinstance(value, int) and host_array(field, value).ndim:
+        put_integers(getattr(message, f"{field}_per_document"), int_array(field, value, (None,)))
     else:
-        setattr(message, field, value)
+        setattr(message, field, integer(field, value, minimum=INT32_MIN, maximum=INT32_MAX))
 
 
 def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
@@ -493,9 +490,7 @@ def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArra
     return each if each.size else default if not message.HasField(field) else getattr(message, field)
 
 
-def _number(meanings: Mapping[E, T], meaning: T) -> E:
+def _number(name: str, meanings: Mapping[E, T], meaning: T) -> E:
     """Look up the enum value of a meaning."""
-    for number, value in meanings.items():
-        if value == meaning:
-            return number
-    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(map(str, filter(None, meanings.values())))}")
+    numbers = {value: number for number, value in meanings.items() if value is not None}
+    return numbers[one_of(name, meaning, numbers)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
+from mmpos.positions.table import Layout, PositionTable, Side
 from mmpos.schemes import Scheme
-from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
+from mmpos.support.checks import IntArray, int_array
 
 __all__ = [
     "Decode",
@@ -40,9 +40,6 @@ class Take:
     starts: npt.ArrayLike
     stops: npt.ArrayLike
 
-    def __post_init__(self) -> None:
-        _integers(self, "starts", "stops")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Take the tokens of these ranges."""
         return positions.take(self.starts, self.stops)
@@ -56,9 +53,6 @@ class Window:
     starts: npt.ArrayLike
     lengths: npt.ArrayLike
 
-    def __post_init__(self) -> None:
-        _integers(self, "documents", "starts", "lengths")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Cut out these windows, each a document."""
         return positions.window(self.documents, self.starts, self.lengths)
@@ -69,9 +63,6 @@ class Decode:
     """Tokens to decode: PositionTable.decode as data."""
 
     steps: npt.ArrayLike = 1
-
-    def __post_init__(self) -> None:
-        _one_or_each(self, "steps")
 
     def view(self, positions: PositionTable) -> PositionTable:
         """Make the next tokens of every document."""
@@ -86,11 +77,6 @@ class Shard:
     world_size: int
     layout: Layout = "zigzag"
 
-    def __post_init__(self) -> None:
-        one_of("layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "world_size", integer("world_size", self.world_size, minimum=1, maximum=INT32_MAX))
-        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=0, maximum=self.world_size - 1))
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Take the tokens of the rank."""
         return positions.shard(self.rank, self.world_size, self.layout)
@@ -103,11 +89,6 @@ class Pad:
     length: npt.ArrayLike | None = None
     side: Side = "right"
 
-    def __post_init__(self) -> None:
-        one_of("side", self.side, ("left", "right"))
-        if self.length is not None:
-            _one_or_each(self, "length")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Pad the documents."""
         return positions.pad(self.length, self.side)
@@ -115,20 +96,6 @@ class Pad:
 
 View = Take | Window | Decode | Shard | Pad
 """Verb of a position table with its arguments; the field ``views`` of the protocol holds a list of them."""
-
-
-def _integers(view: object, *names: str) -> None:
-    for name in names:
-        object.__setattr__(view, name, int_array(name, getattr(view, name), (None,)))
-
-
-def _one_or_each(view: object, name: str) -> None:
-    """Make a field one integer, or an array of one for each document."""
-    value = getattr(view, name)
-    if isinstance(value, int) or host_array(name, value).ndim == 0:
-        object.__setattr__(view, name, integer(name, value, minimum=0, maximum=INT32_MAX))
-    else:
-        _integers(view, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,32 +121,24 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    Where a profile is at hand, an image_token_id or a spatial_merge_size of None is the profile's, and with its
-    image_token_id the tokens that end rows are, too.
+    Where a profile is at hand, a spatial_merge_size of None is the profile's, and placeholders without an image are
+    filled with the profile's.
     """
 
     input_ids: npt.ArrayLike
+    placeholders: Placeholders = field(default_factory=Placeholders)
     image_grid_thw: npt.ArrayLike | None = None
     video_grid_thw: npt.ArrayLike | None = None
     _: KW_ONLY
-    image_token_id: int | None = None
-    video_token_id: int | None = None
     spatial_merge_size: int | None = None
     cu_seqlens: npt.ArrayLike | None = None
     attention_mask: npt.ArrayLike | None = None
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     frames_apart: bool = False
-    row_token_id: int | None = None
-    last_row_token_id: int | None = None
-    audio_token_id: int | None = None
     audio_lengths: npt.ArrayLike | None = None
-    row_separator: bool = False
-    crop_markers: CropMarkers | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""
-        if self.image_token_id is None:
-            raise InvalidInputError("image_token_id: got None, want the id of image placeholders")
         merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
         return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 
@@ -263,11 +222,6 @@ class PositionsQuery:
     def __post_init__(self) -> None:
         if type(self.source) not in (SegmentTable, Spans, InputIds):
             raise InvalidInputError(f"source: got {type(self.source).__name__}, want a SegmentTable, Spans or InputIds")
-        start = self.start
-        if isinstance(start, int) or host_array("start", start).ndim == 0:
-            object.__setattr__(self, "start", integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX))
-        if self.strict is not None:
-            object.__setattr__(self, "strict", boolean("strict", self.strict))
         kinds = [type(view) for view in self.views]
         for i, kind in enumerate(kinds):
             if kind not in get_args(View):

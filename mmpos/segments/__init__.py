@@ -10,12 +10,12 @@ from mmpos.segments.kinds import (
     TILE,
     Audio,
     Clip,
-    CropMarkers,
     Grid,
     Text,
     Thumbnail,
     Tile,
 )
+from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Clip",
     "CropMarkers",
     "Grid",
+    "Placeholders",
     "SegmentTable",
     "Text",
     "Thumbnail",

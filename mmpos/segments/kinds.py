@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,13 +28,11 @@ __all__ = [
     "TILE",
     "Audio",
     "Clip",
-    "CropMarkers",
     "Grid",
     "Segment",
     "Text",
     "Thumbnail",
     "Tile",
-    "checked_markers",
     "fraction",
     "rational",
     "rationals",
@@ -245,41 +243,6 @@ class Tile(_Crop):
     """
 
     kind: ClassVar[int] = TILE
-
-
-@dataclass(frozen=True, slots=True)
-class CropMarkers:
-    """Ids of the tokens around thumbnails and tiles in input ids.
-
-    Args:
-        thumbnail_start: before the patches of a thumbnail.
-        thumbnail_end: after them.
-        tile_start: before the patches of a tile.
-        tile_end: after them.
-        newline: between two rows of tiles; after a picture, newlines and markers right behind it belong to it.
-    """
-
-    thumbnail_start: int
-    thumbnail_end: int
-    tile_start: int
-    tile_end: int
-    newline: int
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            token = integer(f"crop_markers.{field.name}", getattr(self, field.name), minimum=0, maximum=INT32_MAX)
-            object.__setattr__(self, field.name, token)
-        if self.thumbnail_start == self.tile_start:
-            raise InvalidInputError(
-                f"crop_markers.tile_start: got {self.tile_start}, want another than thumbnail_start"
-            )
-
-
-def checked_markers(crop_markers: object) -> CropMarkers:
-    """Check that an argument is CropMarkers."""
-    if isinstance(crop_markers, CropMarkers):
-        return crop_markers
-    raise InvalidInputError(f"crop_markers: got {type(crop_markers).__name__}, want CropMarkers or None")
 
 
 Segment: TypeAlias = Text | Audio | Grid | Clip | Thumbnail | Tile

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad
 
 Number = TypeVar("Number", np.int64, np.float64)
 
 
-class Layout(NamedTuple):
+class SpanSegments(NamedTuple):
     """Arrays of a segment table, and the segment that each span became."""
 
     kind: npt.NDArray[np.uint8]
@@ -27,27 +27,23 @@ class Layout(NamedTuple):
 
 
 def layout(
-    lengths: object,
-    offsets: object,
-    grid_thw: object,
-    documents: object,
+    lengths: IntArray,
+    offsets: IntArray,
+    grid_thw: IntArray,
+    documents: IntArray | None,
     *,
     separators: int,
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
-) -> Layout:
+) -> SpanSegments:
     """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
-    lengths = int_array("lengths", lengths, (None,))
-    offsets = int_array("offsets", offsets, (None,))
-    grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
-    documents = None if documents is None else int_array("documents", documents, (offsets.size,))
     arrays = None
     if native.core is not None and kind is None:
         arrays = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
     if arrays is not None:
         every, *numbers = arrays
         sides, firsts, segments = map(native.int64, numbers)
-        return Layout(np.frombuffer(every, np.uint8), sides.reshape(3, -1), firsts, segments)
+        return SpanSegments(np.frombuffer(every, np.uint8), sides.reshape(3, -1), firsts, segments)
     first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
     first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
@@ -71,7 +67,7 @@ def layout(
     keep = extents[2] > 0
     new_index = np.concatenate([[0], np.cumsum(keep)])
     segment_offsets = new_index[np.concatenate([[0], last + 1])] if num_documents else new_index[:1]
-    return Layout(kind[keep], extents[:, keep], segment_offsets, new_index[at])
+    return SpanSegments(kind[keep], extents[:, keep], segment_offsets, new_index[at])
 
 
 def span_tokens(

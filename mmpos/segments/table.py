@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.segments import placeholders, spans
+from mmpos.segments import spans
 from mmpos.segments.kinds import (
     AUDIO,
     AUDIO_TOKEN,
@@ -27,7 +27,6 @@ from mmpos.segments.kinds import (
     TILE,
     Audio,
     Clip,
-    CropMarkers,
     Grid,
     Segment,
     Text,
@@ -35,6 +34,7 @@ from mmpos.segments.kinds import (
     Tile,
     rationals,
 )
+from mmpos.segments.placeholders import PackedIds, Placeholders, find_spans
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
 from mmpos.support.ragged import insert_padding, ragged_arange
@@ -182,108 +182,111 @@ class SegmentTable:
         Raises:
             InvalidInputError: a span overlaps the one before it or does not fit its document.
         """
-        separators = int(boolean("row_separator", row_separator))
-        kinds, numbers = _span_kinds(kind, extra_tokens)
-        layout = spans.layout(
-            lengths, offsets, grid_thw, documents, separators=separators, kind=kinds, extra_tokens=numbers
+        offsets = int_array("offsets", offsets, (None,))
+        times = None if seconds_per_frame is None else rationals("seconds_per_frame", seconds_per_frame)
+        if times is not None and len(times) != offsets.size:
+            raise InvalidInputError(f"seconds_per_frame: got {len(times)} values, want {offsets.size}, one per span")
+        return cls._of_spans(
+            int_array("lengths", lengths, (None,)),
+            offsets,
+            int_array("grid_thw", grid_thw, (offsets.size, 3)),
+            None if documents is None else int_array("documents", documents, (offsets.size,)),
+            times,
+            boolean("row_separator", row_separator),
+            *_span_kinds(kind, extra_tokens),
         )
-        times = rationals("seconds_per_frame", seconds_per_frame)
-        if seconds_per_frame is not None and len(times) != len(layout.span_segments):
-            raise InvalidInputError(
-                f"seconds_per_frame: got {len(times)} values, want {len(layout.span_segments)}, one per span"
-            )
-        seconds = separator = None
-        if any(times):
+
+    @classmethod
+    def _of_spans(
+        cls,
+        lengths: IntArray,
+        offsets: IntArray,
+        grid_thw: IntArray,
+        documents: IntArray | None,
+        times: Sequence[Fraction | None] | None,
+        row_separator: bool,
+        kind: npt.NDArray[np.uint8] | None,
+        extra_tokens: IntArray | None,
+    ) -> SegmentTable:
+        layout = spans.layout(
+            lengths, offsets, grid_thw, documents, separators=int(row_separator), kind=kind, extra_tokens=extra_tokens
+        )
+        seconds = separator = extra = None
+        if times is not None and any(times):
             pairs = zip(layout.span_segments.tolist(), times, strict=True)
             seconds = spans.seconds_columns(layout.kind.size, pairs)
         if row_separator and GRID in layout.kind:
             separator = layout.kind == GRID
-        extra = None
-        if numbers is not None and numbers.any():
+        if extra_tokens is not None and extra_tokens.any():
             extra = np.zeros(layout.kind.size, np.int64)
-            extra[layout.span_segments] = numbers
+            extra[layout.span_segments] = extra_tokens
         return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator, extra)
 
     @classmethod
     def from_input_ids(
         cls,
         input_ids: npt.ArrayLike,
+        placeholders: Placeholders,
         image_grid_thw: npt.ArrayLike | None = None,
         video_grid_thw: npt.ArrayLike | None = None,
         *,
-        image_token_id: int | None,
-        video_token_id: int | None = None,
         spatial_merge_size: int = 1,
         cu_seqlens: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         frames_apart: bool = False,
-        row_token_id: int | None = None,
-        last_row_token_id: int | None = None,
-        audio_token_id: int | None = None,
         audio_lengths: npt.ArrayLike | None = None,
-        row_separator: bool = False,
-        crop_markers: CropMarkers | None = None,
     ) -> SegmentTable:
         """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
+        >>> SegmentTable.from_input_ids([5, 9, 9, 6], Placeholders(image=9), [[1, 2, 4]], spatial_merge_size=2)
+        SegmentTable(1 document, 3 segments (1 grid), 4 tokens)
+
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
+            placeholders: which tokens stand for patches and audio.
             image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
             video_grid_thw: (videos, 3) likewise.
-            image_token_id: the placeholder of image patches; None if there are none.
-            video_token_id: the placeholder of video patches; likewise.
             spatial_merge_size: patches merged along each side; divides heights and widths.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,
                 and a placeholder id under a 0 is padding.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
-            row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
-                None where rows follow each other.
-            last_row_token_id: the token after the last row of a grid instead ([IMG_END]); None is the same.
-            audio_token_id: the placeholder of audio; None counts audio as text, which has the same ids. Where audio and
-                video tokens follow each other without text, they are a clip, with two markers before and two after.
             audio_lengths: (audios,) tokens of each audio after the encoder, those of clips included, to be compared
                 with the runs of placeholders; or None.
-            row_separator: every row of a grid ends in one more placeholder, and one more may stand before the grid and
-                one after it, which become text (HunYuan-VL); every grid then has a run of placeholders of its own.
-            crop_markers: the tokens around thumbnails and tiles, where pictures are such (MiniCPM-V 4.7): every grid is
-                one of them then, of one frame, with a run of placeholders of its own between its markers; or None.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
                 counts; missing or surplus grids; a mask with holes.
         """
-        matched = placeholders.find(
-            input_ids,
-            placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
-            placeholders.Modality(
-                "video_grid_thw", video_grid_thw, video_token_id, boolean("frames_apart", frames_apart)
-            ),
+        if not isinstance(placeholders, Placeholders):
+            raise InvalidInputError(f"placeholders: got {type(placeholders).__name__}, want Placeholders")
+        batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
+        found = find_spans(
+            batch,
+            placeholders,
+            image_grid_thw,
+            video_grid_thw,
             spatial_merge_size=spatial_merge_size,
-            cu_seqlens=cu_seqlens,
-            attention_mask=attention_mask,
-            row_token_id=row_token_id,
-            last_row_token_id=last_row_token_id,
-            audio_token_id=audio_token_id,
+            frames_apart=boolean("frames_apart", frames_apart),
             audio_lengths=audio_lengths,
-            row_separator=boolean("row_separator", row_separator),
-            crop_markers=crop_markers,
         )
-        times = rationals("seconds_per_frame", seconds_per_frame)
-        per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)
-        table = cls.from_spans(
-            matched.lengths,
-            matched.offsets,
-            matched.grid_thw,
-            matched.documents,
-            seconds_per_frame=per_span,
-            row_separator=matched.row_separator,
-            kind=matched.kind,
-            extra_tokens=matched.extra_tokens,
+        times = None
+        if seconds_per_frame is not None:
+            times = found.of_videos("seconds_per_frame", rationals("seconds_per_frame", seconds_per_frame))
+        plain = bool((found.kind == GRID).all())
+        table = cls._of_spans(
+            batch.stops - batch.starts,
+            found.first - batch.starts[found.document],
+            found.grid_thw,
+            found.document,
+            times,
+            placeholders.rows is not None,
+            None if plain else found.kind,
+            None if plain else found.extra_tokens,
         )
-        return table if matched.padding is None else table._with_padding(*matched.padding)
+        return table if batch.padding is None else table._with_padding(*batch.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
         optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.extra_tokens, [0]))

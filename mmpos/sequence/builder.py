@@ -166,8 +166,9 @@ class SequenceBuilder:
             return self._encode(name, part)
         if is_ids(part):
             ids = _token_ids(name, part)
-            for marker, token_id in self.marker_ids.placeholders.items():
-                if (ids == token_id).any():
+            for marker in ("patch", "video", "audio"):
+                token_id = getattr(self.marker_ids, marker)
+                if token_id is not None and (ids == token_id).any():
                     want = "Audio or a Clip as parts" if marker == "audio" else "images as parts"
                     raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
             return ids

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 from mmpos.errors import InvalidInputError
+from mmpos.segments.placeholders import Placeholders
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 
@@ -188,10 +189,11 @@ class MarkerIds(NamedTuple):
         return int(self.audio_begin is not None), int(self.audio_end is not None)
 
     @property
-    def placeholders(self) -> dict[str, int]:
-        """Ids of the markers that stand for patches and audio, by what they stand for."""
-        ids = {"patch": self.patch, "video": self.video, "audio": self.audio}
-        return {name: token_id for name, token_id in ids.items() if token_id is not None}
+    def placeholders(self) -> Placeholders:
+        """The markers that stand for patches and audio, and those that end rows."""
+        last_row = self.row if self.last_row is None else self.last_row
+        rows = None if self.row is None or last_row is None else (self.row, last_row)
+        return Placeholders(self.patch, self.video, self.audio, rows)
 
     def write(
         self, input_ids: IntArray, image_spans: IntArray, separators: IntArray, audio_spans: IntArray | None = None

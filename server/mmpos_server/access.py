@@ -26,7 +26,16 @@ from mmpos_server.transport import CallContext, Handler, abort
 if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs, Metrics
 
-__all__ = ["LEAST_CHARACTERS", "OPEN", "Certificates", "Tls", "TokenInterceptor", "Tokens", "not_after", "token_name"]
+__all__ = [
+    "LEAST_CHARACTERS",
+    "OPEN",
+    "Certificates",
+    "TlsFiles",
+    "TokenFile",
+    "TokenInterceptor",
+    "not_after",
+    "token_name",
+]
 
 
 OPEN = frozenset(
@@ -58,7 +67,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         logs: gets a line about refused calls, once a second at most.
     """
 
-    def __init__(self, tokens: Tokens, metrics: Metrics, logs: Logs) -> None:
+    def __init__(self, tokens: TokenFile, metrics: Metrics, logs: Logs) -> None:
         self._tokens, self._metrics, self._logs = tokens, metrics, logs
         # As a stream, since of a stream nothing is read before the handler wants it; on the wire both are the same.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
@@ -120,7 +129,7 @@ _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _Version = tuple[int, int, int, int]
 
 
-class Tokens:
+class TokenFile:
     """The tokens of a file: one "NAME TOKEN" in a line, or a comment after "#"; a name may have several.
 
     To rotate a token, add the new one under the same name, let clients change over, and remove the old one.
@@ -209,7 +218,7 @@ def _entry(words: list[str]) -> tuple[bytes, str]:
 
 
 @dataclass(frozen=True)
-class Tls:
+class TlsFiles:
     """TLS files of a server.
 
     Args:
@@ -265,7 +274,7 @@ class Certificates:
         InvalidInputError: a file is wrong.
     """
 
-    def __init__(self, tls: Tls, logs: Logs) -> None:
+    def __init__(self, tls: TlsFiles, logs: Logs) -> None:
         self._tls, self._logs = tls, logs
         self._versions = self._seen()
         self._latest, self._not_after = tls.read()

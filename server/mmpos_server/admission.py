@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmpos_server.config import ClientLimits, Concurrency, Pools
     from mmpos_server.transport import Caller
 
-__all__ = ["Admission", "Call", "ClientLease", "Clients", "Gate", "Line", "Pool", "Rate", "Window", "client_name"]
+__all__ = ["Admission", "Call", "ClientLease", "Clients", "Gate", "ItemWindow", "Line", "Pool", "Rate", "client_name"]
 
 
 Pool = Literal["place", "image", "heavy", "rotary"]
@@ -196,7 +196,7 @@ class Admission:
         self.decoders.close()
 
 
-class Window:
+class ItemWindow:
     """Flow control of one stream: limits reading ahead of the answers. Used by one reader on the event loop.
 
     The answer to an item may be far larger than the item, and is held while the client does not read. Answers count

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos_server.access import Certificates, TokenInterceptor, Tokens
+from mmpos_server.access import Certificates, TokenFile, TokenInterceptor
 from mmpos_server.admission import Admission, Clients, client_name
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
@@ -102,7 +102,7 @@ class Server:
         self._unary = [Endpoint(method, self._context) for method in self._methods]
         self._streams = [StreamEndpoint(method, self._context) for method in self._methods if method.twin]
         tokens = self.listen.token_file
-        self._interceptor = TokenInterceptor(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
+        self._interceptor = TokenInterceptor(TokenFile(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._server: TransportServer | None = None
         self._health: Health | None = None
         self._log = MetadataLogFilter(self.logs)

@@ -19,7 +19,7 @@ from mmpos.errors import (
 )
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.errors import RETRIED
-from mmpos_server.admission import Call, Window, client_name
+from mmpos_server.admission import Call, ItemWindow, client_name
 from mmpos_server.limits import check, check_elements
 from mmpos_server.methods import Failure, failure, public
 from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
@@ -396,10 +396,10 @@ class StreamEndpoint:
             twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status
 
-    def window(self) -> Window:
+    def window(self) -> ItemWindow:
         """Return the flow control of a new stream."""
         concurrency = self._server.config.concurrency
-        return Window(concurrency.stream_window, concurrency.stream_bytes)
+        return ItemWindow(concurrency.stream_window, concurrency.stream_bytes)
 
 
 class _Stream:

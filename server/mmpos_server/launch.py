@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NoReturn
 from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos_server.access import Tokens
+from mmpos_server.access import TokenFile
 from mmpos_server.app import Server
-from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
+from mmpos_server.config import Profiles, ServerConfig, load
 from mmpos_server.listening import Listen, address, bind, inherits, notify, warn
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import Logs, ProcessMetrics, aggregate, logging_all
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CUT_OFF",
-    "Options",
+    "LaunchOptions",
     "give_back_at_rest",
     "ignore_signals",
     "keep_large_blocks",
@@ -55,14 +55,12 @@ _LAST_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Options of the command line.
 
     Args:
         listen: addresses to listen on, TLS and tokens.
         config: settings file; None is the embedded one.
-        concurrency: fields of Concurrency that replace those of the file.
-        pools: fields of Pools that replace those of the file.
         workers: processes that share the port; 1 is this process alone.
         metrics_host: address of the page of metrics, liveness and readiness; None is that of the server.
         metrics_port: port of this page; 0 is no page.
@@ -77,8 +75,6 @@ class Options:
 
     listen: Listen
     config: Path | None = None
-    concurrency: dict[str, int] | None = None
-    pools: dict[str, int] | None = None
     workers: int = 1
     metrics_host: str | None = None
     metrics_port: int = 0
@@ -100,11 +96,8 @@ class Options:
         return exposed(page, self.metrics_host or self.listen.host, self.metrics_port)
 
     def settings(self) -> ServerConfig:
-        """Read the settings of the file, overridden by those of the command line."""
-        config = load(self.config)
-        concurrency = Concurrency(**{**config.concurrency.model_dump(), **(self.concurrency or {})})
-        pools = Pools(**{**config.pools.model_dump(), **(self.pools or {})})
-        return config.model_copy(update={"concurrency": concurrency, "pools": pools})
+        """Read the settings of the file."""
+        return load(self.config)
 
     def memory(self) -> SharedMemory:
         """Return the access to shared memory of clients.
@@ -117,7 +110,7 @@ class Options:
         return memory
 
 
-def serve(options: Options) -> None:
+def serve(options: LaunchOptions) -> None:
     """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
 
     Threads that are still at work after the drain are cut off, with exit status CUT_OFF. One line for each address is
@@ -135,7 +128,7 @@ def serve(options: Options) -> None:
             thread.join()
 
 
-async def _serve(options: Options, logs: Logs) -> None:
+async def _serve(options: LaunchOptions, logs: Logs) -> None:
     tracing = _tracing() if options.otel else None
     loop = asyncio.get_running_loop()
     first, second, reread = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -194,7 +187,7 @@ def _tracing() -> Tracing:
     return configured()
 
 
-async def _drain(server: Server, options: Options, at_once: asyncio.Event, logs: Logs) -> None:
+async def _drain(server: Server, options: LaunchOptions, at_once: asyncio.Event, logs: Logs) -> None:
     """Announce the stop, serve on for the notice, then answer the calls at work; at_once cuts all of this short."""
     server.announce_stop()
     hurry = asyncio.create_task(at_once.wait())
@@ -261,7 +254,7 @@ _YOUNG, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 10.0
 _WORKER_SECONDS = 5.0
 
 
-def supervise(options: Options, arguments: Sequence[str]) -> None:
+def supervise(options: LaunchOptions, arguments: Sequence[str]) -> None:
     """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
 
     Args:
@@ -279,7 +272,7 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         _supervise(options, arguments, logs)
 
 
-def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
+def _supervise(options: LaunchOptions, arguments: Sequence[str], logs: Logs) -> None:
     listen = options.listen
     # Errors in files are reported once, and not by every worker.
     config = options.settings()
@@ -288,7 +281,7 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
     if listen.tls:
         listen.tls.read()
     if listen.token_file:
-        Tokens(listen.token_file, logs)
+        TokenFile(listen.token_file, logs)
     warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
@@ -304,7 +297,9 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
 class _Supervisor:
     """Supervisor of the workers of one server: starts them, restarts those that die, and drains them."""
 
-    def __init__(self, options: Options, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs) -> None:
+    def __init__(
+        self, options: LaunchOptions, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs
+    ) -> None:
         self._options, self._config, self._words, self._folder, self._logs = options, config, words, folder, logs
         self._alive: dict[int, asyncio.subprocess.Process] = {}
         self._serving: set[int] = set()

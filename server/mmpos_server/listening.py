@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import is_loopback
-from mmpos_server.access import Tls
+from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 0
-    tls: Tls | None = None
+    tls: TlsFiles | None = None
     reuse_port: bool = False
     tcp: bool = True
     uds: Uds | None = None

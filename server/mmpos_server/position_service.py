@@ -91,13 +91,9 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     source = query.source
     if isinstance(source, InputIds):
         builder = profile.builder
-        if source.image_token_id is None and named:
-            markers = builder.marker_ids
-            source = replace(source, image_token_id=markers.patch)
-            if source.video_token_id is None and source.audio_token_id is None:
-                source = replace(source, video_token_id=markers.video, audio_token_id=markers.audio)
-            if source.row_token_id is None and source.last_row_token_id is None:
-                source = replace(source, row_token_id=markers.row, last_row_token_id=markers.last_row)
+        if source.placeholders.image is None and named:
+            given = {name: value for name, value in vars(source.placeholders).items() if value is not None}
+            source = replace(source, placeholders=replace(builder.marker_ids.placeholders, **given))
         if source.spatial_merge_size is None and named and builder.images is not None:
             source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
     scheme = profile.builder.scheme if query.scheme is None else query.scheme

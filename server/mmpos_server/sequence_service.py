@@ -26,13 +26,13 @@ from mmpos_server.config import Limits, Profiles
 from mmpos_server.decoding import IsolatedImageProcessor, is_heavy
 from mmpos_server.limits import check, check_answer
 
-__all__ = ["Document", "SequenceService"]
+__all__ = ["PendingDocument", "SequenceService"]
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass
-class Document:
+class PendingDocument:
     """Document of a request: its parts, and later its sequence or its error.
 
     Args:
@@ -81,8 +81,8 @@ class SequenceService:
         return replace(builder, **changes) if changes else builder
 
     async def solve(
-        self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, *, patches: bool
-    ) -> list[Document]:
+        self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, *, patches: bool
+    ) -> list[PendingDocument]:
         """Build documents: each one with images in a thread for images, all others in one thread.
 
         Args:
@@ -93,7 +93,7 @@ class SequenceService:
         """
         documents = await call.run("place", self._weighed, read, builder, call, patches)
         plain = [document for document in documents if not document.decodes]
-        work: list[tuple[Pool, Document]] = [
+        work: list[tuple[Pool, PendingDocument]] = [
             ("heavy" if document.heavy else "image", document) for document in documents if document.decodes
         ]
         heavy = any(document.heavy for document in documents)
@@ -106,15 +106,15 @@ class SequenceService:
         await asyncio.gather(*(call.run(pool, self._build, builder, [document], call) for pool, document in work))
         return documents
 
-    def _read(self, message: pb.SequencesQuery, call: Call) -> list[Document]:
+    def _read(self, message: pb.SequencesQuery, call: Call) -> list[PendingDocument]:
         check("documents", len(message.documents), self._limits)
         check("segments", sum(len(document.parts) for document in message.documents), self._limits)
         check("images", sum(_images(document) for document in message.documents), self._limits)
         return [_read(document, call) for document in message.documents]
 
     def _weighed(
-        self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, patches: bool
-    ) -> list[Document]:
+        self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, patches: bool
+    ) -> list[PendingDocument]:
         """Read the documents, and check their sizes against the limits before anything is built."""
         with call.stage("read"):
             documents = read()
@@ -130,14 +130,14 @@ class SequenceService:
             check("segments", segments, self._limits)
             return documents
 
-    def _build(self, builder: SequenceBuilder, documents: list[Document], call: Call) -> None:
+    def _build(self, builder: SequenceBuilder, documents: list[PendingDocument], call: Call) -> None:
         with call.stage("build"):
             for document in documents:
                 call.checkpoint()
                 if document.outcome is None:
                     document.outcome = self._one(builder, document, call)
 
-    def _one(self, builder: SequenceBuilder, document: Document, call: Call) -> InterleavedSequence | MmposError:
+    def _one(self, builder: SequenceBuilder, document: PendingDocument, call: Call) -> InterleavedSequence | MmposError:
         if document.heavy:
             assert builder.images is not None, "every profile has an image processor"
             builder = replace(builder, images=IsolatedImageProcessor.of(builder.images, call.decoders, call.checkpoint))
@@ -152,7 +152,7 @@ class SequenceService:
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
-    def _write(self, documents: list[Document], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
+    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
         with call.stage("write"):
             built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
             tokens = sum(sequence.input_ids.size for sequence in built)
@@ -191,14 +191,14 @@ def _images(document: pb.Document) -> int:
     return sum(part.WhichOneof("content") not in (None, "text", "token_ids", "audio") for part in document.parts)
 
 
-def _read(message: pb.Document, call: Call) -> Document:
+def _read(message: pb.Document, call: Call) -> PendingDocument:
     try:
-        return Document(get_parts("", message, call.memory))
+        return PendingDocument(get_parts("", message, call.memory))
     except MmposError as error:
-        return Document(outcome=error)
+        return PendingDocument(outcome=error)
 
 
-def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> FloatArray:
+def _weight(document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> FloatArray:
     """Return (4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
     A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken image
@@ -235,7 +235,9 @@ def _grid_tokens(grid: Grid, builder: SequenceBuilder) -> float:
     return float(grid.frames) * grid.height * (grid.width + (builder.markers.row is not None))
 
 
-def _image_weight(document: Document, index: int, image: int, builder: SequenceBuilder, *, patches: bool) -> FloatArray:
+def _image_weight(
+    document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
+) -> FloatArray:
     part, images = document.parts[index], builder.images
     assert images is not None, "every profile has an image processor"
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmpos.rpc.positions import parameters
+from mmpos.rpc.positions import parameters, put_placeholders
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
 from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
+from mmpos_server.inference.models import InferenceModel, Positions, Rotate, Sequences
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
@@ -28,7 +28,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
     build = queried(sequences.build, "sequences")
-    models: list[Model] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
+    models: list[InferenceModel] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
     return [
         place_method(positions.place),
         Method(
@@ -116,11 +116,7 @@ def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
     markers = builder.marker_ids
     message.begin_token_id = -1 if markers.begin is None else markers.begin
     message.end_token_id = -1 if markers.end is None else markers.end
-    message.patch_token_id = markers.patch
-    if markers.row is not None:
-        message.row_token_id = markers.row
-    if markers.last_row is not None:
-        message.last_row_token_id = markers.last_row
+    put_placeholders(message.placeholders, markers.placeholders)
     if builder.images is not None:
         message.patch_size = builder.images.patch_size
         message.spatial_merge_size = builder.images.spatial_merge_size

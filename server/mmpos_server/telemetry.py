@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
-from mmpos_server.access import Tls, not_after
+from mmpos_server.access import TlsFiles, not_after
 
 __all__ = [
     "LEVELS",
@@ -135,7 +135,7 @@ class ProcessMetrics(Collector):
         tls: TLS files of the server; None is no TLS.
     """
 
-    def __init__(self, tls: Tls | None) -> None:
+    def __init__(self, tls: TlsFiles | None) -> None:
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:

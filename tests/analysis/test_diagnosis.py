@@ -19,7 +19,7 @@ from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
-from mmpos.segments import Clip, Thumbnail, Tile
+from mmpos.segments import Clip, Placeholders, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
 Ids = npt.NDArray[Any]
@@ -77,10 +77,8 @@ def test_padding_beside_a_clip_is_left_out() -> None:
     rows = [[0, *[0] * 2, *[7, 8, 8], *[0] * 2], [*[0] * 7, 0]]
     clip = SegmentTable.from_input_ids(
         rows,
+        Placeholders(image=9, video=7, audio=8),
         video_grid_thw=[[1, 1, 1]],
-        image_token_id=9,
-        video_token_id=7,
-        audio_token_id=8,
         attention_mask=[[1] * 8, [0] * 7 + [1]],
     )
     said = "All 9 tokens of 2 documents have the ids of tmrope."
@@ -89,10 +87,7 @@ def test_padding_beside_a_clip_is_left_out() -> None:
 
 def test_padding_of_the_table_is_left_out() -> None:
     segments = SegmentTable.from_input_ids(
-        [[1, 2, 9, 9], [0, 0, 0, 1]],
-        [[1, 1, 2]],
-        image_token_id=9,
-        attention_mask=[[1, 1, 1, 1], [0, 0, 0, 1]],
+        [[1, 2, 9, 9], [0, 0, 0, 1]], Placeholders(image=9), [[1, 1, 2]], attention_mask=[[1, 1, 1, 1], [0, 0, 0, 1]]
     )
     placed = mmpos.place(segments)
     said = "All 5 tokens of 2 documents have the ids of rope-tie."

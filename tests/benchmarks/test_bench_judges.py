@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ import torch
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
-from mmpos_bench import Budget, NotEqualError, Options, data, layers
+from mmpos_bench import Budget, NotEqualError, SuiteOptions, data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
-from mmpos_bench.serving.loads import H2Load, Turn, by_cpu, by_latency, by_rate
-from mmpos_bench.serving.processes import ServerProcess
+from mmpos_bench.serving import LoadTurn, by_cpu, by_latency, by_rate
 from mmpos_bench.timing import Timer
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
@@ -70,7 +68,7 @@ def test_a_layer_knows_its_work() -> None:
 def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    options = Options(peers=True)
+    options = SuiteOptions(peers=True)
     assert options.peer("Liger", ROTATIONS["Liger"]) is None
     assert options.missing == {"Liger": "ImportError: its kernel needs a GPU"}
 
@@ -116,39 +114,13 @@ def test_the_plain_loop_puts_documents_side_by_side() -> None:
 
 @pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5]), (by_latency, [3.0, 5.0])])
 def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer, medians: list[float]) -> None:
-    echo = iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))])
-    ours = iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))])
+    echo = iter([LoadTurn(1, 9.0, (9.0,)), LoadTurn(4, 1.0, (1.0, 2.0, 6.0)), LoadTurn(4, 3.0, (4.0,))])
+    ours = iter([LoadTurn(1, 9.0, (9.0,)), LoadTurn(2, 5.0, (5.0,)), LoadTurn(2, 5.0, (5.0,))])
     ticks: list[tuple[int, int]] = []
     calls = {"echo": lambda: next(echo), "mmpos": lambda: next(ours)}
     times = timer(calls, Budget(0.0, 2), lambda done, rounds: ticks.append((done, rounds)))
     assert [timing.median for timing in times.values()] == medians
     assert ticks == [(1, 2), (2, 2)]
-
-
-H2LOAD = """#!{python}
-import sys
-body = open(sys.argv[sys.argv.index("-d") + 1], "rb").read()
-assert body == b"\\0\\0\\0\\0\\x02ab", body
-print("finished in 2.00s, 1250.50 req/s, 3.23MB/s")
-print("requests: 8 total, 8 started, 8 done, 8 succeeded, 0 failed, 0 errored, 0 timeout")
-print("traffic: 1.10KB (1100) total, 400B (400) headers (space savings 90.00%), 120B (120) data")
-"""
-
-
-def test_h2load_counts_the_bytes_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "h2load"
-    program.write_text(H2LOAD.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(ServerProcess, "cpu", 0.0)
-    assert H2Load.installed()
-    server = ServerProcess(0, "127.0.0.1:1")
-    assert H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)() == Turn(1250.5, 0.0)
-    with pytest.raises(NotEqualError, match="got h2load: 120 bytes, want 128"):
-        H2Load(server, "/a/B", b"ab", 11, 8, 2, 4)()
-    program.write_text(f"#!{sys.executable}\nprint('cannot connect')")
-    with pytest.raises(NotEqualError, match="cannot connect"):
-        H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)()
 
 
 @pytest.mark.parametrize(
@@ -170,4 +142,4 @@ def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
-        next(service.cases(Options(quick=True)))
+        next(service.cases(SuiteOptions(quick=True)))

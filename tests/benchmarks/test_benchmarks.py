@@ -10,9 +10,8 @@ from pages import RESULTS
 
 from mmpos.errors import ServiceError
 from mmpos_bench import NotEqualError, run
-from mmpos_bench.results import Report, from_json
-from mmpos_bench.serving.loads import Load, Order
-from mmpos_bench.serving.processes import echo, started, working
+from mmpos_bench.results import SuiteReport, from_json
+from mmpos_bench.serving import Load, Order, clients, echo, started
 
 WORKLOADS = ["a", "b", "c", "d"]
 
@@ -77,7 +76,7 @@ def test_the_images_suite_takes_every_path_on_toy_sizes() -> None:
 # Ratios are measured when figures are recorded, and not here, where whatever else runs would decide.
 
 
-def kept(suite: str) -> list[Report]:
+def kept(suite: str) -> list[SuiteReport]:
     """Its reports of every machine."""
     paths = [path for path in RESULTS.glob("*.json") if re.fullmatch(r"(?!neighbours)[^.]+", path.stem)]
     reports = [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
@@ -198,14 +197,14 @@ def test_the_service_suite_takes_every_path_on_toy_sizes() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the processor time of a server")
 def test_clients_refuse_another_answer_than_was_ordered() -> None:
-    with started(echo("default")) as (server,), working() as workers:
-        right = Load(server, Order("unary", "/echo/Bytes3", b"anything", bytes(3), 0.01), workers)
+    with started(echo("default")) as (server,), clients() as pool:
+        right = Load(server, Order("unary", "/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
         turn = right()
         assert len(turn.latencies) >= 1
         assert turn.cpu > 0
         assert right.turns == [turn]
         stream = replace(right.order, kind="stream", path="/echo/Stream3")
-        assert Load(server, stream, workers)().per_second > 0
+        assert Load(server, stream, pool)().per_second > 0
         with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want other 3"):
             right.to(server, "/echo/Bytes4", bytes(3))()
 

@@ -1,64 +1,78 @@
-"""The endurance benchmark runs, and the page says what it found."""
+"""The endurance benchmark runs, and tells memory that grows from memory that does not."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import endurance
+import grpc
 import pytest
 
-from mmpos_bench.serving.overload import Overload
-from mmpos_bench.serving.soak import Soak, slope
-
-ROOT = Path(__file__).parents[2]
+from mmpos_bench.serving import flood
 
 
-def soaked(first: float, grown: float, error: float) -> Soak:
-    return Soak(600.0, 300.0, 1, {}, first, first, first, grown, error)
+def soaked(first: float, grown: float, error: float) -> dict[str, float]:
+    return {"counted": 300.0, "first": first, "slope": grown, "error": error}
 
 
 def test_memory_is_flat_if_it_grows_little_or_no_more_than_the_error_allows() -> None:
-    assert soaked(1000, 240, 1).flat  # 20 MiB in five minutes: 2 %
-    assert not soaked(1000, 241, 1).flat
-    assert soaked(1000, 241, 121).flat
-    assert soaked(1000, -9999, 1).flat
+    assert endurance.flat(soaked(1000, 240, 1))  # 20 MiB in five minutes: 2 %
+    assert not endurance.flat(soaked(1000, 241, 1))
+    assert endurance.flat(soaked(1000, 241, 121))
+    assert endurance.flat(soaked(1000, -9999, 1))
 
 
 def test_a_slope_has_the_error_of_its_tenths() -> None:
     wave = [(float(t), 100.0 + 3 * t + (5 if t // 10 % 2 else -5)) for t in range(100)]
-    found, error = slope(wave)
+    found, error = endurance.slope(wave)
     assert found == round(3 + 25 / 825, 9)
     assert error == round(((250 - 25**2 / 82.5) / 8 / 8250) ** 0.5, 9)
+    assert endurance.slope([(float(t), 100.0 + 2 * t) for t in range(40)]) == (2.0, 0.0)
 
 
-def test_the_ratio_is_that_of_the_99th_percentiles() -> None:
-    found = Overload("x", 100, 1000, 1.0, 2.0, 3.0, 5.0, 1.0, {"OK": 0.1, "CANCELLED": 0.9}, 50)
-    assert endurance.table(endurance.OVERLOAD, [found])[1:] == [
-        ["x", "100", "1,000", "2.0", "3.0", "5.0", "2.5×", "1.0", "OK 10 %, CANCELLED 90 %"]
-    ]
+@contextmanager
+def served(turns: dict[bytes, int], refused_from: int) -> Iterator[str]:
+    """A server that counts requests, and refuses those after so many."""
+
+    def answer(request: bytes, context: Any) -> bytes:
+        turns[request] += 1
+        if turns.total() > refused_from:  # type: ignore[attr-defined]
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        return request
+
+    handlers = grpc.method_handlers_generic_handler("a", {"B": grpc.unary_unary_rpc_method_handler(answer)})
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[handlers])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
 
 
-def test_the_page_quotes_the_figures_that_are_kept() -> None:
-    page = endurance.PAGE.read_text(encoding="utf-8")
-    assert "<!-- endurance -->" in page
-    assert endurance.filled_in(page) == page
+def test_a_flood_tells_answers_from_refusals_and_counts_from_when_a_call_was_due() -> None:
+    turns: Counter[bytes] = Counter()
+    with served(turns, 20) as address:
+        sent = flood(address, "/a/B", b"ab", 200.0, 0.3)
+        assert 30 < len(sent) == turns[b"ab"] < 90  # a Poisson process of 60
+        assert Counter(call.status for call in sent) == {"OK": 20, "RESOURCE_EXHAUSTED": len(sent) - 20}
+        assert all(0 < call.due < 0.3 and call.seconds > 0 for call in sent)
+        again = flood(address, "/a/B", b"ab", 200.0, 0.3)
+    assert sorted(call.due for call in again)[:20] == sorted(call.due for call in sent)[:20]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_the_script_takes_every_path_on_toy_sizes() -> None:
-    words = ["--quick", "--seconds", "0.5", "--times", "1", "--stall", "0.2", "--streams", "1", "--soak", "1"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "endurance.py"), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, "COLUMNS": "300"}
-    )
-    assert done.returncode in (0, 1), done.stderr  # memory of two seconds may grow
+def test_the_script_takes_every_path_on_toy_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # memory of two seconds may grow
+        endurance.main(["--quick", "--soak", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows = {row[0]: row for row in cells if row[0] != "---"}
     for name in ("Place, 1 document", "Place, 2 documents, dense ids", "Build, 1 document with 2 photographs"):
-        row = next(line for line in done.stdout.splitlines() if line.startswith(name))
-        assert re.search(r"\d+\.\d× ", row)
-    assert re.search(r"^streams that are not read .*\n.*\n1 +\d", done.stdout, re.MULTILINE)
-    assert re.search(r"± \d+ +(yes|no)$", done.stdout, re.MULTILINE)
+        assert float(rows[name][6].removesuffix("×")) > 0
+    assert {row[-1] for row in cells[-1:]} <= {"yes", "no"}
+    assert len(rows["1"]) == len(endurance.STALLED)

@@ -31,9 +31,9 @@ from waiting import eventually
 import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
-from mmpos.client.calls import BuildSettings
+from mmpos.client.calls import build, build_batch
 from mmpos.client.channel import channel_options, target
-from mmpos.client.options import Endpoint
+from mmpos.client.options import Destination
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -147,10 +147,9 @@ def test_options_change_on_the_same_channel_and_are_checked() -> None:
 
 def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
-    settings = BuildSettings(None)
-    assert len(settings.build_batch(documents, "return").request().data) < 100
+    assert len(build_batch(None, documents, "return").request().data) < 100
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
-        settings.build(documents[1]).request()
+        build(None, documents[1]).request()
 
 
 def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
@@ -186,7 +185,11 @@ def test_a_server_tells_what_it_is_and_whether_it_serves(kind: str, server: str)
         info = client.info()
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
         assert failure(lambda: client.healthy(3)) == (InvalidInputError, "service: got 3, want a name")
-    assert (info.profiles[0].name, info.profiles[0].rotary, info.profiles[0].patch_token_id) == ("default", True, 258)
+    assert (info.profiles[0].name, info.profiles[0].rotary, info.profiles[0].placeholders.image) == (
+        "default",
+        True,
+        258,
+    )
     assert {s.name: s.parameters for s in info.schemes}["rope-tie-v2"] == ("axes", "rounding")
     assert info.limits.documents > 0
 
@@ -197,6 +200,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
     for name in set(names) - {"stream", "stream_build"}:  # whose items may also come from an async iterable
         one, other = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
         assert one == other, name
+    assert str(inspect.signature(Client("localhost:1").healthy)) == "(service: 'str' = '') -> 'bool'"
 
 
 # Retries, deadlines, and the statuses of gRPC
@@ -309,7 +313,7 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
 
 
 def test_a_channel_has_these_options() -> None:
-    several = dict(channel_options(Endpoint(("a:1", "b:2"), 3, Tls())))
+    several = dict(channel_options(Destination(("a:1", "b:2"), 3, Tls())))
     assert json.loads(str(several.pop("grpc.service_config"))) == {
         "methodConfig": [
             {
@@ -347,12 +351,12 @@ def test_a_channel_has_these_options() -> None:
         "grpc.default_authority": "a:1",
         "grpc.ssl_target_name_override": "a",
     }
-    one = dict(channel_options(Endpoint(("a:1",), 1, Tls(server_name="b"))))
+    one = dict(channel_options(Destination(("a:1",), 1, Tls(server_name="b"))))
     config = json.loads(str(one["grpc.service_config"]))
     assert config["methodConfig"][1] == {"name": [{}]}
     assert "loadBalancingConfig" not in config
     assert one["grpc.ssl_target_name_override"] == "b"
-    replicas = dict(channel_options(Endpoint(("dns:///a:1",), 1, None)))
+    replicas = dict(channel_options(Destination(("dns:///a:1",), 1, None)))
     assert "loadBalancingConfig" in json.loads(str(replicas["grpc.service_config"]))
 
 
@@ -474,7 +478,7 @@ def test_threads_share_one_channel(server: str) -> None:
 def test_a_pickled_client_is_told_the_same_and_has_no_channel(kind: Any) -> None:
     client = kind(["a:1", "b:2"], profile="p", timeout=3, attempts=2, tls=Tls(b"x"), metadata=[("a", "b")], window=5)
     other = pickle.loads(pickle.dumps(client))
-    assert (type(other), other._endpoint, other._options) == (kind, client._endpoint, client._options)
+    assert (type(other), other._destination, other._options) == (kind, client._destination, client._options)
     assert other._channels is not client._channels
     assert repr(other) == repr(client) == f"{kind.__name__}(['a:1', 'b:2'], profile='p', timeout=3)"
 

@@ -18,7 +18,7 @@ from waiting import free_port
 from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
-from mmpos_server.access import Tls as ServerTls
+from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
@@ -100,14 +100,14 @@ def said(address: str, tls: Tls | None = None) -> str:
 def test_what_tls_does_not_let_be_is_named(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
-    with running(listen=Listen(tls=ServerTls(cert, key))) as address:
+    with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
         vouch = "tls.root_certificates: got a server whose certificate they do not vouch for"
         assert said(address, Tls(other)) == vouch
         names = "tls.server_name: got a server whose certificate has other names"
         assert said(address, Tls(cert, server_name="elsewhere")) == names
         assert said(address).endswith("Socket closed (a server that wants TLS does so: tls=Tls(...))")
         assert said(address, Tls(b"no PEM")) == "tls: got certificates that cannot be used, want PEM"
-    with running(listen=Listen(tls=ServerTls(cert, key, cert))) as address:
+    with running(listen=Listen(tls=TlsFiles(cert, key, cert))) as address:
         wants = " (a server that wants a certificate of its clients does so: Tls(..., certificate, key))"
         assert said(address, Tls(cert)).endswith(wants)
         trusts = " (a server that does not trust tls.certificate does so)"
@@ -147,8 +147,8 @@ def test_a_server_that_comes_back_with_a_strange_certificate_is_not_waited_for(t
     other, other_key = make_certificate(tmp_path, "other")
     port = free_port()
     with Client(f"127.0.0.1:{port}", timeout=600, tls=Tls(cert)) as client:
-        with running(listen=Listen(port=port, tls=ServerTls(cert, key))):
+        with running(listen=Listen(port=port, tls=TlsFiles(cert, key))):
             client.place(SEGMENTS)
-        strange = running(listen=Listen(port=port, tls=ServerTls(other, other_key)))
+        strange = running(listen=Listen(port=port, tls=TlsFiles(other, other_key)))
         with strange, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: got "):
             client.place(SEGMENTS)

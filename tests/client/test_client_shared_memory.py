@@ -24,9 +24,9 @@ from clients import opened
 from results import same
 from shared_objects import PREFIX, names
 
-from mmpos import Grid, SegmentTable, Text, place
+from mmpos import Grid, Placeholders, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, Dense, InputIds, PositionsQuery, shared_memory
-from mmpos.client.shared_memory import LEAST, Lease, Regions
+from mmpos.client.shared_memory import LEAST, Lease, SharedObjects
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "sizes": ("build", (["A ", Path(PHOTOS[0])],), {"patches": False}),
     "a batch": ("build_batch", ([["a", Path(PHOTOS[0])], [b"x"], [IDS, None], ["é"]], "return"), {}),
     "dense ids": ("query", (PositionsQuery(SEGMENTS, dense=Dense("int64")),), {}),
-    "input ids": ("place", (InputIds(IDS, image_token_id=9),), {}),
+    "input ids": ("place", (InputIds(IDS, Placeholders(image=9)),), {}),
     "a wrong query": ("query", (PositionsQuery(SEGMENTS, "rows", dense=Dense(axes=(9,))),), {}),
 }
 
@@ -353,7 +353,7 @@ def test_regions_go_with_their_client(server: str) -> None:
 
 
 def test_regions_in_use_when_the_client_closes_go_when_they_are_given_back() -> None:
-    regions = Regions(PREFIX, 64 * MIB)
+    regions = SharedObjects(PREFIX, 64 * MIB)
     one = regions.take(MIB)
     regions.close()
     assert len(names()) == 1
@@ -362,7 +362,7 @@ def test_regions_in_use_when_the_client_closes_go_when_they_are_given_back() -> 
 
 
 def test_regions_make_room_for_each_other_and_fit() -> None:
-    regions = Regions(PREFIX, 10 * LEAST)
+    regions = SharedObjects(PREFIX, 10 * LEAST)
     one, two = regions.take(3 * LEAST), regions.take(1)
     assert (one.size, two.size, regions.free) == (3 * LEAST, LEAST, 6 * LEAST)
     with pytest.raises(
@@ -379,7 +379,7 @@ def test_regions_make_room_for_each_other_and_fit() -> None:
 
 
 def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    regions = Regions(PREFIX, 2**60)
+    regions = SharedObjects(PREFIX, 2**60)
     with pytest.raises(
         LimitExceededError, match=r"^shared_memory: got no object of \d+ bytes \(No space left on device\)"
     ):
@@ -389,8 +389,8 @@ def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 SCRIPT = """
 import os, sys
-from mmpos.client.shared_memory import Regions
-regions = Regions(sys.argv[1], 2**24)
+from mmpos.client.shared_memory import SharedObjects
+regions = SharedObjects(sys.argv[1], 2**24)
 region = regions.take(2**20)
 region.data[:] = 7
 """

@@ -16,9 +16,9 @@ from mmpos import SegmentTable, Text
 from mmpos.__main__ import main
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.channel import channel_options
-from mmpos.client.options import Endpoint
+from mmpos.client.options import Destination
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos_server.access import Tls as ServerTls
+from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
@@ -66,10 +66,10 @@ def test_a_token_does_not_cross_a_network_in_the_clear(kind: Any, addresses: Any
     ["localhost:1", "127.9.9.9:1", "[::1]:1", "dns:///localhost:1", "dns:localhost:1", "unix:/x", "unix-abstract:x"],
 )
 def test_on_this_machine_a_token_needs_no_tls_and_sees_no_proxy(address: str) -> None:
-    endpoint = Endpoint.checked(address, 1, None, TOKEN)
-    assert dict(channel_options(endpoint))["grpc.enable_http_proxy"] == 0
-    assert "grpc.enable_http_proxy" not in dict(channel_options(Endpoint.checked(address, 1, None)))
-    assert "grpc.enable_http_proxy" not in dict(channel_options(Endpoint.checked(address, 1, Tls(), TOKEN)))
+    destination = Destination.checked(address, 1, None, TOKEN)
+    assert dict(channel_options(destination))["grpc.enable_http_proxy"] == 0
+    assert "grpc.enable_http_proxy" not in dict(channel_options(Destination.checked(address, 1, None)))
+    assert "grpc.enable_http_proxy" not in dict(channel_options(Destination.checked(address, 1, Tls(), TOKEN)))
 
 
 def test_what_is_no_token_is_refused_and_not_repeated() -> None:
@@ -89,8 +89,8 @@ def test_a_token_is_not_shown_and_is_pickled_with_its_client(kind: Any, tmp_path
     for token in (TOKEN, tmp_path / "token"):
         client = kind(token=token)
         other = pickle.loads(pickle.dumps(client))
-        assert other._endpoint == client._endpoint != kind()._endpoint
-        for shown in (client, client._endpoint, client._endpoint.token, client.with_options(timeout=1)):
+        assert other._destination == client._destination != kind()._destination
+        for shown in (client, client._destination, client._destination.token, client.with_options(timeout=1)):
             assert "secret" not in repr(shown)
 
 
@@ -156,7 +156,7 @@ def test_the_command_line_encrypts_and_shows_a_certificate(tmp_path: Path, capsy
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     path = {name: str(tmp_path / name) for name in ("localhost.pem", "carol.pem", "carol.key")}
-    tls = ServerTls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
+    tls = TlsFiles(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
     with running(listen=Listen(tls=tls)) as server:
         ask = ["remote", "positions", "3", "--server", server, "--tls-ca", path["localhost.pem"], "--timeout", "20"]
         assert run(capsys, *ask, "--tls-cert", path["carol.pem"], "--tls-key", path["carol.key"])[::2] == (0, "")

@@ -13,7 +13,7 @@ from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
 
 from mmpos import Grid, InterleavedSequence, InvalidInputError, MmposError, SegmentTable, Text, place
 from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
-from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.packing import Packer
 from mmpos.segments import Audio, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
@@ -82,10 +82,10 @@ def test_a_cut_through_audio_or_a_clip_is_refused(edge: int, name: str) -> None:
 
 
 def test_packs_keep_audio_and_clips_whole() -> None:
-    packer = Packer(12, split_text=True, min_piece=1)
+    packer = Packer(12, split_text=True)
     packs = [*packer.add(SPOKEN), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[8], [11], [4]]
-    packer = Packer(10, split_text=True, min_piece=1)
+    packer = Packer(10, split_text=True)
     with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10; or"):
         packer.add(SPOKEN)
     with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3; or"):
@@ -108,7 +108,7 @@ def spans(batch: Batch) -> dict[str, Any]:
 
 
 def test_a_packed_batch_says_where_features_go() -> None:
-    batch = collate_packed([SPOKEN, example(("a", True)), example((Audio(1), True), (Grid(1, 2), True))])
+    batch = PackedCollator()([SPOKEN, example(("a", True)), example((Audio(1), True), (Grid(1, 2), True))])
     assert spans(batch) == {
         "image_spans": [[10, 12], [14, 16], [20, 21], [28, 30]],
         "feature_spans": [[0, 2], [2, 4], [4, 5], [5, 7]],
@@ -126,23 +126,23 @@ def test_a_packed_batch_says_where_features_go() -> None:
 
 
 def test_a_padded_batch_counts_columns_with_padding() -> None:
-    batch = collate_padded(
-        [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))], side="left"
+    batch = PaddedCollator(side="left")(
+        [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))]
     )
     assert spans(batch)["audio_spans"] == [[3, 5], [8, 9]]
     assert batch.input_ids.view(-1)[batch.audio_tokens()[0]].tolist() == [260] * 3
 
 
 def test_a_batch_without_audio_has_no_spans_of_it() -> None:
-    batch = collate_packed([example(("a", True), (Grid(1, 2), True))])
+    batch = PackedCollator()([example(("a", True), (Grid(1, 2), True))])
     assert (batch.audio_spans, batch.audio_feature_spans) == (None, None)
     assert "audio_spans" not in batch.as_dict()
     assert [tensor.tolist() for tensor in batch.audio_tokens()] == [[], []]
-    assert spans(collate_packed([example(("a", True), (Audio(1), True))]))["image_spans"] == []
+    assert spans(PackedCollator()([example(("a", True), (Audio(1), True))]))["image_spans"] == []
 
 
 def test_ranks_get_the_features_of_their_tokens() -> None:
-    batch = collate_packed([SPOKEN, example((Audio(3), True))], multiple_of=4)
+    batch = PackedCollator(multiple_of=4)([SPOKEN, example((Audio(3), True))])
     audio = torch.arange(8)  # one feature a row: 2 + 2 + 1 of the first document, 3 of the second
     whole = torch.full((batch.input_ids.numel(),), -1)
     tokens, rows = batch.audio_tokens()
@@ -157,7 +157,7 @@ def test_ranks_get_the_features_of_their_tokens() -> None:
 
 
 def test_spans_and_features_of_a_batch_belong_together() -> None:
-    batch = collate_packed([example((Audio(1), True))])
+    batch = PackedCollator()([example((Audio(1), True))])
     with pytest.raises(MmposError, match=r"^audio_feature_spans: got 0 spans, want 1 as in audio_spans$"):
         replace(batch, audio_feature_spans=None)
 
@@ -215,7 +215,7 @@ def test_slices_of_pictures_with_tiles_keep_everything_of_theirs() -> None:
 
 
 def test_packs_keep_pictures_with_their_tiles_whole() -> None:
-    packer = Packer(12, split_text=True, min_piece=1)
+    packer = Packer(12, split_text=True)
     packs = [*packer.add(TILED), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[2], [12], [10]]
     with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11; or"):
@@ -227,7 +227,7 @@ def test_stored_pictures_with_tiles_come_back_and_make_a_batch(tmp_path: Path) -
         writer.write(TILED)
     (again,) = SequenceShard(tmp_path / "s.parquet").examples()
     assert arrays(again.sequence) == arrays(TILED.sequence)
-    batch = collate_packed([again, TILED.slice(14, 24)])
+    batch = PackedCollator()([again, TILED.slice(14, 24)])
     assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
     assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]
     assert batch.patches is not None

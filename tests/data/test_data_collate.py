@@ -21,7 +21,7 @@ from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.data.batch import Batch
-from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.positions.table import Layout
@@ -86,15 +86,15 @@ def test_a_left_padded_batch_in_full() -> None:
 
 
 def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None:
-    batch = collate_packed([FIRST, SECOND], multiple_of=4, length=20)
+    batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
     assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
     assert batch.input_ids[12:].tolist() == [0] * 8
     assert batch.labels[12:].tolist() == [-100] * 8
     assert batch.text_positions[12:].tolist() == list(range(8))
     assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
     assert batch.fill == 0.5
-    assert same(collate_packed([FIRST], length=7), collate_packed([FIRST]))
-    assert collate_padded([FIRST], length=9).input_ids.shape == (1, 9)
+    assert same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
+    assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
 
 
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
@@ -139,7 +139,7 @@ collators = st.sampled_from([1, 3, 8])
 def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
-    batch = collate_packed(examples, multiple_of=multiple_of, pad_token_id=3)
+    batch = PackedCollator(multiple_of=multiple_of, pad_token_id=3)(examples)
     want = loops(examples, sizes, "right")
     mask = want.pop("mask")
     assert flat(batch) == want
@@ -152,7 +152,7 @@ def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> N
 def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
     seq = -(-max(one.num_tokens for one in examples) // multiple_of) * multiple_of
-    batch = collate_padded(examples, side=side, multiple_of=multiple_of, pad_token_id=3)
+    batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
     want = loops(examples, [seq] * len(examples), side)
     assert batch.attention_mask is not None
     assert batch.attention_mask.flatten().tolist() == want.pop("mask")
@@ -163,8 +163,8 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
 def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
     examples = examples_of(documents)
-    collate = collate_packed if packed or layout.endswith("sequence") else collate_padded
-    whole = collate(examples, multiple_of=2 * world_size)
+    collator = PackedCollator if packed or layout.endswith("sequence") else PaddedCollator
+    whole = collator(multiple_of=2 * world_size)(examples)
     shifted = [IGNORE_INDEX] * whole.labels.numel()
     for start, stop in zip(whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist(), strict=True):
         shifted[start : stop - 1] = whole.labels.flatten()[start + 1 : stop].tolist()
@@ -190,7 +190,7 @@ def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, 
 
 @pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])
 def test_rows_of_a_padded_batch_are_not_cut_as_one_sequence(layout: Any) -> None:
-    batch = collate_padded([FIRST, SECOND], multiple_of=4)
+    batch = PaddedCollator(multiple_of=4)([FIRST, SECOND])
     with pytest.raises(UnsupportedError) as refused:
         batch.shard(0, 2, layout)
     assert str(refused.value) == (
@@ -199,7 +199,7 @@ def test_rows_of_a_padded_batch_are_not_cut_as_one_sequence(layout: Any) -> None
 
 
 def test_a_shard_of_a_shard_still_knows_its_features() -> None:
-    whole = collate_packed([example("a", 3, (4, 5), 8), example("b", (3, 3), 4)], multiple_of=8)
+    whole = PackedCollator(multiple_of=8)([example("a", 3, (4, 5), 8), example("b", (3, 3), 4)])
     once = whole.shard(0, 2, "contiguous")
     twice = once.shard(1, 2, "contiguous")
     index = whole.positions.shard_indices(0, 2, "contiguous")[once.positions.shard_indices(1, 2, "contiguous")]
@@ -212,10 +212,10 @@ def test_a_shard_of_a_shard_still_knows_its_features() -> None:
 
 
 def test_labels_are_shifted_once() -> None:
-    batch = collate_packed([FIRST, SECOND]).shift_labels()
+    batch = PackedCollator()([FIRST, SECOND]).shift_labels()
     assert batch.labels.tolist() == [98, 256, -100, -100, 257, 99, -100, 8, 9, -100]
     assert batch.shift_labels() is batch
-    own = dataclasses.replace(collate_packed([FIRST, SECOND]), labels=torch.arange(10))
+    own = dataclasses.replace(PackedCollator()([FIRST, SECOND]), labels=torch.arange(10))
     assert own.shift_labels().labels.tolist() == [1, 2, 3, 4, 5, 6, -100, 8, 9, -100]
 
 
@@ -227,7 +227,7 @@ def few_classes(batch: Batch) -> tuple[Batch, torch.Tensor]:
 
 
 def test_the_losses_of_shards_add_up_to_that_of_the_whole() -> None:
-    whole, logits = few_classes(collate_packed([FIRST, SECOND, example("c", 20)], multiple_of=4))
+    whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
 
     def summed() -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits[:-1], whole.labels[1:], reduction="sum")
@@ -242,7 +242,7 @@ def test_the_losses_of_shards_add_up_to_that_of_the_whole() -> None:
 @pytest.mark.slow
 def test_the_loss_of_transformers_takes_labels_of_shards_as_they_are() -> None:
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
-    whole, logits = few_classes(collate_packed([FIRST, SECOND, example("c", 20)], multiple_of=4))
+    whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
     count = torch.tensor(int((whole.labels >= 0).sum()))
     loss = functools.partial(loss_utils.ForCausalLMLoss, vocab_size=11, num_items_in_batch=count)
     bound = rounding(lambda: loss(logits[None], **labels_of(whole)), [logits])
@@ -260,7 +260,7 @@ def labels_of(batch: Batch) -> dict[str, Any]:
 
 def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> None:
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
-    batch = collate_packed([FIRST, SECOND, FIRST.slice(6, 7)], multiple_of=4, length=24)
+    batch = PackedCollator(multiple_of=4, length=24)([FIRST, SECOND, FIRST.slice(6, 7)])
     position_ids = batch.as_dict(text_row=True, batched=True)["position_ids"]
     assert position_ids.shape == (3, 1, 24)
     (cu_seqlens, _), (max_seqlen, _) = utils.prepare_fa_kwargs_from_position_ids(position_ids[0])
@@ -269,7 +269,7 @@ def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> N
 
 
 def test_the_parts_of_a_split_document_go_on_counting_and_begin_without_a_label() -> None:
-    batch = collate_packed([FIRST.slice(0, 6), FIRST.slice(6, 7), SECOND])
+    batch = PackedCollator()([FIRST.slice(0, 6), FIRST.slice(6, 7), SECOND])
     assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
     assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
     assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, -100, -100, 8, 9]
@@ -284,7 +284,7 @@ def with_photos(scheme: str = "rope-tie", start: int = 0) -> list[Example]:
 
 def test_patches_follow_each_other_as_they_are() -> None:
     examples = with_photos()
-    batch = collate_packed(examples)
+    batch = PackedCollator()(examples)
     assert batch.patches is not None
     assert (batch.patches.dtype, batch.patches.shape) == (torch.uint8, (16, 4, 4, 3))
     want = np.concatenate(
@@ -301,7 +301,7 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     utils = pytest.importorskip("torch.distributed.utils")
     cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
-    batch = collate_packed(with_photos(scheme, start=100_001), multiple_of=8)
+    batch = PackedCollator(multiple_of=8)(with_photos(scheme, start=100_001))
     assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
     assert same(utils._apply_to_tensors(cast, batch), batch)
     arguments = batch.as_dict("table")
@@ -313,41 +313,39 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
 
 
 def test_arguments_by_name() -> None:
-    batch = collate_packed([FIRST, SECOND])
+    batch = PackedCollator()([FIRST, SECOND])
     names = {"input_ids", "labels", "cu_seqlens", "max_seqlen", "grid_thw", "image_spans", "feature_spans"}
     found = batch.as_dict(batched=True)
     assert found.keys() == names | {"position_ids"}
     assert found["input_ids"].shape == found["labels"].shape == (1, 10)
     assert (found["position_ids"].shape, found["position_ids"].dtype) == ((2, 1, 10), torch.int64)
     assert found["max_seqlen"] == 7
-    sharded = collate_padded([SECOND, SECOND], multiple_of=4).shard(1, 2)
+    sharded = PaddedCollator(multiple_of=4)([SECOND, SECOND]).shard(1, 2)
     found = sharded.as_dict("table", batched=True)
     assert found.keys() == names | {"positions", "shift_labels", "attention_mask"}
     assert isinstance(found["positions"], DevicePositions)
     assert found["shift_labels"].tolist() == found["labels"].tolist() == [[9, -100], [9, -100]]
-    assert "patches" in collate_packed(with_photos()).as_dict()
+    assert "patches" in PackedCollator()(with_photos()).as_dict()
 
 
 @pytest.mark.parametrize("name", ["text_row", "batched"])
 def test_patches_that_a_model_of_transformers_would_ignore_are_refused(name: Any) -> None:
-    batch = collate_packed(with_photos())
+    batch = PackedCollator()(with_photos())
     told: dict[str, Any] = {name: True}
-    message = (
-        f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want as_dict\\(m"
-    )
+    message = f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want ModelC"
     with pytest.raises(UnsupportedError, match=message):
         batch.as_dict(**told)
 
 
 def test_ids_come_in_the_dtypes_that_hold_them() -> None:
-    batch = collate_packed([FIRST, SECOND])
+    batch = PackedCollator()([FIRST, SECOND])
     assert batch.position_ids().dtype == torch.int32
     for dtype in (torch.int64, torch.float64):
         ids = batch.position_ids(dtype, text_row=True)
         assert ids.dtype == dtype
         assert ids.tolist() == [batch.text_positions.tolist(), *batch.position_ids().tolist()]
     assert torch.equal(batch.position_ids(), torch.from_numpy(batch.positions.dense()))
-    fractional = collate_packed(with_photos("rope-tie-fractional"))
+    fractional = PackedCollator()(with_photos("rope-tie-fractional"))
     assert fractional.position_ids().dtype == torch.float64
     with pytest.raises(InvalidInputError, match=r"^dtype: got torch.int64, want one of torch.float64$"):
         fractional.position_ids(torch.int64)
@@ -356,7 +354,7 @@ def test_ids_come_in_the_dtypes_that_hold_them() -> None:
 
 
 def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = collate_padded(with_photos())
+    batch = PaddedCollator()(with_photos())
     moved = batch.to("meta", non_blocking=True)
     assert {tensor.device.type for tensor in tensors(moved).values()} == {"meta"}
     assert moved.device == torch.device("meta")
@@ -391,33 +389,33 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
 @pytest.mark.parametrize(
     ("collate", "examples", "message"),
     [
-        (collate_packed, [], "examples: got none, want at least one"),
-        (collate_packed, "ab", "examples: got str, want a list of Examples or a Pack"),
-        (collate_padded, [FIRST, 3], "examples[1]: got int, want an Example or a Pack"),
+        (PackedCollator(), [], "examples: got none, want at least one"),
+        (PackedCollator(), "ab", "examples: got str, want a list of Examples or a Pack"),
+        (PaddedCollator(), [FIRST, 3], "examples[1]: got int, want an Example or a Pack"),
         (
-            functools.partial(collate_packed, length=9),
+            PackedCollator(length=9),
             [FIRST, SECOND],
             "examples: got 10 tokens in 2 documents, want at most 9",
         ),
-        (functools.partial(collate_padded, length=6), [SECOND, FIRST], "examples[1] (a): got 7 tokens, want at most 6"),
+        (PaddedCollator(length=6), [SECOND, FIRST], "examples[1] (a): got 7 tokens, want at most 6"),
         (
-            collate_packed,
+            PackedCollator(),
             [*with_photos(), FIRST],
             "examples[3] (a): patches: got no pixels, want uint8 4 4 3 as in examples[0]",
         ),
         (
-            collate_packed,
+            PackedCollator(),
             [FIRST, *with_photos("mrope")],
             "examples[1] (p0): positions: got 3 axes, want 2 as in the first",
         ),
-        (functools.partial(collate_packed, multiple_of=0), [FIRST], "multiple_of: got 0, want >= 1"),
-        (functools.partial(collate_packed, pad_token_id=-1), [FIRST], "pad_token_id: got -1, want >= 0"),
+        (lambda _: PackedCollator(multiple_of=0), [FIRST], "multiple_of: got 0, want >= 1"),
+        (lambda _: PackedCollator(pad_token_id=-1), [FIRST], "pad_token_id: got -1, want >= 0"),
         (
-            functools.partial(collate_packed, multiple_of=4, length=9),
+            lambda _: PackedCollator(multiple_of=4, length=9),
             [FIRST],
             "length: got 9, want a multiple of multiple_of=4",
         ),
-        (functools.partial(collate_padded, side=UP), [FIRST], "side: got 'up', want one of 'right', 'left'"),
+        (lambda _: PaddedCollator(side=UP), [FIRST], "side: got 'up', want one of 'right', 'left'"),
     ],
 )
 def test_what_does_not_fit_is_named(collate: Any, examples: Any, message: str) -> None:
@@ -427,7 +425,7 @@ def test_what_does_not_fit_is_named(collate: Any, examples: Any, message: str) -
 
 
 def test_a_batch_checks_its_shapes() -> None:
-    batch = collate_packed([FIRST, SECOND])
+    batch = PackedCollator()([FIRST, SECOND])
     changed: tuple[tuple[dict[str, Any], str], ...] = (
         ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),
         ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), that of input_ids$"),

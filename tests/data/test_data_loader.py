@@ -79,7 +79,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
 
 def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> BatchDataset:
     """Packs of few tokens with a buffer that always holds some, splitting text."""
-    batching = batching or Packer(200, buffer=5, split_text=True, min_piece=8)
+    batching = batching or Packer(200, buffer=5, split_text=True)
     given: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
     return BatchDataset(shards, batching=batching, **given | options)
 
@@ -284,9 +284,9 @@ def stateful(dataset: BatchDataset, workers: int) -> Any:
 
 
 BATCHINGS = {
-    "packed": (Packer(200, buffer=5, split_text=True, min_piece=8), PackedCollator()),
+    "packed": (Packer(200, buffer=5, split_text=True), PackedCollator()),
     "whole": (Packer(200, buffer=9), PackedCollator(multiple_of=4)),
-    "bursts": (Packer(200, buffer=40, buffer_tokens=600, split_text=True), PackedCollator()),
+    "bursts": (Packer(40, buffer=40, overlong="truncate"), PackedCollator()),
     "padded": (Batcher(3, max_tokens=150), PaddedCollator()),
 }
 
@@ -408,7 +408,7 @@ def test_what_is_too_long_is_counted_and_logged(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or ready"),
+        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or get_example"),
         (([], len, None), "batching: got NoneType, want a Packer or a Batcher"),
     ],
 )

@@ -13,8 +13,8 @@ from tolerance import assert_within, rounding
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from mmpos import InvalidInputError, UnsupportedError
-from mmpos.data.batch import Batch, MaskMod, mask_mod
-from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.batch import Batch, MaskMod
+from mmpos.data.collate import PackedCollator, PaddedCollator
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
@@ -45,7 +45,7 @@ some = documents.filter(lambda given: 0 < len(given) <= 4)
 @given(some, st.booleans(), st.sampled_from([1, 8]))
 def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_of: int) -> None:
     examples = examples_of(documents)
-    batch = collate_packed(examples, multiple_of=multiple_of)
+    batch = PackedCollator(multiple_of=multiple_of)(examples)
     lengths = [one.num_tokens for one in examples]
     sizes = batch.cu_seqlens.diff().tolist()
     want = by_loops(lengths, sizes, "right", batch.image_spans.tolist() if bidirectional else [])
@@ -56,7 +56,7 @@ def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_
 @given(some, st.booleans(), st.sampled_from(["left", "right"]))
 def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
-    batch = collate_padded(examples, side=side, multiple_of=4)
+    batch = PaddedCollator(side=side, multiple_of=4)(examples)
     rows, seq = batch.input_ids.shape
     lengths = [one.num_tokens for one in examples]
     spans = batch.image_spans.tolist() if bidirectional else []
@@ -66,28 +66,12 @@ def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Lit
         assert torch.equal(found[row], want[row, :, row])
 
 
-def test_documents_of_one_length_are_rows_only_when_told_so() -> None:
-    batch = collate_packed([example("a", 3), example("b", 3)])
-    assert dense(mask_mod(batch.positions), batch).int().tolist() == [
-        [
-            [1, 0, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0],
-            [0, 0, 0, 1, 0, 0],
-            [0, 0, 0, 1, 1, 0],
-            [0, 0, 0, 1, 1, 1],
-        ]
-    ]
-    rows = create_mask(mask_mod(batch.positions, padded=True), 2, 1, 3, 3, device="cpu")
-    assert rows[:, 0].int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]] * 2
-
-
 @uncompiled
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidirectional: bool) -> None:
     examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
-    batch = (collate_packed if packed else collate_padded)(examples, multiple_of=8)
+    batch = (PackedCollator if packed else PaddedCollator)(multiple_of=8)(examples)
     mod = batch.mask_mod(bidirectional_images=bidirectional)
     rows, seq = (1, batch.input_ids.numel()) if packed else tuple(batch.input_ids.shape)
     block_mask = create_block_mask(mod, rows, None, seq, seq, device="cpu", BLOCK_SIZE=16)
@@ -105,7 +89,7 @@ def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidir
 
 @uncompiled
 def test_padding_gets_zeros() -> None:
-    batch = collate_padded([example("a", 3), example("b", 5)])
+    batch = PaddedCollator()([example("a", 3), example("b", 5)])
     block_mask = create_block_mask(batch.mask_mod(), 2, None, 5, 5, device="cpu", BLOCK_SIZE=16)
     q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
     out = flex_attention(q, k, v, block_mask=block_mask)
@@ -115,7 +99,7 @@ def test_padding_gets_zeros() -> None:
 
 
 def test_a_shard_reads_the_mask_of_the_whole_through_its_indices() -> None:
-    whole = collate_packed([example("a", 9, (2, 3), 3), example("b", 6)], multiple_of=4)
+    whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
     mod = whole.mask_mod(bidirectional_images=True)
     every = dense(mod, whole)[0]
     index = torch.from_numpy(whole.positions.shard_indices(1, 2))
@@ -128,12 +112,6 @@ def test_a_shard_reads_the_mask_of_the_whole_through_its_indices() -> None:
         whole.shard(1, 2).mask_mod()
 
 
-def test_what_makes_no_mask_is_refused() -> None:
-    batch = collate_packed([example("a", 3), example("b", 2)])
-    with pytest.raises(InvalidInputError, match=r"^positions: got documents of 2 to 3 tokens, want one length for pad"):
-        mask_mod(batch.positions, padded=True)
-    for spans, got in (([1, 2], r"torch.int64 \(2,\)"), ([[0.0, 1.0]], r"torch.float32 \(1, 2\)")):
-        with pytest.raises(InvalidInputError, match=rf"^image_spans: got {got}, want integers \(images, 2\)$"):
-            mask_mod(batch.positions, image_spans=spans)
+def test_an_option_that_is_no_bool_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
-        batch.mask_mod(bidirectional_images=1)  # type: ignore[arg-type]
+        PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]

@@ -100,21 +100,17 @@ def test_padded_rows_have_a_mask_and_no_bounds() -> None:
     }
 
 
-def test_a_batch_gives_exactly_the_arguments_of_the_model_that_it_is_told() -> None:
+def test_a_batch_and_its_examples_become_the_same_arguments() -> None:
     collator = ModelCollator(SETTINGS, IMAGES)
     batch = PackedCollator()([FIRST, SECOND])
-    got, want = batch.as_dict(model=collator), collator([FIRST, SECOND])
+    got, want = collator(batch), collator([FIRST, SECOND])
     assert list(got) == list(want)
     assert listed(got) == listed(want)
-    wrong: list[dict[str, Any]] = [{"batched": True}, {"text_row": True}, {"positions": "table"}]
-    for told in wrong:
-        with pytest.raises(InvalidInputError, match=r"^model: got it beside positions, text_row or batched, want it a"):
-            batch.as_dict(model=collator, **told)
 
 
 def test_text_alone_has_no_images_and_shifted_labels_are_not_shifted_again() -> None:
     collator = ModelCollator(SETTINGS)
-    arguments = PackedCollator()([SECOND]).shift_labels().as_dict(model=collator)
+    arguments = collator(PackedCollator()([SECOND]).shift_labels())
     assert not any("pixel" in name or "grid" in name for name in arguments)
     assert arguments["shift_labels"].tolist() == arguments["labels"].tolist() == [[80, -100]]
     assert listed(pickle.loads(pickle.dumps(collator))([SECOND])) == listed(collator([SECOND]))
@@ -179,12 +175,12 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
             "batch: got 1 run of audio for 'qwen2_vl', want none: no features of it are passed on",
         ),
         (
-            lambda: _shard().as_dict(model=ModelCollator(SETTINGS)),
+            lambda: ModelCollator(SETTINGS)(_shard()),
             UnsupportedError,
             "batch: got a context-parallel shard, want the whole batch",
         ),
         (
-            lambda: _without_a_patch().as_dict(model=ModelCollator(SETTINGS, IMAGES)),
+            lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()),
             InvalidInputError,
             "patches: got 7, want 8, those of grid_thw",
         ),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError
+from mmpos.data import packing
 from mmpos.data.examples import Example, RecordError
 from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos_bench.data import labelled, mix, packed_counts
@@ -86,39 +87,41 @@ def test_the_oldest_goes_first_and_the_longest_that_fit_follow() -> None:
 
 def test_text_is_split_to_fill_a_pack_and_the_rest_keeps_its_ids_and_place() -> None:
     whole = example("a", 6, (2, 4), 8)
-    packer = Packer(10, buffer=1, split_text=True, min_piece=2)
+    packer = Packer(10, buffer=1, split_text=True)
     packs = packs_of(packer, [example("x", 7), whole, example("y", 3)])
     assert shown(packs) == [[("x", 7), ("a", 3)], [("a", 3), ("y", 3)], [("a", 10)], [("a", 8)]]
     assert content([piece for pack in packs for piece in pack.examples if piece.key == "a"]) == content([whole])
     assert packer.counts == PackCounts(packs=4, tokens=34, capacity=40, splits=3)
 
 
-def test_no_cut_leaves_less_than_the_least_piece() -> None:
-    for min_piece, want in ((3, [[("x", 7), ("a", 3)], [("a", 5)]]), (4, [[("x", 7)], [("a", 8)]])):
-        packer = Packer(10, split_text=True, min_piece=min_piece)
-        assert shown(packs_of(packer, [example("x", 7), example("a", 8)])) == want
-    packer = Packer(10, split_text=True, min_piece=3)
-    assert shown(packs_of(packer, [example("x", 5), example("a", 6)])) == [[("x", 5), ("a", 3)], [("a", 3)]]
+def test_no_cut_leaves_less_than_the_least_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     before_an_image = [example("x", 5), example("a", 2, (2, 2), 1)]
-    assert shown(packs_of(Packer(10, split_text=True, min_piece=3), before_an_image)) == [[("x", 5)], [("a", 9)]]
-    assert shown(packs_of(Packer(10, split_text=True, min_piece=2), before_an_image))[0] == [("x", 5), ("a", 2)]
+    cases: list[tuple[int, list[Example], list[list[tuple[str, int]]]]] = [
+        (3, [example("x", 7), example("a", 8)], [[("x", 7), ("a", 3)], [("a", 5)]]),
+        (4, [example("x", 7), example("a", 8)], [[("x", 7)], [("a", 8)]]),
+        (3, [example("x", 5), example("a", 6)], [[("x", 5), ("a", 3)], [("a", 3)]]),
+        (3, before_an_image, [[("x", 5)], [("a", 9)]]),
+        (2, before_an_image, [[("x", 5), ("a", 2)], [("a", 7)]]),
+    ]
+    for least, examples, want in cases:
+        monkeypatch.setattr(packing, "MIN_PIECE", least)
+        assert shown(packs_of(Packer(10, split_text=True), examples)) == want
 
 
 def test_documents_count_as_padded_to_the_multiple() -> None:
     packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
     assert shown(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
     assert packs[1].fill == 0.5
-    packs = packs_of(Packer(8, multiple_of=4, split_text=True, min_piece=1), [example("a", 3), example("b", 7)])
+    packs = packs_of(Packer(8, multiple_of=4, split_text=True), [example("a", 3), example("b", 7)])
     assert shown(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
 
 
 def test_the_buffer_is_bounded_in_examples_and_in_tokens() -> None:
-    by_examples, by_tokens = Packer(100, buffer=3), Packer(100, buffer_tokens=50)
-    for packer, held in ((by_examples, 3), (by_tokens, 5)):
+    for packer, held in ((Packer(100, buffer=3), 3), (Packer(10), 16)):
         for i in range(held):
             assert packer.add(example(f"r{i}", 10)) == []
         assert len(packer.add(example("last", 10))) == 1
-        assert packer.pending == ()
+        assert sum(one.num_tokens for one in packer.pending) == 10 * (held + 1) - packer.counts.tokens
 
 
 LONG = example("r", 4, (2, 3), 9)
@@ -155,7 +158,7 @@ def test_what_is_too_long_is_an_error_that_names_the_record(options: Any, one: E
 def test_what_is_too_long_is_cut_or_dropped_and_counted(
     options: Any, one: Example, kept: list[int], counts: PackCounts
 ) -> None:
-    packer = Packer(16, buffer_tokens=100, **options)
+    packer = Packer(16, **options)
     assert packer.add(one) == []
     assert [held.num_tokens for held in packer.pending] == kept
     assert content(packer.pending[:1] or [one])[0] == content([one])[0][: sum(kept) or None]
@@ -168,8 +171,6 @@ def test_what_is_too_long_is_cut_or_dropped_and_counted(
         ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
         ({"max_tokens": 10, "multiple_of": 4}, "max_tokens: got 10, want a multiple of multiple_of=4"),
         ({"max_tokens": 8, "buffer": 0}, "buffer: got 0, want >= 1"),
-        ({"max_tokens": 8, "buffer_tokens": 0}, "buffer_tokens: got 0, want >= 1"),
-        ({"max_tokens": 8, "min_piece": 0}, "min_piece: got 0, want >= 1"),
         ({"max_tokens": 8, "split_text": 1}, "split_text: got 1, want True or False"),
         ({"max_tokens": 8, "overlong": "cut"}, "overlong: got 'cut', want one of 'raise', 'truncate', 'drop'"),
     ],
@@ -188,10 +189,8 @@ packers = st.fixed_dictionaries(
     {
         "max_tokens": st.sampled_from([12, 24, 60]),
         "buffer": st.integers(1, 6),
-        "buffer_tokens": st.integers(1, 120),
         "split_text": st.booleans(),
         "multiple_of": st.sampled_from([1, 4]),
-        "min_piece": st.integers(1, 4),
         "overlong": st.sampled_from(["truncate", "drop"]),
     }
 )
@@ -233,7 +232,7 @@ def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], opti
     for one in examples[:stop]:
         packer.add(one)
         assert len(packer.pending) <= options["buffer"]
-        assert sum(held.num_tokens for held in packer.pending) <= options["buffer_tokens"]
+        assert sum(held.num_tokens for held in packer.pending) <= 16 * options["max_tokens"]
     again = Packer(**options)
     for held in pickle.loads(pickle.dumps(packer.pending)):
         assert again.add(held) == []

@@ -16,7 +16,8 @@ from pyarrow import parquet
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data.examples import Example, Location, RecordError
-from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
+from mmpos.data.preprocess import storage
+from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
 from mmpos.data.readers import Reader
 from mmpos.schemes import SCHEMES, RopeTie
 
@@ -29,8 +30,8 @@ def example(key: str, parts: list[object], scheme: str = "rope-tie", dtype: str 
     return Example(key, sequence, np.where(sequence.token_type_ids == 0, sequence.input_ids, -100))
 
 
-def written(path: Path, examples: Iterable[Example], **options: int) -> SequenceShard:
-    with SequenceWriter(path, **options) as writer:
+def written(path: Path, examples: Iterable[Example]) -> SequenceShard:
+    with SequenceWriter(path) as writer:
         for each in examples:
             writer.write(each)
     return SequenceShard(path)
@@ -108,10 +109,13 @@ def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
         assert array.flags.writeable
 
 
-@pytest.mark.parametrize("options", [{"group_rows": 3}, {"group_bytes": 5_000}])
-def test_row_groups_are_bounded_and_reading_may_begin_anywhere(tmp_path: Path, options: dict[str, int]) -> None:
+@pytest.mark.parametrize(("bound", "value"), [("GROUP_ROWS", 3), ("GROUP_BYTES", 5_000)])
+def test_row_groups_are_bounded_and_reading_may_begin_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(storage, bound, value)
     examples = [example(str(i), ["ab", PHOTO]) for i in range(10)]
-    shard = written(tmp_path / "x.parquet", examples, **options)
+    shard = written(tmp_path / "x.parquet", examples)
     groups = parquet.ParquetFile(shard.path).metadata
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [3, 3, 3, 1]
     for start in (0, 2, 3, 9, 10, 11):
@@ -120,11 +124,12 @@ def test_row_groups_are_bounded_and_reading_may_begin_anywhere(tmp_path: Path, o
         next(shard.examples(-1))
 
 
-def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path) -> None:
+def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "GROUP_ROWS", 2)
     examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
-    shard = written(tmp_path / "x.parquet", examples, group_rows=2)
+    shard = written(tmp_path / "x.parquet", examples)
     assert isinstance(shard, Reader)
-    found = [(location, ready(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
+    found = [(location, get_example(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
     assert [(str(location), each.key) for location, each in found] == [
         (f"{shard.path}[1]", "1"),
         (f"{shard.path}[4]", "4"),
@@ -215,4 +220,4 @@ def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> N
 
 def test_a_raw_record_is_not_ready() -> None:
     with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one of a SequenceShard"):
-        ready({"text": "a"}, Location("a.parquet", 3))
+        get_example({"text": "a"}, Location("a.parquet", 3))

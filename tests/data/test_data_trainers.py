@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from two_ranks import Shards, everything, loader, on_two_ranks
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
-from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Example, OnImageError, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
@@ -84,7 +84,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+@pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
 def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
     with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: .*RankLoader"):
@@ -92,7 +92,7 @@ def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batch
 
 
 def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
-    arguments = collate_packed(examples()).as_dict(batched=True)
+    arguments = PackedCollator()(examples()).as_dict(batched=True)
     with pytest.raises(TypeError, match="Can only concatenate tensors but got <class 'int'>"):
         dispatch([arguments, arguments], 0)
     for plain in (dict(arguments), arguments | {"weights": torch.ones(1)}):
@@ -107,11 +107,11 @@ def test_a_batch_itself_on_a_dispatcher_fails_in_accelerate_with_the_remedy(rank
     with pytest.raises(
         TypeError, match=rf"^Can only {verb} tensors but got <class 'mmpos\.data\.batch\.Batch'>, {remedy}"
     ):
-        dispatch([collate_packed(examples())] * ranks, 0)
+        dispatch([PackedCollator()(examples())] * ranks, 0)
 
 
 def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
-    batch: Any = collate_packed(examples())
+    batch: Any = PackedCollator()(examples())
     reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
     for read in reads:
         with pytest.raises(
@@ -121,7 +121,7 @@ def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
 
 
 def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
-    arguments = collate_packed(examples()).as_dict(batched=True)
+    arguments = PackedCollator()(examples()).as_dict(batched=True)
     moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
     collected = next(iter(loader(arguments)))
     collected_by_worker = next(iter(loader(arguments, num_workers=1)))
@@ -137,7 +137,7 @@ def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
 
 
 def test_accelerate_leaves_a_rank_loader_as_it_is() -> None:
-    packed = collate_packed(examples())
+    packed = PackedCollator()(examples())
     taken = RankLoader(loader(packed))
     assert not isinstance(taken, DataLoader)
     assert list(taken) == [packed]

@@ -1,12 +1,4 @@
-"""Assertions of torchdata and webdataset about loaders and archives, made of ours, with both of them installed.
-
-torchdata 0.11 at 088e4347, test/stateful_dataloader/test_state_dict.py: snapshots at any step, at the begin and at the
-    end, as JSON, in the same loader and in a new one, and of workers that live on. Those of map-style datasets,
-    samplers and the number of calls are about torchdata alone.
-webdataset 1.0 at e0953f9b, tests/test_writer.py, test_loaders.py and test_compat.py: records of archives, its writers
-    and splitting. What it asserts of handlers, shuffling and batches is in test_data_loader.py and test_data_damage.py;
-    URLs, pipes, decoders and resampling have no counterpart here.
-"""
+"""Loaders and archives beside those of torchdata and webdataset: snapshots go on, and archives read alike."""
 
 from __future__ import annotations
 
@@ -15,9 +7,7 @@ import json
 import random
 import tarfile
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +15,6 @@ import numpy as np
 import pytest
 import webdataset
 from peer_cases import meeting
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -68,12 +57,11 @@ def listed(group: Any) -> list[tuple[str, int]]:
 
 
 CORPUS = [Lines("a", 0), Lines("b", 100), Lines("c", 37)]
-"""Theirs: shards of none, 100 and 37."""
 
 BATCHINGS: dict[str, Batcher | Packer] = {
     "one": Batcher(1),
     "seven": Batcher(7),
-    "packs": Packer(24, buffer=5, split_text=True, min_piece=2),
+    "packs": Packer(24, buffer=5, split_text=True),
 }
 
 
@@ -126,84 +114,6 @@ def test_a_new_loader_goes_on_from_a_snapshot(
     assert list(resumed) == rest
 
 
-@pytest.mark.parametrize(("workers", "batching"), list(zip(WORKERS, BATCHINGS, strict=True)))
-def test_snapshots_of_one_loader_at_its_begin_within_and_at_its_end(workers: tuple[int, bool], batching: str) -> None:
-    count, persistent = workers
-    one = loader(dataset(batching, 9), count, 10, persistent)
-    before = one.state_dict()
-    assert len(before.get("_snapshot", {}).get("_worker_snapshots", ())) == count
-    batches = iter(one)
-    zero = one.state_dict()
-    head = list(islice(batches, 4))
-    four = one.state_dict()
-    kept = deepcopy(four)
-    whole = head + list(batches)
-    end = one.state_dict()
-    assert four == kept
-    assert end != four
-    for state, want in ((zero, whole), (four, whole[4:]), (end, whole), (before, whole)):
-        one.load_state_dict(state)
-        assert list(one) == want
-    assert list(one) == whole  # and the next epoch
-    used = loader(dataset(batching, 9), count, 10, persistent)
-    list(islice(iter(used), 2))
-    used.load_state_dict(end)
-    assert list(used) == whole
-
-
-@pytest.mark.parametrize(("every", "interrupt"), [(1, 11), (17, 19)])
-def test_a_snapshot_soon_after_another_one(every: int, interrupt: int) -> None:
-    """Before every worker has given a batch again."""
-    one = loader(dataset("seven", 9, shards=[Lines(name, 50) for name in "abcd"]), 4, every, True)
-    batches = iter(one)
-    list(islice(batches, interrupt))
-    state = one.state_dict()
-    _, _, *rest = batches
-    one.load_state_dict(state)
-    batches = iter(one)
-    list(islice(batches, 2))
-    again = one.state_dict()
-    other = loader(dataset("seven", 9, shards=[Lines(name, 50) for name in "abcd"]), 4, 1, True)
-    other.load_state_dict(again)
-    assert list(other) == rest
-
-
-@pytest.mark.parametrize(
-    ("persistent", "interrupt", "asked_before"),
-    meeting({"persistent": (False, True), "interrupt": (2, 9), "asked_before": (False, True)}),
-)
-def test_a_state_may_be_loaded_before_or_after_one_was_asked_for(
-    persistent: bool, interrupt: int, asked_before: bool
-) -> None:
-    one = loader(dataset(shuffle=9), 2, persistent=persistent)
-    batches = iter(one)
-    list(islice(batches, interrupt))
-    state = one.state_dict()
-    rest = list(batches)
-    other = loader(dataset(shuffle=9), 2, persistent=persistent)
-    if asked_before:
-        assert len(other.state_dict()["_snapshot"]["_worker_snapshots"]) == 2
-    other.load_state_dict(state)
-    if not asked_before:
-        assert other.state_dict() == state
-    assert list(other) == rest
-
-
-@pytest.mark.parametrize(("made", "loaded"), [(0, 3), (3, 0)])
-def test_a_state_of_other_workers_is_refused(made: int, loaded: int) -> None:
-    one = loader(dataset(), made)
-    iter(one)
-    other = loader(dataset(), loaded)
-    other.load_state_dict(one.state_dict())
-    with pytest.raises(AssertionError):  # torchdata's
-        iter(other)
-
-
-def test_torchs_own_loader_gives_the_same() -> None:
-    plain = DataLoader(dataset("packs", 9), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert list(loader(dataset("packs", 9), 2)) == list(plain)
-
-
 @pytest.mark.parametrize("chosen", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_four_epochs_are_two_and_two_after_a_resume(workers: int, chosen: bool) -> None:
@@ -222,30 +132,6 @@ def test_four_epochs_are_two_and_two_after_a_resume(workers: int, chosen: bool) 
     epochs += read(second, later, range(2, 4))
     assert epochs == read(loader(straight, workers), straight, range(4))
     assert len({str(epoch) for epoch in epochs}) == (4 if chosen else 1)
-
-
-@pytest.mark.parametrize(("workers", "batching"), [(0, "one"), (0, "packs"), (2, "seven"), (2, "packs")])
-def test_the_last_state_of_an_epoch_is_not_the_first_of_the_next(workers: int, batching: str) -> None:
-    one = loader(dataset(batching), workers)
-    whole = []
-    for batch in one:
-        whole.append(batch)
-        inside = one.state_dict()
-    for state, want in ((inside, []), (one.state_dict(), whole)):
-        other = loader(dataset(batching), workers)
-        other.load_state_dict(state)
-        assert list(other) == want
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_holds_each_place_once(workers: int) -> None:
-    one = loader(dataset(), workers)
-    batches = iter(one)
-    list(islice(batches, 3))
-    state = one.state_dict()
-    for part in state["_snapshot"]["_worker_snapshots"].values() if workers else [state]:
-        held = part["dataset_state"], (part["fetcher_state"] or {}).get("dataset_iter_state")
-        assert sum(one is not None for one in held) == 1
 
 
 # webdataset

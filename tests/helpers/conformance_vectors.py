@@ -618,7 +618,7 @@ def minicpm(model: str) -> list[Batch]:
 
 def one_axis(model: str) -> list[Batch]:
     """Tokens that count alike, placeholders among them: test_models_logits.py compares the logits."""
-    image, first = settings_of(model).image_token_id, FIRST.get(model, 0)
+    image, first = settings_of(model).placeholders.image, FIRST.get(model, 0)
     patch = TEXT if image is None else image
     rows = [[TEXT, TEXT, *[patch] * 6, TEXT, TEXT, *[patch] * 2, TEXT], [TEXT, *[patch] * 4, TEXT]]
     ids = [[list(range(first, first + len(row)))] for row in rows]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mmpos import SegmentTable
+from mmpos import Placeholders, SegmentTable
 
 IMAGE, VIDEO = 8, 9
 FRAME_RATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 23.976, 24, 25, 29.97, 30, 50, 60)
@@ -61,10 +61,9 @@ class Layout:
         """The batch as ours."""
         return SegmentTable.from_input_ids(
             self.input_ids,
+            Placeholders(image=IMAGE, video=VIDEO),
             self.images,
             self.videos,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
             spatial_merge_size=self.merge,
             attention_mask=self.attention_mask,
             seconds_per_frame=self.seconds,

@@ -175,7 +175,7 @@ def places(draw: st.DrawFn) -> positions_pb2.PlaceRequest:
         height, width = draw(_small), draw(_small)
         query.input_ids.input_ids.CopyFrom(tensor([1, 2, *[9] * (height * width), 3]))
         query.input_ids.image_grid_thw.extend([1, height, width])
-        query.input_ids.image_token_id, query.input_ids.spatial_merge_size = 9, 1
+        query.input_ids.placeholders.image, query.input_ids.spatial_merge_size = 9, 1
     if draw(st.booleans()):
         query.scheme.name = draw(st.sampled_from(list(SCHEMES)))
     if draw(st.booleans()):

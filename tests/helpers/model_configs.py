@@ -25,7 +25,7 @@ from mmpos.schemes import (
     TMRopeQwen3,
     XDRope,
 )
-from mmpos.segments import CropMarkers
+from mmpos.segments import CropMarkers, Placeholders
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -151,18 +151,16 @@ def raster(head_dim: int, allocation: str) -> dict[str, Any]:
 
 
 QWEN_IDS: dict[str, Any] = {
-    "image_token_id": 151655,
-    "video_token_id": 151656,
+    "placeholders": Placeholders(151655, 151656),
     "image_markers": (151652, 151653),
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
 APART_16 = {**QWEN_IDS, **merged(72), "patch_size": 16, "frames_apart": True}
-COHERE_IDS = {"image_token_id": 255031, "video_token_id": 255032, "image_markers": (255028, 255029)}
-QWEN35_IDS = {"image_token_id": 248056, "video_token_id": 248057, "image_markers": (248053, 248054)}
+COHERE_IDS = {"placeholders": Placeholders(255031, 255032), "image_markers": (255028, 255029)}
+QWEN35_IDS = {"placeholders": Placeholders(248056, 248057), "image_markers": (248053, 248054)}
 GLM_FIELDS = {
-    "image_token_id": 151343,
-    "video_token_id": 151344,
+    "placeholders": Placeholders(151343, 151344),
     "image_markers": (151339, 151340),
     "video_markers": (151341, 151342),
     "spatial_merge_size": 2,
@@ -171,8 +169,8 @@ GLM_FIELDS = {
     "frames_apart": True,
     **merged(128),
 }
-GLM_MOE = {"image_token_id": 151363, "video_token_id": 151364}
-GLM_OCR = {"image_token_id": 59280, "video_token_id": 59281, "image_markers": (59256, 59257)}
+GLM_MOE = {"placeholders": Placeholders(151363, 151364)}
+GLM_OCR = {"placeholders": Placeholders(59280, 59281), "image_markers": (59256, 59257)}
 
 
 def line(head_dim: int, theta: float = 1e4, **arguments: Any) -> Rotary:
@@ -187,9 +185,7 @@ MERGED_14: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "spatia
 
 # The class of a thinker knows no markers of images; configs as released have them.
 OMNI_IDS: dict[str, Any] = {
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "audio_token_id": 151646,
+    "placeholders": Placeholders(151655, 151656, 151646),
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
@@ -221,8 +217,7 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         MRopeQwen3(),
         replace(QWEN3, theta=1e8),
         {
-            "image_token_id": 19,
-            "video_token_id": 18,
+            "placeholders": Placeholders(19, 18),
             "image_markers": (20, 21),
             "spatial_merge_size": 2,
             "patch_size": 16,
@@ -243,8 +238,7 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         MRopeTransformers(),
         ERNIE,
         {
-            "image_token_id": 100295,
-            "video_token_id": 103367,
+            "placeholders": Placeholders(100295, 103367),
             "image_markers": (101304, 101305),
             "spatial_merge_size": 2,
             "temporal_merge_size": 2,
@@ -256,43 +250,41 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         MRopeTransformers(),
         replace(QWEN2, theta=5e5),
         {
-            "image_token_id": 100295,
-            "video_token_id": 100296,
+            "placeholders": Placeholders(100295, 100296),
             "image_markers": (101305, 101306),
             "spatial_merge_size": 2,
             "patch_size": 14,
             **raster(72, "axial"),
         },
     ),
-    "hunyuan_image_3_moe": (RopeTieV2(rounding="floor"), Rotary(128), {"image_token_id": 128006}),
+    "hunyuan_image_3_moe": (RopeTieV2(rounding="floor"), Rotary(128), {"placeholders": Placeholders(128006)}),
     "hunyuan_vl": (
         XDRope(counting="batch"),
         replace(XDRIVEN, allocation=[0] * 32 + [1] * 32, axes=4),
         {
             "second_rotary": replace(XDRIVEN, allocation=[2] * 32 + [3] * 32, axes=4),
-            "image_token_id": 120120,
+            "placeholders": Placeholders(120120, rows=(120120, 120120)),
             "image_markers": (120118, 120119),
             "spatial_merge_size": 2,
             "patch_size": 16,
             "temporal_patch_size": 1,
-            "row_separator": True,
         },
     ),
     "glm_image": (
         MRope(),
         GLM,
-        {"image_token_id": 167855, "image_markers": (16384, 16385), "patch_size": 16, "generates": True},
+        {"placeholders": Placeholders(167855), "image_markers": (16384, 16385), "patch_size": 16, "generates": True},
     ),
     "neomme": (
         Naive2D(),
         Rotary(64, rotary_dim=16, theta=1e6),
-        {"image_token_id": 6, "opening_token_id": 5},
+        {"placeholders": Placeholders(6), "opening_token_id": 5},
     ),
     "mistral3": (
         Flatten(),
         line(128, 1e9),
         {
-            "image_token_id": 10,
+            "placeholders": Placeholders(10),
             "row_markers": ("[IMG_BREAK]", "[IMG_END]"),
             "spatial_merge_size": 2,
             "patch_size": 14,
@@ -302,78 +294,75 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "lighton_ocr": (
         Flatten(),
         line(128, 1e6),
-        {"image_token_id": 151655, "spatial_merge_size": 2, "patch_size": 14, **raster(64, "pixtral")},
+        {"placeholders": Placeholders(151655), "spatial_merge_size": 2, "patch_size": 14, **raster(64, "pixtral")},
     ),
-    "llava": (Flatten(), line(128), {"image_token_id": 32000, "patch_size": 14}),
-    "llava_next": (Flatten(), line(128), {"image_token_id": 32000, "patch_size": 14}),
+    "llava": (Flatten(), line(128), {"placeholders": Placeholders(32000), "patch_size": 14}),
+    "llava_next": (Flatten(), line(128), {"placeholders": Placeholders(32000), "patch_size": 14}),
     "llava_onevision": (
         Flatten(),
         line(128),
-        {"image_token_id": 151646, "video_token_id": 151647, "patch_size": 14},
+        {"placeholders": Placeholders(151646, 151647), "patch_size": 14},
     ),
-    "internvl": (Flatten(), line(128), {"image_token_id": 151667, "patch_size": 14}),
-    "idefics2": (Flatten(), line(128), {"image_token_id": 32001, "patch_size": 32}),
-    "idefics3": (Flatten(), line(128), {"image_token_id": 128257, "patch_size": 32}),
-    "smolvlm": (Flatten(), line(128), {"image_token_id": 128257, "patch_size": 32}),
-    "deepseek_vl": (Flatten(), line(128), {"image_token_id": 100015, "patch_size": 16}),
-    "janus": (Flatten(), line(128), {"image_token_id": 100581, "patch_size": 16}),
+    "internvl": (Flatten(), line(128), {"placeholders": Placeholders(151667), "patch_size": 14}),
+    "idefics2": (Flatten(), line(128), {"placeholders": Placeholders(32001), "patch_size": 32}),
+    "idefics3": (Flatten(), line(128), {"placeholders": Placeholders(128257), "patch_size": 32}),
+    "smolvlm": (Flatten(), line(128), {"placeholders": Placeholders(128257), "patch_size": 32}),
+    "deepseek_vl": (Flatten(), line(128), {"placeholders": Placeholders(100015), "patch_size": 16}),
+    "janus": (Flatten(), line(128), {"placeholders": Placeholders(100581), "patch_size": 16}),
     "emu3": (Flatten(), line(128, 1e6), {}),
-    "fuyu": (Flatten(), line(64, rotary_dim=32), {"image_token_id": 71011}),
+    "fuyu": (Flatten(), line(64, rotary_dim=32), {"placeholders": Placeholders(71011)}),
     "gemma3": (
         Flatten(),
         line(256, 1e6),
-        {"image_token_id": 262144, "image_markers": (255999, 256000), "patch_size": 16},
+        {"placeholders": Placeholders(262144), "image_markers": (255999, 256000), "patch_size": 16},
     ),
     "gemma3_text": (Flatten(), line(256, 1e4), {}),
-    "aria": flat(line(128), image_token_id=9, patch_size=32),
+    "aria": flat(line(128), placeholders=Placeholders(9), patch_size=32),
     "chameleon": flat(line(128)),
-    "deepseek_ocr2": flat(line(128), image_token_id=128815),
-    "deepseek_vl_hybrid": flat(line(128), image_token_id=100015, patch_size=16),
-    "fast_vlm": flat(line(128), image_token_id=151646),
-    "got_ocr2": flat(line(64, 1e6), image_token_id=151859, patch_size=16),
-    "granite4_vision": flat(line(128), image_token_id=32000, patch_size=32),
-    "granite_docling": flat(line(64), image_token_id=100337, patch_size=16),
-    "hyperclovax_vision_v2": flat(line(128), image_token_id=128060, video_token_id=128061, **MERGED_14, **merged(224)),
-    "lfm2_vl": flat(line(80, 1e6), image_token_id=396, patch_size=16),
-    "llava_next_video": flat(line(128), image_token_id=32001, video_token_id=32000, patch_size=14),
-    "ovis2": flat(line(128), image_token_id=151665, patch_size=14),
-    "paligemma": flat(line(256), image_token_id=256000, patch_size=14, start=1),
-    "pi0": flat(line(256), image_token_id=257152, patch_size=14),
-    "perception_lm": flat(line(128), image_token_id=128002, video_token_id=128003),
-    "pp_chart2table": flat(line(64, 1e6), image_token_id=151859, patch_size=16),
-    "qianfan_ocr": flat(line(128), image_token_id=151667, patch_size=14),
-    "unlimited_ocr": flat(line(128), image_token_id=128815),
-    "video_llava": flat(line(128), image_token_id=32000, video_token_id=32001, patch_size=14),
-    "vipllava": flat(line(128), image_token_id=32000, patch_size=14),
-    "molmo2": flat(line(128), image_token_id=151938, patch_size=14),
-    "shieldgemma2": flat(line(256, 1e6), image_token_id=262144, image_markers=(255999, 256000), patch_size=16),
+    "deepseek_ocr2": flat(line(128), placeholders=Placeholders(128815)),
+    "deepseek_vl_hybrid": flat(line(128), placeholders=Placeholders(100015), patch_size=16),
+    "fast_vlm": flat(line(128), placeholders=Placeholders(151646)),
+    "got_ocr2": flat(line(64, 1e6), placeholders=Placeholders(151859), patch_size=16),
+    "granite4_vision": flat(line(128), placeholders=Placeholders(32000), patch_size=32),
+    "granite_docling": flat(line(64), placeholders=Placeholders(100337), patch_size=16),
+    "hyperclovax_vision_v2": flat(line(128), placeholders=Placeholders(128060, 128061), **MERGED_14, **merged(224)),
+    "lfm2_vl": flat(line(80, 1e6), placeholders=Placeholders(396), patch_size=16),
+    "llava_next_video": flat(line(128), placeholders=Placeholders(32001, 32000), patch_size=14),
+    "ovis2": flat(line(128), placeholders=Placeholders(151665), patch_size=14),
+    "paligemma": flat(line(256), placeholders=Placeholders(256000), patch_size=14, start=1),
+    "pi0": flat(line(256), placeholders=Placeholders(257152), patch_size=14),
+    "perception_lm": flat(line(128), placeholders=Placeholders(128002, 128003)),
+    "pp_chart2table": flat(line(64, 1e6), placeholders=Placeholders(151859), patch_size=16),
+    "qianfan_ocr": flat(line(128), placeholders=Placeholders(151667), patch_size=14),
+    "unlimited_ocr": flat(line(128), placeholders=Placeholders(128815)),
+    "video_llava": flat(line(128), placeholders=Placeholders(32000, 32001), patch_size=14),
+    "vipllava": flat(line(128), placeholders=Placeholders(32000), patch_size=14),
+    "molmo2": flat(line(128), placeholders=Placeholders(151938), patch_size=14),
+    "shieldgemma2": flat(
+        line(256, 1e6), placeholders=Placeholders(262144), image_markers=(255999, 256000), patch_size=16
+    ),
     "diffusion_gemma": flat(
         line(512, 1e6, scaling=PRoPE(0.25)),
-        image_token_id=258880,
+        placeholders=Placeholders(258880),
         image_markers=(255999, 258882),
         patch_size=16,
         **encoder("gemma4_vision"),
     ),
-    "embedding_gemma2": flat(
-        line(512, 1e6), image_token_id=258880, video_token_id=258884, image_markers=(255999, 258882)
-    ),
-    "gemma3n": flat(line(256, 1e6), image_token_id=262145, image_markers=(255999, 262144)),
+    "embedding_gemma2": flat(line(512, 1e6), placeholders=Placeholders(258880, 258884), image_markers=(255999, 258882)),
+    "gemma3n": flat(line(256, 1e6), placeholders=Placeholders(262145), image_markers=(255999, 262144)),
     "gemma4": flat(
         line(512, 1e6, scaling=PRoPE(0.25)),
-        image_token_id=258880,
-        video_token_id=258884,
+        placeholders=Placeholders(258880, 258884),
         image_markers=(255999, 258882),
     ),
     "gemma4_unified": flat(
         line(512, 1e6, scaling=PRoPE(0.25)),
-        image_token_id=258880,
-        video_token_id=258884,
+        placeholders=Placeholders(258880, 258884),
         image_markers=(255999, 258882),
     ),
     "lfm3_vl": flat(
         line(128, 1e6, scaling=PRoPE(0.5)),
-        image_token_id=125030,
-        video_token_id=125029,
+        placeholders=Placeholders(125030, 125029),
         image_markers=(125009, 125010),
         patch_size=16,
         temporal_patch_size=2,
@@ -381,16 +370,15 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         **encoder("lfm3_vl_vision"),
         frames_apart=True,
     ),
-    "modernvbert": flat(line(64, 160000.0), image_token_id=50407, patch_size=16),
-    "ultravbert": flat(line(128, 2560000.0), image_token_id=49191, patch_size=16),
-    "step3p7": flat(line(128), image_token_id=151679, patch_size=14, **encoder("step3p5_vision")),
-    "aya_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=14),
-    "cohere2_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=16),
-    "exaone4_5": flat(line(128), image_token_id=67, video_token_id=68, **MERGED_14, **encoder("exaone4_5_vision")),
+    "modernvbert": flat(line(64, 160000.0), placeholders=Placeholders(50407), patch_size=16),
+    "ultravbert": flat(line(128, 2560000.0), placeholders=Placeholders(49191), patch_size=16),
+    "step3p7": flat(line(128), placeholders=Placeholders(151679), patch_size=14, **encoder("step3p5_vision")),
+    "aya_vision": flat(line(128, pairing="adjacent"), placeholders=Placeholders(255036), patch_size=14),
+    "cohere2_vision": flat(line(128, pairing="adjacent"), placeholders=Placeholders(255036), patch_size=16),
+    "exaone4_5": flat(line(128), placeholders=Placeholders(67, 68), **MERGED_14, **encoder("exaone4_5_vision")),
     "muse_glimmer": flat(
         line(128),
-        image_token_id=200092,
-        video_token_id=200091,
+        placeholders=Placeholders(200092, 200091),
         patch_size=14,
         spatial_merge_size=2,
         frames_apart=True,
@@ -398,28 +386,28 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     ),
     "muse_spark": flat(
         line(64, 5e5),
-        image_token_id=200092,
-        video_token_id=200091,
+        placeholders=Placeholders(200092, 200091),
         patch_size=14,
         spatial_merge_size=2,
         frames_apart=True,
         **encoder("muse_spark_vision"),
     ),
     "llama4": flat(
-        line(128, 5e5, pairing="adjacent"), image_token_id=200092, patch_size=14, **encoder("llama4_vision_model")
+        line(128, 5e5, pairing="adjacent"),
+        placeholders=Placeholders(200092),
+        patch_size=14,
+        **encoder("llama4_vision_model"),
     ),
     "minimax_m3_vl": flat(
         line(128, 5e6),
-        image_token_id=200025,
-        video_token_id=200026,
+        placeholders=Placeholders(200025, 200026),
         **MERGED_14,
         frames_apart=True,
         **encoder("minimax_m3_vl_vision"),
     ),
     "kimi_k25": flat(
         line(64, pairing="adjacent"),
-        image_token_id=163605,
-        video_token_id=163840,
+        placeholders=Placeholders(163605, 163840),
         patch_size=14,
         spatial_merge_size=2,
         **encoder("kimi_k25_vision"),
@@ -430,20 +418,18 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         MRopeCanvas(),
         QWEN35,
         {
-            "image_token_id": 20,
-            "video_token_id": 21,
-            "crop_markers": CropMarkers(22, 23, 24, 25, 26),
+            "placeholders": Placeholders(20, 21, crops=CropMarkers(22, 23, 24, 25, 26)),
             "spatial_merge_size": 4,
             "patch_size": 16,
         },
     ),
-    "video_llama_3": flat(line(128), image_token_id=151655, video_token_id=151656, patch_size=16),
+    "video_llama_3": flat(line(128), placeholders=Placeholders(151655, 151656), patch_size=16),
     "blip-2": flat(line(128), patch_size=14),
     "instructblip": flat(line(128), patch_size=14),
     "instructblipvideo": flat(line(128), patch_size=14),
     "idefics": flat(line(128), patch_size=14),
-    "mllama": flat(line(128, 5e5), image_token_id=128256, patch_size=14),
-    "phi4_multimodal": flat(line(96), image_token_id=200010, patch_size=14),
+    "mllama": flat(line(128, 5e5), placeholders=Placeholders(128256), patch_size=14),
+    "phi4_multimodal": flat(line(96), placeholders=Placeholders(200010), patch_size=14),
     "audioflamingo3": flat(line(128)),
     "musicflamingo": flat(line(128)),
     "fun_asr_nano": flat(line(128)),

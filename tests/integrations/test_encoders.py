@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
+from mmpos.integrations.models.from_config import vision_scheme
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import Fields
+from mmpos.rotary.hf_models import ENCODERS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Grid2D
 
 SMALL: dict[str, Any] = {
@@ -149,7 +150,7 @@ def test_positions_and_rotation_are_those_of_the_encoder(encoder: str, monkeypat
     with torch.no_grad(), pytest.raises(TurnedError) as caught:
         run(encoder, models_of(type(config), code)[-1](config).eval())
     q, k, *theirs = caught.value.args
-    scheme = ENCODERS[encoder].scheme(Fields("vision_config", config, encoder))
+    scheme = vision_scheme(Fields("vision_config", config, encoder))
     positions = place(SegmentTable.from_documents(documents_of(encoder)), scheme)
     ours = apply_rotary(q, k, positions, Rotary.from_hf_config(config, precision="hf"), layout="thd")
     for mine, other in zip(ours, theirs, strict=True):
@@ -160,7 +161,7 @@ def test_positions_and_rotation_are_those_of_the_encoder(encoder: str, monkeypat
 def test_a_config_and_one_without_its_defaults_give_these_positions_and_this_rotation(encoder: str) -> None:
     config = CONFIG_MAPPING[encoder]()
     for told in (config, json.loads(config.to_json_string(use_diff=False)), {"model_type": encoder}):
-        scheme = ENCODERS[encoder].scheme(Fields("vision_config", told, encoder))
+        scheme = vision_scheme(Fields("vision_config", told, encoder))
         assert (scheme, Rotary.from_hf_config(told)) == EXPECTED_ENCODERS[encoder]
 
 
@@ -177,7 +178,7 @@ def test_older_names_of_fields_count_and_what_the_code_ignores_does_not(
     told: dict[str, Any], scheme: Grid2D, head_dim: int
 ) -> None:
     fields = Fields("vision_config", told, told["model_type"])
-    assert ENCODERS[told["model_type"]].scheme(fields) == scheme
+    assert vision_scheme(fields) == scheme
     rotary = Rotary.from_hf_config(told)
     assert (rotary.head_dim, rotary.theta, rotary.scaling) == (head_dim, 10000.0, None)
 

@@ -26,7 +26,7 @@ from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import class_defaults
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP, WITH_FRAMES
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # every model of Transformers is imported
 
@@ -195,7 +195,7 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     kind = {} if layer_type is None else {"layer_type": layer_type}
     if hasattr(module, "compute_axial_rope_parameters"):
         model = module.config.model_type
-        axes = 3 if model in WITH_FRAMES else 2
+        axes = 3 if model == "minimax_m3_vl_vision" else 2
         ids = IDS[[1, 0]] if model in COLUMNS_FIRST else IDS[:axes]
         return module(torch.zeros(1), ids.T), axes
     for axes in (3, 2):

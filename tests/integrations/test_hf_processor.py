@@ -24,7 +24,7 @@ import mmpos
 from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, Markers, Text, UnsupportedError
 from mmpos.integrations.hf import MMPosProcessor
 from mmpos.integrations.hf.processor import scheme_of, scheme_to_json
-from mmpos.integrations.hf.rows import expand
+from mmpos.integrations.hf.texts import expand
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.tokenizers import MarkerIds
 

@@ -36,7 +36,7 @@ def request(random: Random, settings: Any) -> Request:
     rows = Rows.padded(random, [row for row, _, _ in made] * (random.randint(1, 3) if alike else 1))
     tokens = torch.from_numpy(rows.input_ids)
     if random.random() < 0.5:  # the model writes the codes of images in the place of placeholders before it calls
-        tokens = tokens.masked_fill(tokens == settings.image_token_id, TEXT)
+        tokens = tokens.masked_fill(tokens == settings.placeholders.image, TEXT)
     arguments: dict[str, Any] = {"input_ids": tokens}
     traits = ["alike"] * alike
     if rows.mask is not None or random.random() < 0.3:

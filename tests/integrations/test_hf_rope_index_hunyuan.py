@@ -28,7 +28,7 @@ def request(random: Random, settings: Any) -> Request:
     """Rows with images, whose sides merging need not divide, padded, masked with holes, of any dtype."""
     images: list[list[int]] = []
     rows = Rows.padded(random, [hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
-    kinds = (rows.input_ids == settings.image_token_id).astype(np.int64) * rows.real
+    kinds = (rows.input_ids == settings.placeholders.image).astype(np.int64) * rows.real
     kinds[(kinds == TEXT) & (np.arange(kinds.size).reshape(kinds.shape) % 7 == random.randrange(9))] = 2  # is text
     arguments: dict[str, Any] = {
         "input_ids": torch.from_numpy(rows.input_ids).to(random.choice([torch.int64, torch.int32])),

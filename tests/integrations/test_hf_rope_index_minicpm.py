@@ -157,7 +157,9 @@ def test_the_method_takes_any_tokens_around_a_picture() -> None:
     asked["target_sizes"] = torch.tensor([[4, 8]])
     got, _ = kind.get_rope_index(stand_in, **asked)
     assert got.tolist() == [[[0, 1, 1, 1, 4, 5]], [[0, 0, 1, 1, 4, 5]], [[0, 0, 1, 2, 4, 5]]]
-    with pytest.raises(InvalidInputError, match=r"^crop_markers: got token 6 before the placeholders at document 0, "):
+    with pytest.raises(
+        InvalidInputError, match=r"^placeholders\.crops: got token 6 before the placeholders at document 0, "
+    ):
         FUNCTION(**asked)
 
 
@@ -193,11 +195,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no marker before": (
         {"input_ids": without(0, 1)},
-        "crop_markers: got token 7 before the placeholders at document 0, token 2, want thumbnail_start or tile_start",
+        "placeholders.crops: got token 7 before the placeholders at document 0, token 2, "
+        "want thumbnail_start or tile_start",
     ),
     "no marker after": (
         {"input_ids": without(1, 10)},
-        "crop_markers: got token 7 after the placeholders at document 1, token 2, want thumbnail_end or tile_end",
+        "placeholders.crops: got token 7 after the placeholders at document 1, token 2, want thumbnail_end or tile_end",
     ),
     "a slice apart": (
         {

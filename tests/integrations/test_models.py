@@ -31,8 +31,7 @@ from tolerance import EXACT, assert_within
 import mmpos
 import mmpos.rotary
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelSettings
-from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
-from mmpos.rotary.hf_models import OTHER_ROTATIONS
+from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
@@ -212,7 +211,7 @@ def ernie_with(section: object) -> dict[str, Any]:
             without("qwen2_vl", text_config={"model_type": "llama"}),
             "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text",
         ),
-        (without("qwen2_vl", video_token_id=151655), "video_token_id: got 151655, want another than image_token_id"),
+        (without("qwen2_vl", video_token_id=151655), "Placeholders.video: got 151655, want another than image"),
         (
             without("qwen2_vl", vision_end_token_id=151652),
             "config.vision_end_token_id: got 151652, want another than vision_start_token_id",
@@ -474,7 +473,7 @@ def test_the_model_inside_one_that_embeds_is_known(model: str) -> None:
 @pytest.mark.parametrize("model", ["chameleon", "emu3"])
 def test_the_placeholder_of_an_image_stands_in_a_map_of_the_vocabulary(model: str) -> None:
     told = without(model, vocabulary_map={"<image>": 8711})
-    assert mmpos.from_hf_config(told) == replace(settings_of(model), image_token_id=8711)
+    assert mmpos.from_hf_config(told) == replace(settings_of(model), placeholders=mmpos.Placeholders(8711))
     assert mmpos.from_hf_config(CONFIGS[model](vocabulary_map={"<image>": 8711})) == mmpos.from_hf_config(told)
 
 

@@ -63,7 +63,7 @@ def reads_more_than_text(config: Any) -> bool:
 def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """Ids of tokens, and of their positions by our settings, which are the same with grids and without."""
     settings = mmpos.from_hf_config(network.config, layer_type=LAYER_TYPES.get(model))
-    image = settings.image_token_id
+    image = settings.placeholders.image
     input_ids = torch.where(IDS == IMAGE, IMAGE if image is None else image, IDS)
     ids = settings.place(settings.segments(input_ids)).dense(dtype="int64")
     if image is not None:

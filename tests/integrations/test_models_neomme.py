@@ -70,7 +70,7 @@ def test_ids_are_those_of_the_processor() -> None:
         ours = settings.place(settings.segments(ids, thw, attention_mask=mask)).dense().reshape(theirs.shape)
         np.testing.assert_array_equal(ours * mask, theirs.numpy() * mask)
         packed, bounds = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
-        told: Any = {"cu_seqlens": bounds, "row_token_id": random.choice([None, ROW])}
+        told: Any = {"cu_seqlens": bounds, "rows": random.choice([None, (ROW, ROW)])}
         ours = settings.place(settings.segments(packed, thw, **told)).dense()
         np.testing.assert_array_equal(ours, theirs.numpy()[:, mask == 1])
 
@@ -78,14 +78,14 @@ def test_ids_are_those_of_the_processor() -> None:
 @pytest.mark.parametrize(
     ("page", "grid", "message"),
     [
-        ([5, 6, 6, 6, ROW, 6, 6, WORD], (2, 2), "got token 9 after the placeholders at document 0, token 5, want 7"),
-        ([5, 6, 6, 6, ROW], (2, 2), "got no placeholders left, want 2 for row 1 of 1x2x2"),
-        ([5, 6, 6, 6], (1, 2), "got the end of the document after the placeholders at document 0, token 2"),
+        ([5, 6, 6, 6, ROW, 6, 6, WORD], (2, 2), "got a run of 5 placeholders at document 0, token 2, want 6"),
+        ([5, 6, 6, 6, ROW], (2, 2), "got a run of 3 placeholders at document 0, token 2, want 6"),
+        ([5, 6, 6, 6], (1, 2), "got a run of 2 placeholders at document 0, token 2, want 3"),
     ],
 )
 def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tuple[int, int], message: str) -> None:
     with pytest.raises(mmpos.InvalidInputError) as caught:
-        settings_of("neomme").segments(page, [(1, *grid)], row_token_id=ROW)
+        settings_of("neomme").segments(page, [(1, *grid)], rows=(ROW, ROW))
     assert message in str(caught.value)
 
 

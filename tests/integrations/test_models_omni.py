@@ -161,7 +161,7 @@ def test_many_batches_are_those_of_get_rope_index(model: str, batches: int) -> N
 @pytest.mark.parametrize("model", MODELS)
 def test_the_talker_and_the_thinker_alone_have_the_same_settings(model: str) -> None:
     whole, thinker = settings_of(model), settings_of(f"{model}_thinker")
-    assert (whole.scheme, whole.rotary, whole.audio_token_id) == (thinker.scheme, thinker.rotary, AUDIO)
+    assert (whole.scheme, whole.rotary, whole.placeholders.audio) == (thinker.scheme, thinker.rotary, AUDIO)
     with pytest.raises(mmpos.InvalidInputError, match=r"config\.thinker_config: got none, want the config of"):
         mmpos.from_hf_config({"model_type": model})
 

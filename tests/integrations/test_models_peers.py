@@ -60,11 +60,11 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
             patches = height * width // settings.spatial_merge_size**2
             if frames == 1:
                 images.append(part)
-                row += [settings.image_token_id or 0] * patches
+                row += [settings.placeholders.image or 0] * patches
                 continue
             videos.append(part)
             begin, end = settings.video_markers or (TEXT, TEXT)
-            token = settings.image_token_id if settings.video_markers else settings.video_token_id
+            token = settings.placeholders.image if settings.video_markers else settings.placeholders.video
             frame = [token or 0] * patches
             if settings.frames_apart:
                 row += [begin, *[*frame, TEXT] * frames, end]
@@ -77,9 +77,11 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
 def kinds_of(settings: ModelSettings, rows: list[list[int]]) -> Any:
     """Transformers' mm_token_type_ids."""
     if settings.video_markers is None:
-        return [[(t == settings.image_token_id) + 2 * (t == settings.video_token_id) for t in row] for row in rows]
+        return [
+            [(t == settings.placeholders.image) + 2 * (t == settings.placeholders.video) for t in row] for row in rows
+        ]
     begin, end = settings.video_markers
-    told = SimpleNamespace(image_token_id=settings.image_token_id, video_start_id=begin, video_end_id=end)
+    told = SimpleNamespace(image_token_id=settings.placeholders.image, video_start_id=begin, video_end_id=end)
     processor = importlib.import_module("transformers.models.glm4v.processing_glm4v").Glm4vProcessor
     return processor.create_mm_token_type_ids(told, rows)
 

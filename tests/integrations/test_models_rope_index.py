@@ -101,7 +101,11 @@ def test_frames_apart_have_the_ids_of_the_model(model: str, count: int, monkeypa
     for _ in range(count):
         layout = random_layout(random, "qwen3_vl", videos=True)
         answer = rope_index(model, layout)
-        told = replace(settings, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=layout.merge)
+        told = replace(
+            settings,
+            placeholders=replace(settings.placeholders, image=IMAGE, video=VIDEO),
+            spatial_merge_size=layout.merge,
+        )
         rows = Rows(layout.input_ids, layout.attention_mask)
         for _ in both_ways(monkeypatch):
             segments = told.segments(rows.input_ids, layout.images, layout.videos, attention_mask=rows.mask)
@@ -123,7 +127,7 @@ def hunyuan(sections: int, engine: Any = "transformers") -> tuple[Any, ModelSett
 
 def hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
     """Text and images, each between its markers, with a token at the end of each row and mostly one on both sides."""
-    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     for _ in range(random.choice([0, 1, 1, 2, 3])):
         height, width = random.randint(1, 5), random.randint(1, 5)
@@ -139,7 +143,7 @@ def test_xd_rope_has_the_ids_of_hunyuan_vl(axes: int, count: int, monkeypatch: p
     for _ in range(count // 2):
         images: list[list[int]] = []
         rows = Rows.padded(random, [hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
-        types = (rows.input_ids == settings.image_token_id).astype(np.int64)
+        types = (rows.input_ids == settings.placeholders.image).astype(np.int64)
         ids, deltas = kind.get_rope_index(
             told, torch.from_numpy(rows.input_ids), tensor(types), tensor(images), attention_mask=tensor(rows.mask)
         )
@@ -157,7 +161,7 @@ def glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]
     Returns:
         the row, how many images it has, and how many of the grids are of images to generate.
     """
-    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
     for _ in range(sources):
@@ -207,7 +211,7 @@ def test_ids_of_glm_image_are_laid_ahead(count: int, monkeypatch: pytest.MonkeyP
 
 def minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
     """A thumbnail, mostly with rows of slices: mostly of one size, and as many in each row."""
-    markers, side = settings.crop_markers, settings.spatial_merge_size
+    markers, side = settings.placeholders.crops, settings.spatial_merge_size
     assert markers is not None
 
     def crop(before: int, after: int, height: int, width: int) -> list[int]:
@@ -228,12 +232,12 @@ def minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: 
 
 def minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[list[int]]]) -> list[int]:
     """Text, images and frames of videos, which follow each other with and without markers or text between them."""
-    assert settings.crop_markers is not None
-    newline = settings.crop_markers.newline
+    assert settings.placeholders.crops is not None
+    newline = settings.placeholders.crops.newline
     row = text_of(random, 3)
     for _ in range(random.randint(0, 3)):
         patch = random.choice(list(grids))
-        for _ in range(1 if patch == settings.image_token_id else random.randint(1, 3)):
+        for _ in range(1 if patch == settings.placeholders.image else random.randint(1, 3)):
             row += minicpm_picture(random, settings, patch, grids[patch])
         row += [newline] * random.choice([0, 0, 0, 1, 2]) + text_of(random, 3) + [newline] * (random.random() < 0.2)
     return row or [TEXT]
@@ -245,7 +249,7 @@ def test_pictures_of_minicpm_lie_on_a_canvas(mode: str, count: int, monkeypatch:
     config.downsample_mode = mode
     settings = mmpos.from_hf_config(config)
     kind, told = unbound("minicpmv4_7", config)
-    image, video = settings.image_token_id or 0, settings.video_token_id or 0
+    image, video = settings.placeholders.image or 0, settings.placeholders.video or 0
     for _ in range(max(150, count)):
         grids: dict[int, list[list[int]]] = {image: [], video: []}
         rows = Rows.padded(random, [minicpm_row(random, settings, grids) for _ in range(random.randint(1, 3))])

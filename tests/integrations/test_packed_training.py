@@ -16,11 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 from transformers.masking_utils import flash_attention_mask
 
 import mmpos
-from mmpos.data import ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs, model_inputs
+from mmpos.data import ModelCollator, PaddedCollator, ProcessedInputs, model_inputs
 from mmpos.data.examples import IGNORE_INDEX, Example, Location
 from mmpos.data.model_inputs import MODEL_INPUTS
 from mmpos.errors import UnsupportedError
-from mmpos.integrations.hf import get_rope_index
 from mmpos.integrations.models import MODEL_TYPES
 
 HALF = torch.finfo(torch.float32).eps ** 0.5
@@ -107,7 +106,7 @@ def test_a_model_sees_the_pixels_of_a_batch_that_is_told_the_model() -> None:
     (other,) = examples_of(builder, ["see ", noise(16, 24, 5), " so"])
     model = tiny_model(config)
     with torch.no_grad():
-        one, two = (float(model(**PackedCollator()([each]).as_dict(model=collator)).loss) for each in (first, other))
+        one, two = (float(model(**collator([each])).loss) for each in (first, other))
         want = float(model(**alone(collator, first)).loss)
     assert one == pytest.approx(want, rel=HALF)
     assert one != pytest.approx(two, rel=HALF)
@@ -277,7 +276,8 @@ def test_models_that_mix_documents_are_refused_and_all_others_are_known() -> Non
     assert {name for name, inputs in MODEL_INPUTS.items() if inputs.text_row} == {
         name for name in MODEL_INPUTS if MODEL_TYPES[name].scheme.startswith("mrope")
     }
-    assert set(get_rope_index._MODEL_TYPES) < MODEL_INPUTS.keys() | model_inputs._REFUSED.keys()
+    several_axes = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
+    assert several_axes < MODEL_INPUTS.keys() | model_inputs._REFUSED.keys()
     settings = mmpos.from_hf_config(CONFIGS["gpt_oss"]())
     said = (
         r"^settings.model_type: got 'gpt_oss' \(its masks do not read the documents of a row from position_ids\), want"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmpos
 import mmpos.rotary
-from mmpos import Grid, SegmentTable, Text
+from mmpos import Grid, Placeholders, SegmentTable, Text
 from mmpos.integrations.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
 from mmpos.integrations.sglang import item_segments, mrope_positions
 from mmpos.rotary import Rotary, apply_rotary
@@ -97,13 +97,7 @@ def test_items_give_the_segments_that_the_tokens_would_give() -> None:
     ]
     got = item_segments(len(ids), items, spatial_merge_size=2)
     want = SegmentTable.from_input_ids(
-        ids,
-        [image, second],
-        [[2, 2, 4]],
-        image_token_id=9,
-        video_token_id=8,
-        spatial_merge_size=2,
-        frames_apart=True,
+        ids, Placeholders(image=9, video=8), [image, second], [[2, 2, 4]], spatial_merge_size=2, frames_apart=True
     )
     assert np.array_equal(got.kind, want.kind)
     assert np.array_equal(got.extents, want.extents)

@@ -29,6 +29,7 @@ from mmpos import (
 )
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.schemes import MRopeQwen25, RopeTie
+from mmpos.segments import Placeholders
 
 PATCH = 9
 
@@ -319,7 +320,9 @@ def test_an_image_known_by_its_size_has_no_content_to_share() -> None:
 
 SEGMENTS = SegmentTable.from_documents([[Text(2), Grid(1, 2)], [Text(3)]])
 POSITIONS = place(SEGMENTS)
-PADDED = SegmentTable.from_input_ids([[1, 2, 3], [1, 0, 0]], image_token_id=9, attention_mask=[[1, 1, 1], [1, 0, 0]])
+PADDED = SegmentTable.from_input_ids(
+    [[1, 2, 3], [1, 0, 0]], Placeholders(image=9), attention_mask=[[1, 1, 1], [1, 0, 0]]
+)
 
 
 @pytest.mark.parametrize(

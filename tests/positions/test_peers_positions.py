@@ -29,7 +29,7 @@ from tolerance import assert_within, cos_sin
 from torch import Tensor
 
 import mmpos.rotary
-from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos import Grid, Placeholders, Scheme, SegmentTable, Text, place
 from mmpos.integrations.sections import Sections, window_positions
 from mmpos.integrations.vllm import mrope_input_positions
 from mmpos.rotary import Rotary
@@ -152,10 +152,9 @@ def table_of(batch: Sequence[Prompt], merge: int, left: bool = False) -> Segment
     mask = [np.pad(np.ones(len(one.tokens), int), pad) for one, pad in zip(batch, pads, strict=True)]
     return SegmentTable.from_input_ids(
         np.array(rows),
+        Placeholders(image=IMAGE, video=VIDEO),
         [grid for one in batch for grid in one.images] or None,
         [grid for one in batch for grid in one.videos] or None,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
         spatial_merge_size=merge,
         attention_mask=np.array(mask),
         frames_apart=True,

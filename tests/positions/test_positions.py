@@ -22,7 +22,7 @@ from mmpos import (
 )
 from mmpos.positions import expand
 from mmpos.schemes import Grid2D, RopeTie, Scheme
-from mmpos.segments import Audio, Clip, Thumbnail, Tile
+from mmpos.segments import Audio, Clip, Placeholders, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -446,7 +446,7 @@ def test_segments_are_counted_over_the_batch() -> None:
 
 
 def test_padding_is_padding_with_the_documents_too() -> None:
-    segments = SegmentTable.from_input_ids([[1, 0]], image_token_id=None, attention_mask=[[1, 0]])
+    segments = SegmentTable.from_input_ids([[1, 0]], Placeholders(), attention_mask=[[1, 0]])
     assert place(segments, "flatten").describe(1, segments) == "padding (segment 1)"
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers")
 from chat_tokenizer import chat_tokenizer
 
 import mmpos
-from mmpos import ImageProcessor, ImageSize, Markers, SegmentTable, SequenceBuilder
+from mmpos import ImageProcessor, ImageSize, Markers, Placeholders, SegmentTable, SequenceBuilder
 from mmpos.integrations.hf import MMPosProcessor
 
 transformers = pytest.importorskip("transformers")
@@ -47,9 +47,7 @@ def test_ids_are_those_of_pixtral_and_are_read_again(merge: int) -> None:
     (whole,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
     sequence = builder.build(parts)
     assert sequence.input_ids.tolist() == whole
-    found = SegmentTable.from_input_ids(
-        whole, sequence.grid_thw, image_token_id=IMG, row_token_id=BREAK, last_row_token_id=END
-    )
+    found = SegmentTable.from_input_ids(whole, Placeholders(image=IMG, rows=(BREAK, END)), sequence.grid_thw)
     np.testing.assert_array_equal(found.extents, sequence.segments.extents)
 
 
@@ -63,7 +61,5 @@ def test_a_config_knows_the_names_of_pixtrals_rows(model: str) -> None:
     sequence = builder.build(["A", mmpos.Grid(2, 3)])
     assert sequence.input_ids[1:].tolist()[-8:] == [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, END]
     merge = settings.spatial_merge_size
-    found = settings.segments(
-        sequence.input_ids, sequence.grid_thw * [1, merge, merge], row_token_id=BREAK, last_row_token_id=END
-    )
+    found = settings.segments(sequence.input_ids, sequence.grid_thw * [1, merge, merge], rows=(BREAK, END))
     np.testing.assert_array_equal(found.extents, sequence.segments.extents)

@@ -42,7 +42,7 @@ from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc.positions import get_query
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
-from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Thumbnail, Tile
+from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Placeholders, Thumbnail, Tile
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
@@ -132,13 +132,13 @@ SOURCES: list[SegmentTable | Spans | InputIds] = [
     Spans([11], [3], [[2, 1, 3]], seconds_per_frame=[Fraction(1, 2)]),
     Spans([4], [], []),
     Spans([], [], []),
-    InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5),
-    InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
-    InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),
-    InputIds([7, 1, 7], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, frames_apart=True),
-    InputIds([1, 5, 2, 2], [[1, 1, 1]], image_token_id=5, cu_seqlens=[0, 2, 4]),
-    InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
-    InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
+    InputIds([1, 5, 5, 1], Placeholders(image=5), [[1, 1, 2]]),
+    InputIds(np.array([1, 5, 1, 5], np.int32), Placeholders(image=5), [[1, 2, 2]] * 2, spatial_merge_size=2),
+    InputIds([1, 5, 7, 7, 1], Placeholders(image=5, video=7), [[1, 1, 1]], [[2, 1, 1]], seconds_per_frame=[0.5]),
+    InputIds([7, 1, 7], Placeholders(image=5, video=7), None, [[2, 1, 1]], frames_apart=True),
+    InputIds([1, 5, 2, 2], Placeholders(image=5), [[1, 1, 1]], cu_seqlens=[0, 2, 4]),
+    InputIds([[0, 1, 5], [1, 1, 1]], Placeholders(image=5), [[1, 1, 1]], attention_mask=[[0, 1, 1], [1, 1, 1]]),
+    InputIds([[0, 1]], Placeholders(image=5), attention_mask=np.array([[False, True]])),
 ]
 MARKERS = CropMarkers(2, 3, 4, 5, 6)
 CLIPS: list[SegmentTable | Spans | InputIds] = [
@@ -146,17 +146,17 @@ CLIPS: list[SegmentTable | Spans | InputIds] = [
         [[Text(1), Audio(3), Clip(2, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3))]]
     ),
     Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], extra_tokens=[3]),
-    InputIds([1, 1, 7, 9, 9, 7, 1, 1], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, audio_token_id=9),
-    InputIds([9, 9, 1, 5], [[1, 1, 1]], image_token_id=5, audio_token_id=9, audio_lengths=[2]),
+    InputIds([1, 1, 7, 9, 9, 7, 1, 1], Placeholders(image=5, video=7, audio=9), None, [[2, 1, 1]]),
+    InputIds([9, 9, 1, 5], Placeholders(image=5, audio=9), [[1, 1, 1]], audio_lengths=[2]),
 ]
 TILES: list[SegmentTable | Spans | InputIds] = [
     SegmentTable.from_documents([[Text(2), Thumbnail(1, 2, tokens_after=1), Tile(2, 3, tokens_after=2), Tile(2, 3)]]),
     Spans([11], [1, 5], [[1, 1, 2], [1, 1, 3]], kind=[THUMBNAIL, TILE], extra_tokens=[0, 1]),
-    InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], [[1, 1, 2], [1, 1, 1]], image_token_id=9, crop_markers=MARKERS),
+    InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 2], [1, 1, 1]]),
 ]
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),
-    InputIds([5, 2, 5, 3, 1], [[1, 2, 1]], image_token_id=5, row_token_id=2, last_row_token_id=3),
+    InputIds([5, 2, 5, 3, 1], Placeholders(image=5, rows=(2, 3)), [[1, 2, 1]]),
 ]
 VIEWS: list[list[View]] = [
     [Window([1, 0], [2, 9], [20, 1]), Decode([1, 2])],
@@ -190,28 +190,41 @@ QUERIES = [
     PositionsQuery(SEGMENTS, start=-3, dense=Dense("int64")),
     PositionsQuery(SEGMENTS, start=-3, dense=Dense(np.float64, (1, 0, 0))),
     PositionsQuery(Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]), "rope-tie-fractional"),
-    PositionsQuery(InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5), "mrope", start=[7]),
+    PositionsQuery(InputIds([1, 5, 5, 1], Placeholders(image=5), [[1, 1, 2]]), "mrope", start=[7]),
 ]
 WRONG = [
     *(PositionsQuery(source, "mrope") for source in TILES),
-    PositionsQuery(InputIds([1, 2, 9, 1], [[1, 1, 1]], image_token_id=9, crop_markers=MARKERS), "mrope-canvas"),
+    PositionsQuery(InputIds([1, 2, 9, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 1]]), "mrope-canvas"),
     *(PositionsQuery(source, "mrope") for source in CLIPS[:3]),
-    PositionsQuery(InputIds([9, 9], image_token_id=5, audio_token_id=9, audio_lengths=[3]), "tmrope"),
+    PositionsQuery(InputIds([9, 9], Placeholders(image=5, audio=9), audio_lengths=[3]), "tmrope"),
     PositionsQuery(SEGMENTS, "nonsense"),
     PositionsQuery(Spans([4], [3], [[1, 2, 3]])),
     PositionsQuery(Spans([4, 4], [3], [[1, 2, 3]])),
-    PositionsQuery(InputIds([1, 5, 1], [[1, 1, 2]], image_token_id=5)),
-    PositionsQuery(InputIds([1.5], image_token_id=5)),
-    PositionsQuery(InputIds([[1, 2]], image_token_id=5, attention_mask=[[0, 2]])),
+    PositionsQuery(InputIds([1, 5, 1], Placeholders(image=5), [[1, 1, 2]])),
+    PositionsQuery(InputIds([1.5], Placeholders(image=5))),
+    PositionsQuery(InputIds([[1, 2]], Placeholders(image=5), attention_mask=[[0, 2]])),
     PositionsQuery(SEGMENTS, views=[Shard(0, 2)]),
     PositionsQuery(SEGMENTS, views=[Window([2], [0], [1])]),
     PositionsQuery(SEGMENTS, views=[Take([3], [1])]),
+    PositionsQuery(SEGMENTS, views=[Take([1.5], [2])]),
+    PositionsQuery(SEGMENTS, views=[Window([0], [0], [1, 2])]),
+    PositionsQuery(SEGMENTS, views=[Decode(-1)]),
+    PositionsQuery(SEGMENTS, views=[Decode(2**40)]),
+    PositionsQuery(SEGMENTS, views=[Decode([0.5, 1])]),
+    PositionsQuery(SEGMENTS, views=[Shard(2, 2)]),
+    PositionsQuery(SEGMENTS, views=[Shard(0, 0)]),
+    PositionsQuery(SEGMENTS, views=[Shard(0, 1, "ring")]),  # type: ignore[arg-type]
+    PositionsQuery(SEGMENTS, views=[Pad(3, "up")]),  # type: ignore[arg-type]
+    PositionsQuery(SEGMENTS, views=[Pad(9.5)]),
     PositionsQuery(SEGMENTS, "rows", views=[Decode()]),
     PositionsQuery(SEGMENTS, "v2pe", dense=Dense("int32")),
     PositionsQuery(SEGMENTS, dense=Dense(axes=(2,))),
     PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]])),
     PositionsQuery(SEGMENTS, start=2**31 - 5),
+    PositionsQuery(SEGMENTS, start=2**31),
+    PositionsQuery(SEGMENTS, start=0.5),
+    PositionsQuery(SEGMENTS, strict=1),  # type: ignore[arg-type]
     PositionsQuery(SEGMENTS, start=[1, 2, 3]),
 ]
 
@@ -250,8 +263,8 @@ def test_streams_in_order_with_errors_in_their_places(ask: Both) -> None:
 
 
 def test_the_profile_gives_scheme_placeholders_and_merging(ask: Both) -> None:
-    found = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], [[1, 2, 4]])), profile="default")
-    want = InputIds([1, 258, 258, 1], [[1, 2, 4]], image_token_id=258, spatial_merge_size=2)
+    found = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], image_grid_thw=[[1, 2, 4]])), profile="default")
+    want = InputIds([1, 258, 258, 1], Placeholders(image=258), [[1, 2, 4]], spatial_merge_size=2)
     same(found, PositionsQuery(want).run())
     scheme = ask("place", SEGMENTS, profile="halves").scheme
     assert scheme == "rope-tie-v2(axes=3)"
@@ -381,12 +394,12 @@ def test_rows_as_pixtral_writes_them(ask: Both) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)
         same(ask("build", parts, profile="pixtral"), want)
-        ids = InputIds(want.input_ids, want.grid_thw, image_token_id=258, row_token_id=300, last_row_token_id=301)
-        of_profile = InputIds(want.input_ids, want.grid_thw)
+        ids = InputIds(want.input_ids, Placeholders(image=258, rows=(300, 301)), want.grid_thw)
+        of_profile = InputIds(want.input_ids, image_grid_thw=want.grid_thw)
         for source, profile in ((ids, None), (of_profile, "pixtral")):
             found = ask("query", PositionsQuery(source, "flatten"), profile=profile)
             same(found.table.dense(), want.positions.dense())
-    wrong = PositionsQuery(InputIds([258, 300], [[1, 1, 1]], image_token_id=258, last_row_token_id=301))
+    wrong = PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]]))
     same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
 
 
@@ -398,7 +411,7 @@ def test_sequences_with_audio_and_clips(ask: Both, scheme: str) -> None:
     same(ask("build", parts, profile="omni", scheme=scheme), want)
     seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
     videos = want.grid_thw[[0, 2, 3]]
-    ids = InputIds(want.input_ids, [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
+    ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
     found = ask("query", PositionsQuery(ids, scheme), profile="omni")
     same(found.table.dense(), want.positions.dense())
 
@@ -413,10 +426,11 @@ def test_audio_that_cannot_be_built_is_refused_alike(ask: Both) -> None:
 
 
 def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> None:
-    names = ("begin_token_id", "end_token_id", "row_token_id", "last_row_token_id")
-    found = [[getattr(profile, name) for name in names] for profile in ask("info").profiles]
-    marked = [256, 257, None, None]
-    assert found == [marked, marked, [256, 257, 300, None], [None, None, 300, 301], marked]
+    profiles = ask("info").profiles
+    found = [(profile.begin_token_id, profile.end_token_id, profile.placeholders.rows) for profile in profiles]
+    marked = (256, 257, None)
+    assert found == [marked, marked, (256, 257, (300, 300)), (None, None, (300, 301)), marked]
+    assert [profile.placeholders.audio is None for profile in profiles] == [True] * 4 + [False]
     with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
         ask("build", [Grid(99_999, 1)], profile="breaks")
     with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):

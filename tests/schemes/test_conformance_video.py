@@ -13,7 +13,7 @@ import pytest
 import torch
 from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Answer, Array, Layout, answered, rope_index
 
-from mmpos import Grid, PositionTable, Scheme, SegmentTable, Text, place
+from mmpos import Grid, Placeholders, PositionTable, Scheme, SegmentTable, Text, place
 from mmpos.schemes import MRopeQwen25, MRopeTransformers
 
 COUNT = 350
@@ -190,7 +190,7 @@ def test_packed_documents_do_not_restart_in_transformers() -> None:
     packed = Layout(np.array([[1, 2, IMAGE, 3, 1, IMAGE, 2]]), images=[[1, 2, 2]] * 2)
     assert rope_index("qwen2_vl", packed).ids[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
     ours = SegmentTable.from_input_ids(
-        packed.input_ids[0], packed.images, image_token_id=IMAGE, spatial_merge_size=2, cu_seqlens=[0, 4, 7]
+        packed.input_ids[0], Placeholders(image=IMAGE), packed.images, spatial_merge_size=2, cu_seqlens=[0, 4, 7]
     )
     positions = place(ours, "mrope")
     cuts = positions.cu_seqlens.tolist()

@@ -25,7 +25,21 @@ from mmpos import (
     block_keys,
     place,
 )
-from mmpos.segments import AUDIO, CLIP, GRID, PAD, TEXT, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Thumbnail, Tile
+from mmpos.segments import (
+    AUDIO,
+    CLIP,
+    GRID,
+    PAD,
+    TEXT,
+    THUMBNAIL,
+    TILE,
+    Audio,
+    Clip,
+    CropMarkers,
+    Placeholders,
+    Thumbnail,
+    Tile,
+)
 from mmpos.segments.kinds import Segment
 from mmpos.segments.table import token_types
 
@@ -77,8 +91,8 @@ def test_arrays_and_spans_say_the_same_table() -> None:
         (lambda: Thumbnail(0, 2), "Thumbnail.height: got 0, want >= 1"),
         (lambda: Tile(1, 2, tokens_after=-1), "Tile.tokens_after: got -1, want >= 0"),
         (lambda: Tile(1, 2.5), "Tile.width: got 2.5, want an integer"),  # type: ignore[arg-type]
-        (lambda: CropMarkers(1, 2, -3, 4, 5), "crop_markers.tile_start: got -3, want >= 0"),
-        (lambda: CropMarkers(1, 2, 1, 4, 5), "crop_markers.tile_start: got 1, want another than thumbnail_start"),
+        (lambda: CropMarkers(1, 2, -3, 4, 5), "CropMarkers.tile_start: got -3, want >= 0"),
+        (lambda: CropMarkers(1, 2, 1, 4, 5), "CropMarkers.tile_start: got 1, want another than thumbnail_start"),
     ],
 )
 def test_parts_check_themselves(make: Callable[[], object], words: str) -> None:
@@ -198,7 +212,7 @@ def test_padding_keeps_every_column() -> None:
     ids = np.full((2, 6), 1)
     ids[0, 2:5] = 9
     mask = [[1] * 6, [0, 0, 1, 1, 1, 1]]
-    segments = SegmentTable.from_input_ids(ids, [[1, 1, 3]], image_token_id=9, attention_mask=mask)
+    segments = SegmentTable.from_input_ids(ids, Placeholders(image=9), [[1, 1, 3]], attention_mask=mask)
     assert fields(segments)["kind"] == [TEXT, GRID, TEXT, PAD, TEXT]
     kinds: list[Any] = [[Audio(1), CLIP_OF_3], list(TILED)]
     whole = SegmentTable.from_documents(kinds)

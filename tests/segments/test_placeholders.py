@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Document, fields, settled
 
-from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, LimitExceededError, Placeholders, SegmentTable, Text, place
+from mmpos.segments import Audio, Clip, CropMarkers, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 from mmpos.segments.table import PAD
 
-IMAGE, VIDEO = 8, 9
+IMAGE, VIDEO, AUDIO = 8, 9, 10
+BEGIN, END, SLICE, LAST, NEWLINE = 3, 4, 5, 6, 7
+MARKERS = CropMarkers(BEGIN, END, SLICE, LAST, NEWLINE)
+PATCHES = Placeholders(IMAGE, VIDEO)
 
 CONVERSIONS: list[Callable[..., Any]] = [list, np.asarray, torch.tensor, np.atleast_2d]
 
@@ -72,8 +77,7 @@ def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
     return {
         "image_grid_thw": [grid for made in batch for grid in made.images] or None,
         "video_grid_thw": [grid for made in batch for grid in made.videos] or None,
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
+        "placeholders": PATCHES,
         "spatial_merge_size": merge,
         "seconds_per_frame": [time for made in batch for time in made.seconds],
         "frames_apart": apart,
@@ -145,12 +149,12 @@ def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
 
 
 def test_rows_without_a_mask_are_documents() -> None:
-    segments = SegmentTable.from_input_ids([[1, IMAGE], [IMAGE, 2]], [[1, 1, 1]] * 2, image_token_id=IMAGE)
+    segments = SegmentTable.from_input_ids([[1, IMAGE], [IMAGE, 2]], Placeholders(image=IMAGE), [[1, 1, 1]] * 2)
     assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1)], [Grid(1, 1), Text(1)]]))
 
 
 def test_without_a_video_token_every_other_id_is_text() -> None:
-    segments = SegmentTable.from_input_ids([VIDEO, IMAGE, 3], [[1, 1, 1]], image_token_id=IMAGE)
+    segments = SegmentTable.from_input_ids([VIDEO, IMAGE, 3], Placeholders(image=IMAGE), [[1, 1, 1]])
     assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]))
 
 
@@ -158,11 +162,11 @@ def test_without_a_video_token_every_other_id_is_text() -> None:
 @pytest.mark.parametrize(("image", "video"), [(IMAGE, -1), (-1, VIDEO), (-200, -1), (-1, -200)])
 def test_placeholders_may_be_negative(image: int, video: int) -> None:
     ids = [3, image, image, -7, video, video, 3]
-    tokens: dict[str, Any] = {"image_token_id": image, "video_token_id": video}
-    segments = SegmentTable.from_input_ids(ids, [[1, 1, 2]], [[2, 1, 1]], **tokens)
+    tokens = Placeholders(image, video)
+    segments = SegmentTable.from_input_ids(ids, tokens, [[1, 1, 2]], [[2, 1, 1]])
     want = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1), Grid(1, 1, frames=2), Text(1)]])
     assert fields(segments) == fields(want)
-    assert refused(ids, [[1, 1, 2]], **tokens) == (
+    assert refused(ids, [[1, 1, 2]], placeholders=tokens) == (
         "video_grid_thw: got 0 grids, want more for 2 placeholders from document 0, token 4 on"
     )
 
@@ -178,12 +182,12 @@ def test_placeholders_may_be_negative(image: int, video: int) -> None:
 )
 def test_zero_documents(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
     options = {"attention_mask": input_ids} if options is None else options
-    segments = SegmentTable.from_input_ids(input_ids, image_token_id=IMAGE, **options)
+    segments = SegmentTable.from_input_ids(input_ids, Placeholders(image=IMAGE), **options)
     assert fields(segments) == fields(SegmentTable.from_documents([]))
 
 
 def test_masks_may_be_bools() -> None:
-    segments = SegmentTable.from_input_ids([[5, 5, 5]], image_token_id=IMAGE, attention_mask=[[False, True, True]])
+    segments = SegmentTable.from_input_ids([[5, 5, 5]], Placeholders(image=IMAGE), attention_mask=[[False, True, True]])
     assert segments.kind.tolist() == [PAD, 0]
     assert segments.lengths.tolist() == [1, 2]
 
@@ -191,16 +195,16 @@ def test_masks_may_be_bools() -> None:
 def test_nothing_of_the_caller_is_written() -> None:
     ids, mask, thw = np.array([[0, 1, IMAGE]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
     copies = ids.copy(), mask.copy(), thw.copy()
-    SegmentTable.from_input_ids(ids, thw, image_token_id=IMAGE, attention_mask=mask)
+    SegmentTable.from_input_ids(ids, Placeholders(image=IMAGE), thw, attention_mask=mask)
     for array, copy in zip((ids, mask, thw), copies, strict=True):
         np.testing.assert_array_equal(array, copy)
         assert array.flags.writeable
 
 
-def refused(input_ids: Any, *grids: Any, **options: Any) -> str:
+def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options: Any) -> str:
     """The message of the error."""
     with pytest.raises(InvalidInputError) as error:
-        SegmentTable.from_input_ids(input_ids, *grids, **{"image_token_id": IMAGE, **options})
+        SegmentTable.from_input_ids(input_ids, placeholders, *grids, **options)
     return str(error.value)
 
 
@@ -210,7 +214,7 @@ def test_the_first_grid_that_does_not_fit_is_named() -> None:
     assert refused([*ids, 4], grids, cu_seqlens=[0, 4, 9]) == (
         "image_grid_thw[1]: got a run of 3 placeholders at document 1, token 1, want 4 for 1x2x2 after merging"
     )
-    assert refused([1, *[VIDEO] * 3], None, [[2, 2, 4]], video_token_id=VIDEO, spatial_merge_size=2) == (
+    assert refused([1, *[VIDEO] * 3], None, [[2, 2, 4]], spatial_merge_size=2) == (
         "video_grid_thw[0]: got a run of 3 placeholders at document 0, token 1, want 4 for 2x1x2 after merging"
     )
 
@@ -260,14 +264,13 @@ def test_missing_and_surplus_grids() -> None:
 
 def test_frames_apart_without_text_between_still_fit() -> None:
     segments = SegmentTable.from_input_ids(
-        [VIDEO] * 4, None, [[2, 1, 2]], image_token_id=IMAGE, video_token_id=VIDEO, frames_apart=True
+        [VIDEO] * 4, Placeholders(image=IMAGE, video=VIDEO), None, [[2, 1, 2]], frames_apart=True
     )
     assert fields(segments) == fields(SegmentTable.from_documents([[Grid(1, 2), Grid(1, 2)]]))
 
 
 def test_a_video_of_absurd_length_costs_no_memory() -> None:
-    options = {"video_grid_thw": [[2**31 - 1, 1, 1]], "video_token_id": VIDEO, "frames_apart": True}
-    assert refused([1, VIDEO, 2], **options) == (
+    assert refused([1, VIDEO, 2], None, [[2**31 - 1, 1, 1]], frames_apart=True) == (
         "video_grid_thw: got 2147483647 frames, want at most 1, the placeholders"
     )
 
@@ -313,9 +316,12 @@ def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
         ([IMAGE], {"image_grid_thw": [[1.0, 1.0, 1.0]]}, "image_grid_thw: got dtype float64, want integers"),
         ([IMAGE], {"spatial_merge_size": 0}, "spatial_merge_size: got 0, want >= 1"),
         ([IMAGE], {"spatial_merge_size": 2**70}, f"spatial_merge_size: got {2**70}, want <= 2147483647"),
-        ([IMAGE], {"image_token_id": 8.0}, "image_token_id: got 8.0, want an integer"),
-        ([IMAGE], {"video_token_id": IMAGE}, "video_token_id: got 8, want another than image_token_id"),
-        ([1], {"video_grid_thw": [[1, 1, 1]]}, "video_token_id: got None, want the placeholder id of video_grid_thw"),
+        (
+            [1],
+            {"placeholders": Placeholders(IMAGE), "video_grid_thw": [[1, 1, 1]]},
+            "placeholders.video: got None, want the placeholder id of video_grid_thw",
+        ),
+        ([1], {"placeholders": None}, "placeholders: got NoneType, want Placeholders"),
         ([1], {"seconds_per_frame": [1.0]}, "seconds_per_frame: got 1 values, want 0, one per video"),
         ([1], {"frames_apart": "yes"}, "frames_apart: got 'yes', want True or False"),
         (
@@ -335,11 +341,37 @@ def test_other_input_that_does_not_fit(input_ids: Any, options: dict[str, Any], 
 
 def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
     with pytest.raises(LimitExceededError) as error:
-        SegmentTable.from_input_ids([IMAGE], [[2**10, 2**11, 2**10]], image_token_id=IMAGE)
+        SegmentTable.from_input_ids([IMAGE], Placeholders(image=IMAGE), [[2**10, 2**11, 2**10]])
     assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image": 8.0}, "image: got 8.0, want an integer"),
+        ({"image": 2**31}, "image: got 2147483648, want <= 2147483647"),
+        ({"image": 8, "video": 8}, "video: got 8, want another than image"),
+        ({"video": 8, "audio": 8}, "audio: got 8, want another than video"),
+        ({"rows": 5}, "rows: got 5, want a sequence of numbers"),
+        ({"rows": (5,)}, "rows: got (5,), want the ids after a row and after the last"),
+        ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
+        ({"image": 8, "rows": (5, 8)}, "rows: got (5, 8), want others, or twice the id of patches"),
+        ({"audio": 8, "rows": (8, 8)}, "rows: got (8, 8), want others, or twice the id of patches"),
+        ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
+        ({"crops": MARKERS, "image": NEWLINE}, f"crops: got {MARKERS}, want other ids than those of patches"),
+        ({"crops": MARKERS, "rows": (1, 1)}, "crops: got them beside ends of rows or audio, want None"),
+        ({"crops": MARKERS, "audio": 1}, "crops: got them beside ends of rows or audio, want None"),
+    ],
+)
+def test_ids_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        Placeholders(**fields)
+    assert str(caught.value) == f"Placeholders.{message}"
+
+
 # Rows that end in one more placeholder.
+
+FRAMED = Placeholders(IMAGE, rows=(IMAGE, IMAGE))
 
 
 @pytest.mark.usefixtures("way")
@@ -348,11 +380,10 @@ def test_rows_may_end_in_one_more_placeholder_and_images_begin_and_end_in_one() 
     ids = [1, *[IMAGE] * 8, 2, 0, 0], [0, 0, *[IMAGE] * 2, 3, *[IMAGE] * 7]
     segments = SegmentTable.from_input_ids(
         ids,
+        FRAMED,
         [[1, 4, 4], [1, 2, 2]],
-        image_token_id=IMAGE,
         spatial_merge_size=2,
         attention_mask=[[1] * 10 + [0] * 2, [0] * 2 + [1] * 3 + [0] * 7],
-        row_separator=True,
     )
     first, second = Grid(2, 2, row_separator=True), Grid(1, 1, row_separator=True)
     want = SegmentTable.from_documents([[Text(2), first, Text(2)], [second, Text(1)]])
@@ -361,26 +392,132 @@ def test_rows_may_end_in_one_more_placeholder_and_images_begin_and_end_in_one() 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
-    ("grids", "options", "message"),
+    ("grids", "message"),
     [
         (
             [[1, 1, 3], [1, 1, 1]],
-            {},
             "image_grid_thw[1]: got a run of 3 placeholders at document 0, token 6, want 2 or 4 for 1x1x1 after "
             "merging, whose rows end in one more",
         ),
-        ([[1, 1, 3]], {}, "image_grid_thw: got 1 grid, want 2, one for each run of placeholders"),
+        ([[1, 1, 3]], "image_grid_thw: got 1 grid, want 2, one for each run of placeholders"),
         (
             [[1, 1, 3], [1, 1, 2], [1, 1, 1]],
-            {},
             "image_grid_thw: got 3 grids, want 2, one for each run of placeholders",
         ),
-        ([], {"row_token_id": 9}, "row_token_id: got 9 beside row_separator=True, want one of them"),
-        ([], {"row_separator": 1}, "row_separator: got 1, want True or False"),
     ],
 )
-def test_runs_that_are_no_image_with_ends_of_rows_are_refused(grids: Any, options: Any, message: str) -> None:
-    ids = [1, *[IMAGE] * 4, 2, *[IMAGE] * 3]
-    with pytest.raises(InvalidInputError) as caught:
-        SegmentTable.from_input_ids(ids, grids or None, image_token_id=IMAGE, **{"row_separator": True, **options})
-    assert str(caught.value) == message
+def test_runs_that_are_no_image_with_ends_of_rows_are_refused(grids: Any, message: str) -> None:
+    assert refused([1, *[IMAGE] * 4, 2, *[IMAGE] * 3], grids, placeholders=FRAMED) == message
+
+
+# Audio, alone and in clips.
+
+ALL = Placeholders(IMAGE, VIDEO, AUDIO)
+
+
+def test_audio_and_clips_and_silent_videos() -> None:
+    sound, clip = [1, *[AUDIO] * 3, 2], [1, 1, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, 2, 2]
+    ids = [5, *sound, 1, IMAGE, IMAGE, 2, *clip, 5, 1, VIDEO, VIDEO, 2]
+    segments = SegmentTable.from_input_ids(
+        ids, ALL, [[1, 1, 2]], [[2, 1, 1], [1, 2, 1]], seconds_per_frame=[2, 1], audio_lengths=[3, 3]
+    )
+    merged, video = Clip(1, 1, frames=2, audio=3, seconds_per_frame=2), Grid(2, 1, seconds_per_frame=1)
+    want: list[Segment] = [Text(2), Audio(3), Text(2), Grid(1, 2), Text(1), merged, Text(2), video, Text(1)]
+    assert fields(segments) == fields(SegmentTable.from_documents([want]))
+
+
+def test_audio_is_text_where_its_id_is_not_given() -> None:
+    ids = [5, AUDIO, AUDIO, 5]
+    assert fields(SegmentTable.from_input_ids(ids, Placeholders())) == fields(SegmentTable.from_documents([[Text(4)]]))
+    want = SegmentTable.from_documents([[Text(1), Audio(2), Text(1)]])
+    assert fields(SegmentTable.from_input_ids(ids, ALL, audio_lengths=np.array([2]))) == fields(want)
+
+
+def test_audio_ends_with_its_document_and_not_in_padding() -> None:
+    packed = SegmentTable.from_input_ids([AUDIO, AUDIO, AUDIO, 5, AUDIO], ALL, cu_seqlens=[0, 2, 5])
+    assert fields(packed) == fields(SegmentTable.from_documents([[Audio(2)], [Audio(1), Text(1), Audio(1)]]))
+    ids, mask = [[5, AUDIO, 5, 5], [AUDIO, AUDIO, 5, 5]], [[1] * 4, [0, 1, 1, 1]]
+    padded = SegmentTable.from_input_ids(ids, ALL, attention_mask=mask)
+    assert padded.lengths.tolist() == [1, 1, 2, 1, 1, 2]
+    assert padded.kind.tolist() == [0, 3, 0, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([AUDIO] * 2, {"audio_lengths": [3]}, "audio_lengths[0]: got 3, want 2, the audio tokens in input_ids"),
+        ([AUDIO, 1, AUDIO], {"audio_lengths": [1]}, "audio_lengths: got 1 length, want 2, one per run of audio tokens"),
+        (
+            [1],
+            {"audio_lengths": [], "placeholders": Placeholders()},
+            "placeholders.audio: got None, want the placeholder id of audio",
+        ),
+        (
+            [1, VIDEO, AUDIO, 2, 2],
+            {"video_grid_thw": [[1, 1, 1]]},
+            "video_grid_thw[0]: got a clip at document 0, token 1, want two markers before it and two after it",
+        ),
+        (
+            [1, 1, VIDEO, AUDIO, VIDEO, 2, 2],
+            {"video_grid_thw": [[1, 1, 1], [1, 1, 1]]},
+            "video_grid_thw[0]: got a run of 2 placeholders and of audio at document 0, token 2, "
+            "want 1 placeholders for one video",
+        ),
+    ],
+)
+def test_audio_that_does_not_fit_is_named(ids: list[int], options: dict[str, Any], message: str) -> None:
+    assert refused(ids, **{"placeholders": ALL, **options}) == message
+
+
+# Thumbnails and tiles, found by the tokens around them.
+
+CROPS = Placeholders(IMAGE, VIDEO, crops=MARKERS)
+
+
+def test_pictures_hold_their_markers_and_those_behind_them() -> None:
+    tile, frame = [SLICE, IMAGE, LAST], [BEGIN, VIDEO, END, NEWLINE]
+    ids = [0, BEGIN, IMAGE, IMAGE, END, *tile, *tile, NEWLINE, *tile, *tile, NEWLINE, 0, *frame, *frame, END]
+    row: list[Segment] = [Tile(1, 1), Tile(1, 1, tokens_after=1)]
+    frames: list[Segment] = [Thumbnail(1, 1, tokens_after=1), Thumbnail(1, 1, tokens_after=2)]
+    want: list[Segment] = [Text(1), Thumbnail(1, 2), *row, *row, Text(1), *frames]
+    got = SegmentTable.from_input_ids(ids, CROPS, [[1, 1, 2], *[[1, 1, 1]] * 4], [[1, 1, 1]] * 2)
+    assert fields(got) == fields(SegmentTable.from_documents([want]))
+
+
+def test_markers_of_the_next_document_and_of_padding_are_not_behind_a_picture() -> None:
+    ids = [BEGIN, IMAGE, END, NEWLINE]
+    packed = SegmentTable.from_input_ids([*ids, 0], CROPS, [[1, 1, 1]], cu_seqlens=[0, 3, 5])
+    assert fields(packed) == fields(SegmentTable.from_documents([[Thumbnail(1, 1)], [Text(2)]]))
+    padded = SegmentTable.from_input_ids([ids], CROPS, [[1, 1, 1]], attention_mask=[[1, 1, 1, 0]])
+    assert padded.lengths.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (
+            [0, IMAGE, END],
+            "got token 0 before the placeholders at document 0, token 1, want thumbnail_start or tile_start",
+        ),
+        (
+            [BEGIN, IMAGE, LAST],
+            "got token 6 after the placeholders at document 0, token 1, want thumbnail_end or tile_end",
+        ),
+        (
+            [IMAGE, END],
+            "got no room for markers around the placeholders at document 0, token 0, "
+            "want thumbnail_start or tile_start",
+        ),
+    ],
+)
+def test_pictures_without_their_markers_are_refused(ids: list[int], message: str) -> None:
+    assert refused(ids, [[1, 1, 1]], placeholders=CROPS) == f"placeholders.crops: {message}"
+
+
+def test_crops_with_one_marker_between_them_are_refused_by_its_token() -> None:
+    alike = Placeholders(IMAGE, crops=CropMarkers(BEGIN, END, END, END, NEWLINE))
+    ids = [BEGIN, IMAGE, END, END, IMAGE, END]
+    assert SegmentTable.from_input_ids(ids, alike, [[1, 1, 1]] * 2).lengths.tolist() == [3, 3]
+    message = "placeholders.crops: got one marker at document 1, token 3, want an end and a start between two crops"
+    ids = [0, 0, BEGIN, IMAGE, END, IMAGE, END]
+    assert refused(ids, [[1, 1, 1]] * 2, placeholders=alike, cu_seqlens=[0, 1, 7]) == message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,11 +26,11 @@ from mmpos import (
     UnsupportedError,
     Video,
 )
-from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
-from mmpos.segments import Audio
+from mmpos.segments import Audio, Placeholders
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import separator_tokens, token_types
 
@@ -182,7 +181,7 @@ def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
     assert whole.slice(0, 14).sequence.segments.lengths.tolist() == [1, 3, 4, 3, 3]
     rest = whole.slice(6, 14).sequence.segments
     assert (rest.lengths.tolist(), rest.row_separator) == ([2, 3, 3], None)
-    packer = Packer(8, split_text=True, min_piece=1)
+    packer = Packer(8, split_text=True)
     packs = [*packer.add(whole), *packer.flush()]
     examples = [each for pack in packs for each in pack.examples]
     assert [each.sequence.segments.num_tokens for each in examples] == [each.num_tokens for each in examples]
@@ -190,7 +189,7 @@ def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
 
 
 def test_a_batch_knows_patches_from_separators() -> None:
-    batch = collate_packed([FIRST, SECOND], multiple_of=4)
+    batch = PackedCollator(multiple_of=4)([FIRST, SECOND])
     assert batch.input_ids.tolist()[:12] == [97, 98, BEGIN, PATCH, PATCH, ROW, PATCH, PATCH, ROW, END, 99, 0]
     assert batch.image_spans.tolist() == [[3, 5], [6, 8], [13, 16]]
     assert batch.feature_spans.tolist() == [[0, 2], [2, 4], [4, 7]]
@@ -212,7 +211,7 @@ def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from(["left", "right"]))
 def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
-    packed, padded = collate_packed(examples), collate_padded(examples, side=side)
+    packed, padded = PackedCollator()(examples), PaddedCollator(side=side)(examples)
     lengths = [one.num_tokens for one in examples]
     for batch, sizes in ((packed, lengths), (padded, [max(lengths)] * len(lengths))):
         begins = np.cumsum(sizes) - sizes + (np.subtract(sizes, lengths) if side == "left" else 0)
@@ -234,7 +233,7 @@ def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "
 @settings(settled, max_examples=10)
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from([1, 2, 3]))
 def test_shards_place_every_feature_once(documents: Any, world_size: int) -> None:
-    batch = collate_packed(examples_of(documents), multiple_of=2 * world_size)
+    batch = PackedCollator(multiple_of=2 * world_size)(examples_of(documents))
     ids = torch.arange(batch.input_ids.numel())
     placed: dict[int, int] = {}
     for rank in range(world_size):
@@ -318,10 +317,10 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
     sequences = [built(builder, document) for document in documents]
     ids, lengths = [one.input_ids for one in sequences], [one.input_ids.size for one in sequences]
     grids = np.concatenate([one.grid_thw for one in sequences]) * [1, merge, merge]
-    options: dict[str, Any] = {"spatial_merge_size": merge, "image_token_id": 256}
-    options |= {"row_token_id": row, "last_row_token_id": last_row}
+    placeholders = Placeholders(256, rows=None if row is None else (row, last_row or row))
+    options: dict[str, Any] = {"placeholders": placeholders, "image_grid_thw": grids, "spatial_merge_size": merge}
     if way == "p":
-        table = SegmentTable.from_input_ids(np.concatenate(ids), grids, cu_seqlens=np.cumsum([0, *lengths]), **options)
+        table = SegmentTable.from_input_ids(np.concatenate(ids), cu_seqlens=np.cumsum([0, *lengths]), **options)
     else:
         width = max(lengths)
         sides = [(0, width - n) if way == "r" else (width - n, 0) for n in lengths]
@@ -329,7 +328,7 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
             np.stack([np.pad(row, side) for row, side in zip(values, sides, strict=True)])
             for values in (ids, [np.ones(n, np.int64) for n in lengths])
         )
-        table = SegmentTable.from_input_ids(padded, grids, attention_mask=mask, **options)
+        table = SegmentTable.from_input_ids(padded, attention_mask=mask, **options)
     is_padding = table.kind == 2
     assert table.kind[~is_padding].tolist() == [kind for one in sequences for kind in one.segments.kind]
     want = np.concatenate([one.segments.extents for one in sequences], axis=1)
@@ -342,84 +341,76 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
 
 def test_rows_of_images_and_videos_are_told_apart() -> None:
     ids = [1, 8, 8, 6, 1, 9, 5, 9, 6, 9, 5, 9, 6, 8, 6]
-    options: dict[str, Any] = {"image_token_id": 8, "video_token_id": 9, "row_token_id": 5, "last_row_token_id": 6}
-    table = SegmentTable.from_input_ids(ids, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True, **options)
+    placeholders = Placeholders(8, 9, rows=(5, 6))
+    table = SegmentTable.from_input_ids(ids, placeholders, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True)
     one, two, three, four = (Grid(*sides, row_separator=True) for sides in ((1, 2), (2, 1), (2, 1), (1, 1)))
     want = SegmentTable.from_documents([[Text(1), one, Text(1), two, three, four]])
     np.testing.assert_array_equal(table.extents, want.extents)
     np.testing.assert_array_equal(table.row_separator, want.row_separator)
 
 
+INCLUDED = "ends of rows included"
+
+
 @pytest.mark.parametrize(
     ("ids", "grids", "message"),
     [
         (
-            [1, 8, 8, 8, 8, 6],
+            [1, 8, 8, 8, 8, 6, 2],
             [[1, 2, 2]],
-            "[0]: got token 8 after the placeholders at document 0, token 1, want 5, the end of row 0 of 1x2x2",
+            "[0]: got a run of 5 placeholders at document 0, token 1, want 6 for 1x2x2 after merging, " + INCLUDED,
+        ),
+        (
+            [8, 8, 8, 8, 5, 6],
+            [[1, 2, 2]],
+            "[0]: got a run of 5 placeholders at document 0, token 0, want 6 for 1x2x2 after merging, " + INCLUDED,
+        ),
+        (
+            [1, 8, 8, 8, 5, 8, 6],
+            [[1, 2, 2]],
+            "[0]: got token 8 at document 0, token 3, want 5, the end of row 0 of 1x2x2 after merging",
         ),
         (
             [1, 8, 8, 5, 8, 8, 5],
             [[1, 2, 2]],
-            "[0]: got token 5 after the placeholders at document 0, token 4, want 6, the end of row 1 of 1x2x2",
+            "[0]: got token 5 at document 0, token 6, want 6, the end of row 1 of 1x2x2 after merging",
         ),
         (
-            [1, 8, 8, 5, 8, 8],
-            [[1, 2, 2]],
-            "[0]: got the end of the document after the placeholders at document 0, token 4, want 6, the end of row 1",
-        ),
-        (
-            [1, 8, 8, 5, 7, 8, 8, 6],
-            [[1, 2, 2]],
-            "[0]: got placeholders at document 0, token 5, want those of row 1 of 1x2x2 after merging right after "
-            "document 0, token 3",
+            [1, 8, 6, 8, 6],
+            [[1, 1, 3]],
+            "[0]: got token 6 at document 0, token 2, want a placeholder of row 0 of 1x1x3 after merging",
         ),
         (
             [8, 8, 6, 1, 8, 6],
             [[1, 1, 2], [1, 1, 2]],
-            "[1]: got a run of 1 placeholders at document 0, token 4, want 2 for row 0 of 1x1x2",
-        ),
-        ([8, 6], [[1, 1, 1]] * 2, ": got 2 rows, want at most 1, the placeholders"),
-        (
-            [8, 8, 6],
-            [[1, 1, 2**31 - 1]],
-            "[0]: got a run of 2 placeholders at document 0, token 0, want 2147483647 for",
+            "[1]: got a run of 2 placeholders at document 0, token 4, want 3 for 1x1x2 after merging, " + INCLUDED,
         ),
         ([8, 8, 6], [[1, 1, 2], [1, 0, 2]], "[1, 1]: got 0, want >= 1"),
-        ([8, 8, 6, 8, 6], [[1, 1, 2]], ": got 1 grid, want more for 1 placeholder from document 0, token 3 on"),
-        ([8, 8, 6], [[1, 1, 2], [1, 1, 1]], "[1]: got no placeholders left, want 1 for row 0 of 1x1x1"),
+        ([8, 8, 6, 8, 6], [[1, 1, 2]], ": got 1 grid, want more for 2 placeholders from document 0, token 3 on"),
+        (
+            [8, 8, 6],
+            [[1, 1, 2], [1, 1, 1]],
+            "[1]: got no placeholders left, want 2 for 1x1x1 after merging; a surplus grid?",
+        ),
     ],
 )
 def test_rows_that_do_not_fit_are_named(ids: list[int], grids: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{re.escape(f'image_grid_thw{message}')}"):
-        SegmentTable.from_input_ids(ids, grids, image_token_id=8, row_token_id=5, last_row_token_id=6)
+    with pytest.raises(InvalidInputError) as caught:
+        SegmentTable.from_input_ids(ids, Placeholders(8, rows=(5, 6)), grids)
+    assert str(caught.value) == f"image_grid_thw{message}"
 
 
 def test_rows_do_not_go_on_in_another_document() -> None:
-    options: dict[str, Any] = {"image_token_id": 8, "row_token_id": 5, "cu_seqlens": [0, 2, 4]}
-    with pytest.raises(
-        InvalidInputError, match=r"got placeholders at document 1, token 0, want those of row 1 of 1x2x1"
-    ):
-        SegmentTable.from_input_ids([8, 5, 8, 5], [[1, 2, 1]], **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"last_row_token_id": 6}, "last_row_token_id: got 6, want row_token_id, too"),
-        ({"row_token_id": 8}, "row_token_id: got 8, want another than that of patches"),
-        ({"row_token_id": 5, "last_row_token_id": 8}, "last_row_token_id: got 8, want another than that of patches"),
-        ({"row_token_id": "5"}, "row_token_id: got '5', want an integer"),
-    ],
-)
-def test_row_tokens_that_can_be_none_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{message}$"):
-        SegmentTable.from_input_ids([8, 6], [[1, 1, 1]], image_token_id=8, **options)
+    placeholders = Placeholders(8, rows=(5, 5))
+    with pytest.raises(InvalidInputError, match="got a run of 2 placeholders at document 0, token 0, want 4 for 1x2x1"):
+        SegmentTable.from_input_ids([8, 5, 8, 5], placeholders, [[1, 2, 1]], cu_seqlens=[0, 2, 4])
 
 
 def test_rows_read_without_their_token_say_what_to_pass() -> None:
-    with pytest.raises(InvalidInputError, match=r"want 4 for 1x2x2 after merging; where a token .* pass row_token_id$"):
-        SegmentTable.from_input_ids([8, 8, 5, 8, 8, 6], [[1, 2, 2]], image_token_id=8)
+    with pytest.raises(
+        InvalidInputError, match=r"want 4 for 1x2x2 after merging; where a token .* name it in placeholders.rows$"
+    ):
+        SegmentTable.from_input_ids([8, 8, 5, 8, 8, 6], Placeholders(image=8), [[1, 2, 2]])
 
 
 def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> None:

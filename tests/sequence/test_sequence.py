@@ -25,6 +25,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
+from mmpos.segments import Placeholders
 
 PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, spatial_merge_size=2, min_pixels=64, max_pixels=4096)
 
@@ -53,7 +54,7 @@ def test_every_part_knows_its_tokens() -> None:
 
 def test_the_segments_are_what_from_input_ids_finds() -> None:
     sequence = SequenceBuilder().build(["ab", Grid(2, 3), Grid(1, 2), "c", Grid(2, 2)])
-    segments = SegmentTable.from_input_ids(sequence.input_ids, sequence.grid_thw, image_token_id=258)
+    segments = SegmentTable.from_input_ids(sequence.input_ids, Placeholders(image=258), sequence.grid_thw)
     assert (segments.extents == sequence.segments.extents).all()
     assert (place(segments).table == sequence.positions.table).all()
 

@@ -17,7 +17,7 @@ from mmpos.rotary import Rotary
 from mmpos_server.config import Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES
-from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
+from mmpos_server.inference.models import InferenceModel, Positions, Rotate, Sequences
 from mmpos_server.testing import running
 
 QUICK, LONG = 40, 800
@@ -33,7 +33,7 @@ def infer() -> Iterator[Infer]:
 
 PROFILE = Profiles.from_config(CONFIG).default
 NOTHING: Any = None
-MODELS: dict[str, Model] = {
+MODELS: dict[str, InferenceModel] = {
     model.name: model for model in (Positions(NOTHING, NOTHING), Sequences(NOTHING, NOTHING), Rotate(NOTHING, NOTHING))
 }
 EDGES = st.sampled_from([0, 1, 2, 3, 4, 5, 100_001, 2**31, 2**62, 2**63 - 1, -1, -(2**63)])

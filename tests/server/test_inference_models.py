@@ -153,7 +153,7 @@ def test_a_named_version_tells_its_placeholder_and_its_merging(client: TritonCli
     ids = {"input_ids": [1, 258, 1], "image_grid_thw": [[1, 2, 2]]}
     wanted = place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), RopeTieFractional(axes=3))
     same(ask(client, "positions", ids, model_version="halves"), wanted)
-    message = "image_token_id: got None, want the id of image placeholders"
+    message = "placeholders.image: got None, want the placeholder id of image_grid_thw"
     assert refusal(lambda: ask(client, "positions", ids)) == ("INVALID_ARGUMENT", message)
 
 

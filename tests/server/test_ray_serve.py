@@ -90,21 +90,21 @@ def documents(rng: random.Random) -> SegmentTable:
     return SegmentTable.from_documents([[*parts, Text(1)], [Text(rng.randint(1, 99))]])
 
 
-def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
+def request(kind: str, rng: random.Random) -> client_calls.ServiceCall[Any]:
     """Make the call of a client, of any content."""
     table, rotary = documents(rng), Rotary(head_dim=8)
     if kind == "Place":
         return client_calls.place(None, table, rng.choice(["rope-tie", "mrope", "none"]))
     if kind == "Build":
         image = np.full((rng.randint(1, 99), 50, 3), 9, np.uint8)
-        return client_calls.BuildSettings(None).build_batch([["a" * rng.randint(1, 9), image], [b"no image"]], "return")
+        return client_calls.build_batch(None, [["a" * rng.randint(1, 9), image], [b"no image"]], "return")
     positions = place(table)
     if kind == "CosSin":
         return client_calls.cos_sin(None, rotary, positions)
     if kind == "Rotate":
         q = torch.tensor([rng.random() for _ in range(8 * positions.num_tokens)]).reshape(-1, 1, 8)
         return client_calls.apply_rotary(None, q, None, positions, rotary)
-    return client_calls.info()
+    return client_calls.info(None)
 
 
 def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:

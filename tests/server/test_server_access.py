@@ -26,11 +26,11 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
-from mmpos_server.access import OPEN, Tls, Tokens
+from mmpos_server.access import OPEN, TlsFiles, TokenFile
 from mmpos_server.admission import client_name
 from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.launch import Options, supervise
+from mmpos_server.launch import LaunchOptions, supervise
 from mmpos_server.listening import Listen
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
@@ -69,13 +69,13 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
 
 def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several(file: Path) -> None:
     file.write_text(f"alice {ALICE}\nbob {BOB}\nalice {ALICE}2\n")
-    tokens = Tokens(file, Logs("error"))
+    tokens = TokenFile(file, Logs("error"))
     asked = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
     assert [tokens.name(token) for token in asked] == ["alice", "bob", "alice", None, None]
 
 
 def test_tokens_are_not_kept(file: Path) -> None:
-    kept = repr(vars(Tokens(file, Logs("error"))))
+    kept = repr(vars(TokenFile(file, Logs("error"))))
     assert "alice" in kept
     assert ALICE not in kept
 
@@ -103,7 +103,7 @@ def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, tex
     file.write_text(text)
     for start in (
         lambda: Server(load(), Listen(token_file=file)),
-        lambda: supervise(Options(Listen(token_file=file), workers=2), []),
+        lambda: supervise(LaunchOptions(Listen(token_file=file), workers=2), []),
     ):
         with pytest.raises(InvalidInputError) as raised:
             start()
@@ -112,12 +112,12 @@ def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, tex
 
 def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        Tokens(file.parent / "none", Logs("error"))
+        TokenFile(file.parent / "none", Logs("error"))
     said = f"token-file: got {file.parent}/none (No such file or directory), want a file that can be read"
     assert str(raised.value) == said
     file.write_bytes(b"alice \xff\n")
     with pytest.raises(InvalidInputError) as raised:
-        Tokens(file, Logs("error"))
+        TokenFile(file, Logs("error"))
     assert str(raised.value) == f"token-file: {file}: got bytes that are not UTF-8, want text"
 
 
@@ -128,7 +128,7 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
         os.utime(tmp_path / version / "tokens", ns=(5, 5))  # of one age and size
     (tmp_path / "data").symlink_to("one")
     (tmp_path / "tokens").symlink_to("data/tokens")
-    tokens = Tokens(tmp_path / "tokens", Logs("error"))
+    tokens = TokenFile(tmp_path / "tokens", Logs("error"))
     (tmp_path / "new").symlink_to("two")
     os.replace(tmp_path / "new", tmp_path / "data")
     assert tokens.name("1" * 16) == "alice"
@@ -137,7 +137,7 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = Tokens(file, Logs("info"))
+    tokens = TokenFile(file, Logs("info"))
     known = tokens.name(ALICE)
     file.unlink()
     os.mkfifo(file)
@@ -154,7 +154,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytes
 def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
     file: Path, wrong: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokens = Tokens(file, Logs("info"))
+    tokens = TokenFile(file, Logs("info"))
     file.unlink()
     if wrong is not None:
         file.write_text(wrong)
@@ -341,14 +341,14 @@ def test_a_look_at_the_file_that_breaks_is_followed_by_the_next_one(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(access, "_SECONDS", 0.02)
-    refresh, left = Tokens.refresh, [OSError("no thread"), RuntimeError("nor this one")]
+    refresh, left = TokenFile.refresh, [OSError("no thread"), RuntimeError("nor this one")]
 
-    def broken(tokens: Tokens) -> None:
+    def broken(tokens: TokenFile) -> None:
         if left:
             raise left.pop()
         refresh(tokens)
 
-    monkeypatch.setattr(Tokens, "refresh", broken)
+    monkeypatch.setattr(TokenFile, "refresh", broken)
     with running(listen=Listen(token_file=file), logs=Logs("error")) as address:
         file.write_text(f"bob {BOB}\n")
         assert eventually(lambda: not answered(address, ALICE))
@@ -359,7 +359,7 @@ def test_a_look_at_the_file_that_breaks_is_followed_by_the_next_one(
 def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         Listen(host, token_file=file)
-    Listen("0.0.0.0", tls=Tls(file, file), token_file=file)
+    Listen("0.0.0.0", tls=TlsFiles(file, file), token_file=file)
     Listen("0.0.0.0", tcp=False, token_file=file)
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.test"):
         with pytest.raises(InvalidInputError) as raised:
@@ -415,7 +415,7 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
-    tls = Tls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
+    tls = TlsFiles(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
     carol = grpc.ssl_channel_credentials(pem["localhost.pem"], pem["carol.key"], pem["carol.pem"])
     nobody = grpc.ssl_channel_credentials(pem["localhost.pem"])
 

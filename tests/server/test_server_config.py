@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import MarkerIds
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, ServerConfig, load
+from mmpos_server.options import Flags, LogLevel
 
 BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
 
@@ -209,3 +211,10 @@ def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.limits.tokens = 1  # type: ignore[misc]
     assert isinstance(config, ServerConfig)
+
+
+def test_workers_get_the_flags_of_their_server_but_those_of_its_ports() -> None:
+    own = Flags(port=1, workers=2, metrics_port=2, metrics_host="::1")
+    flags = replace(own, host="::", token_file=Path("t"), drain_seconds=0.5, log_level=LogLevel.ERROR, otel=True)
+    words = "--host :: --token-file t --drain-seconds 0.5 --log-level error --otel"
+    assert (own.words(), flags.words()) == ([], words.split())

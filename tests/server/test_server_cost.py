@@ -124,7 +124,10 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "each frame": (PositionsQuery(FRAMES), 7),
     "images among text": (PositionsQuery(IMAGES), 501),
     "frames of spans": (PositionsQuery(Spans([100], [1], [[9, 1, 2]])), 19),
-    "token ids": (PositionsQuery(InputIds([[1, 2, 3]] * 4, [[1, 1, 1]], [[3, 1, 1]])), 12),
+    "token ids": (
+        PositionsQuery(InputIds([[1, 2, 3]] * 4, image_grid_thw=[[1, 1, 1]], video_grid_thw=[[3, 1, 1]])),
+        12,
+    ),
     "packed token ids": (PositionsQuery(InputIds([1, 2, 3], cu_seqlens=[0, 1, 2, 3])), 4),
     "ranges that lie apart": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
     "ranges over each other": (PositionsQuery(IMAGES, views=[EVERYTHING]), 501 + 251_000),

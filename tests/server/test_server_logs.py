@@ -14,7 +14,7 @@ from server_program import Start
 from waiting import eventually
 
 from mmpos.client import Client
-from mmpos_server.access import Tls
+from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
 from mmpos_server.telemetry import Logs, logging_all
 
@@ -116,7 +116,7 @@ def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: p
         path.chmod(0o640)
     no_tls = "anybody on the network may call, and read the traffic: no TLS, no tokens"
     no_lock = "anybody on the network may call: no tokens, no certificates of clients"
-    tls, mutual = Tls(cert, key), Tls(cert, key, cert)
+    tls, mutual = TlsFiles(cert, key), TlsFiles(cert, key, cert)
     for host in ("0.0.0.0", "::"):
         place = "0.0.0.0:1" if host == "0.0.0.0" else "[::]:1"
         assert warned(Listen(host, 1), capsys) == [{"event": no_tls, "address": place}]
@@ -133,7 +133,7 @@ def test_secrets_that_others_can_read_are_warned_of(tmp_path: Path, capsys: pyte
     for path in (key, tokens):
         path.chmod(0o644)
     event = "every user of this machine may read a secret"
-    assert warned(Listen(tls=Tls(cert, key), token_file=tokens), capsys) == [
+    assert warned(Listen(tls=TlsFiles(cert, key), token_file=tokens), capsys) == [
         {"event": event, "setting": "token-file", "file": str(tokens)},
         {"event": event, "setting": "tls-key", "file": str(key)},
     ]

@@ -24,7 +24,7 @@ from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedErro
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
-from mmpos_server.admission import Admission, Call, Clients, Gate, Line, Pool, Window
+from mmpos_server.admission import Admission, Call, Clients, Gate, ItemWindow, Line, Pool
 from mmpos_server.config import ClientLimits, Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.methods import Run
 from mmpos_server.sequence_service import SequenceService
@@ -206,7 +206,7 @@ def test_items_of_a_stream_wait_and_are_not_refused() -> None:
         visitor("a", crowded()).item(1).join(pool)
 
 
-def filled(window: Window) -> int:
+def filled(window: ItemWindow) -> int:
     """Items that it takes until it is full."""
     for count in range(1000):
         if window.full:
@@ -216,14 +216,14 @@ def filled(window: Window) -> int:
 
 
 def test_a_window_begins_few_items_until_an_answer_tells_their_size() -> None:
-    window = Window(100, 1000)
+    window = ItemWindow(100, 1000)
     assert filled(window) == 4
     window.answered(10)
     assert filled(window) > 10
 
 
 def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> None:
-    window = Window(100, 1000)
+    window = ItemWindow(100, 1000)
     filled(window)
     window.answered(300)  # 340 are here, and three times 300 are expected
     assert filled(window) == 0
@@ -234,7 +234,7 @@ def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> N
 
 
 def test_one_item_alone_may_always_be_read() -> None:
-    window, seen = Window(100, 1000), []
+    window, seen = ItemWindow(100, 1000), []
     for _ in range(2):
         seen.append(window.full)
         window.enter(5000)
@@ -246,7 +246,7 @@ def test_one_item_alone_may_always_be_read() -> None:
 
 def test_a_reader_waits_for_room() -> None:
     async def read() -> list[bool]:
-        window = Window(1, 1000)
+        window = ItemWindow(1, 1000)
         window.enter(1)
         reader = asyncio.ensure_future(window.room())
         await asyncio.sleep(0)

@@ -16,11 +16,10 @@ from server_program import Program, Start, metrics_of
 from waiting import eventually, free_port
 
 from mmpos import SegmentTable, Text
-from mmpos.client import Client
-from mmpos.client import Tls as ClientTls
+from mmpos.client import Client, Tls
 from mmpos.errors import LimitExceededError, MmposError
 from mmpos_server import access
-from mmpos_server.access import Certificates, Tls
+from mmpos_server.access import Certificates, TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
@@ -117,14 +116,14 @@ def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
     cert, key = make_certificate(tmp_path, "server")
     new_cert, new_key = make_certificate(tmp_path, "new")
     first, second = cert.read_text(), new_cert.read_text()
-    with running(listen=Listen(tls=Tls(cert, key))) as address, Client(address, tls=ClientTls(cert)) as client:
+    with running(listen=Listen(tls=TlsFiles(cert, key))) as address, Client(address, tls=Tls(cert)) as client:
         assert client.healthy()
         assert served(address) == first
         os.replace(new_cert, cert)  # whose key is that of another one for a moment
         os.replace(new_key, key)
         assert eventually(lambda: served(address) == second)
         assert client.healthy()  # on the connection that it has
-        with Client(address, tls=ClientTls(cert)) as late:
+        with Client(address, tls=Tls(cert)) as late:
             assert late.healthy()
 
 
@@ -133,7 +132,7 @@ def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(
 ) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
-    found = Certificates(Tls(cert, key), Logs("info"))
+    found = Certificates(TlsFiles(cert, key), Logs("info"))
     os.replace(other, cert)
     for _ in range(3):
         found.refresh()
@@ -146,7 +145,7 @@ def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
-    found = Certificates(Tls(cert, key), Logs("warning"))
+    found = Certificates(TlsFiles(cert, key), Logs("warning"))
     found.refresh()
     for name in ("good", "old"):
         new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)

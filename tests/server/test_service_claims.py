@@ -62,7 +62,7 @@ def grid(*sides: int, **query: object) -> Any:
 def ids(shape: list[int], data: bytes = b"", **fields: object) -> Any:
     number = tensor_pb2.DATA_TYPE_INT64
     return place(
-        input_ids={"input_ids": {"dtype": number, "shape": shape, "data": data}, "image_token_id": 9, **fields}
+        input_ids={"input_ids": {"dtype": number, "shape": shape, "data": data}, "placeholders": {"image": 9}, **fields}
     )
 
 

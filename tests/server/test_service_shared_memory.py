@@ -22,7 +22,7 @@ from waiting import eventually
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceOverloadedError
 from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
-from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos_server.__main__ import main
 from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.app import Server
@@ -60,7 +60,9 @@ def elsewhere(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_
 
 
 def place(ids: tensor_pb2.Tensor, **query: Any) -> Any:
-    source = positions_pb2.InputIds(input_ids=ids, image_token_id=9, image_grid_thw=[1, 2, 2], spatial_merge_size=1)
+    source = positions_pb2.InputIds(
+        input_ids=ids, placeholders=table_pb2.Placeholders(image=9), image_grid_thw=[1, 2, 2], spatial_merge_size=1
+    )
     return positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(input_ids=source, **query))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import mmpos
 from mmpos.__main__ import main
-from mmpos.data import Example, collate_packed
+from mmpos.data import Example, PackedCollator
 from mmpos_server.testing import running
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() ->
     builder = mmpos.SequenceBuilder(images=mmpos.ImageProcessor("pillow", order="merged", max_tokens=4))
     for parts in (["text"], ["text", ROOT / "mmpos/photos/coffee.jpg"]):
         sequence = builder.build(parts)
-        scores = model(collate_packed([Example("a", sequence, sequence.input_ids)]))
+        scores = model(PackedCollator()([Example("a", sequence, sequence.input_ids)]))
         assert scores.shape == (sequence.input_ids.size, 259)
         assert scores.isfinite().all()
 

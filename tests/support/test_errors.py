@@ -35,6 +35,7 @@ from mmpos.schemes import (
     VideoRope,
     XDRope,
 )
+from mmpos.segments import Placeholders
 
 Refusal = tuple[Callable[[], object], str]
 
@@ -360,7 +361,7 @@ def test_invalid_input(call: Callable[[], object], message: str) -> None:
         lambda: from_arrays([0], [[1], [1, 2], [1]], [0, 1]),
         lambda: place(SEGMENTS, start=[[1], [1, 2]]),
         lambda: POSITIONS.decode([[1], [1, 2]]),
-        lambda: SegmentTable.from_input_ids([[1], [1, 2]], image_token_id=0),
+        lambda: SegmentTable.from_input_ids([[1], [1, 2]], Placeholders(image=0)),
     ],
 )
 def test_ragged_lists(call: Callable[[], object]) -> None:
@@ -570,8 +571,8 @@ MASKED: Any = np.ma.masked_array([0, 3], [False, True])
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("input_ids", lambda: SegmentTable.from_input_ids(MASKED, image_token_id=9)),
-        ("cu_seqlens", lambda: SegmentTable.from_input_ids([1, 2, 3], image_token_id=9, cu_seqlens=MASKED)),
+        ("input_ids", lambda: SegmentTable.from_input_ids(MASKED, Placeholders(image=9))),
+        ("cu_seqlens", lambda: SegmentTable.from_input_ids([1, 2, 3], Placeholders(image=9), cu_seqlens=MASKED)),
         ("starts", lambda: POSITIONS.take(MASKED, [1, 4])),
         ("start", lambda: place(SEGMENTS, start=MASKED)),
     ],

@@ -22,7 +22,7 @@ from mmpos.cli.report import save_ids
 from mmpos.data.formats.images import Images
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher
-from mmpos.data.preprocess.storage import SequenceWriter, ready
+from mmpos.data.preprocess.storage import SequenceWriter, get_example
 from mmpos.support.files import leftovers, local_path, whole_file, write_text
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -36,7 +36,7 @@ IDS = place(SegmentTable.from_documents([[Text(5000)]]))
         lambda url: save_ids(Path(url), IDS),
         lambda url: write_checkpoint({}, url),
         lambda url: Images(base=url),
-        lambda url: BatchDataset([], ready, Batcher(1), quarantine=url),
+        lambda url: BatchDataset([], get_example, Batcher(1), quarantine=url),
     ],
 )
 def test_a_url_in_place_of_a_path_is_refused_before_any_work(use: Callable[[str], object]) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
 import mmpos
-from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.positions import rows
 from mmpos.positions.place import BLOCK_ROWS
 from mmpos.positions.rows import AXES
@@ -231,15 +231,11 @@ def test_tables_of_input_ids_are_the_same(data: st.DataObject, batch: int, lengt
     mask[:, : data.draw(st.integers(0, 2))] = 0
     mask[:, length - data.draw(st.integers(0, 70)) :] = 0
     mask[-1, data.draw(st.integers(0, max(length - 1, 0))) :][:1] = data.draw(st.integers(0, 2))
-    both(lambda: SegmentTable.from_input_ids(ids, images, videos, image_token_id=7, video_token_id=8))
-    both(lambda: SegmentTable.from_input_ids(ids, images, image_token_id=7))
-    both(lambda: SegmentTable.from_input_ids(ids[:, ::-1], images, videos, image_token_id=7, video_token_id=8))
-    both(
-        lambda: SegmentTable.from_input_ids(
-            ids, images, videos, image_token_id=7, video_token_id=8, attention_mask=mask
-        )
-    )
-    both(lambda: SegmentTable.from_input_ids(ids.ravel(), images[1:], image_token_id=7, video_token_id=8))
+    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7, video=8), images, videos))
+    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7), images))
+    both(lambda: SegmentTable.from_input_ids(ids[:, ::-1], Placeholders(image=7, video=8), images, videos))
+    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7, video=8), images, videos, attention_mask=mask))
+    both(lambda: SegmentTable.from_input_ids(ids.ravel(), Placeholders(image=7, video=8), images[1:]))
 
 
 def _run_lengths(ids: npt.NDArray[Any], token: int) -> list[int]:
@@ -286,7 +282,7 @@ def test_every_mask_of_five_tokens_is_read_the_same(dtype: str) -> None:
         if np.dtype(dtype).kind == "f":
             masks.append(np.array([row], f"i{np.dtype(dtype).itemsize}").view(dtype))
         for mask in masks:
-            both(lambda mask=mask: SegmentTable.from_input_ids(ids, image_token_id=7, attention_mask=mask))  # type: ignore[misc]
+            both(lambda mask=mask: SegmentTable.from_input_ids(ids, Placeholders(image=7), attention_mask=mask))  # type: ignore[misc]
 
 
 def test_cursors_of_documents_that_overlap_stay_inside() -> None:
@@ -358,10 +354,12 @@ def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.
 def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(native, "core", recorder)
-    SegmentTable.from_input_ids([5, 7, 7, 5, 8], [(1, 1, 2)], [(1, 1, 1)], image_token_id=7, video_token_id=8)
+    SegmentTable.from_input_ids([5, 7, 7, 5, 8], Placeholders(image=7, video=8), [(1, 1, 2)], [(1, 1, 1)])
     assert [name for name, answer in recorder.answers if answer] == ["runs", "spans", "sound"]
     recorder.answers.clear()
-    SegmentTable.from_input_ids([[0, 7, 7], [5, 5, 7]], [(1, 1, 2), (1, 1, 1)], image_token_id=7, attention_mask=MASK)
+    SegmentTable.from_input_ids(
+        [[0, 7, 7], [5, 5, 7]], Placeholders(image=7), [(1, 1, 2), (1, 1, 1)], attention_mask=MASK
+    )
     assert [name for name, answer in recorder.answers if answer] == ["ones", "runs", "spans", "sound", "sound"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text
+from mmpos import Grid, InvalidInputError, Placeholders, PositionTable, SegmentTable, Text
 from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, WIDTH
 
 
@@ -17,7 +17,9 @@ from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, WIDTH
 def test_masks_of_any_type_say_where_padding_is(dtype: Any) -> None:
     for left, ones, right in product(range(3), range(1, 4), range(3)):
         mask = np.array([[0] * left + [1] * ones + [0] * right], dtype)
-        segments = SegmentTable.from_input_ids(np.zeros_like(mask, np.int64), image_token_id=7, attention_mask=mask)
+        segments = SegmentTable.from_input_ids(
+            np.zeros_like(mask, np.int64), Placeholders(image=7), attention_mask=mask
+        )
         assert segments.extents[2].tolist() == [count for count in (left, ones, right) if count]
 
 
@@ -25,7 +27,7 @@ def test_masks_of_any_type_say_where_padding_is(dtype: Any) -> None:
 def test_a_mask_of_floats_is_refused_whatever_its_bits(dtype: Any) -> None:
     mask = np.ones((1, 2), f"i{np.dtype(dtype).itemsize}").view(dtype)
     with pytest.raises(InvalidInputError, match="attention_mask: got float"):
-        SegmentTable.from_input_ids([[5, 5]], image_token_id=7, attention_mask=mask)
+        SegmentTable.from_input_ids([[5, 5]], Placeholders(image=7), attention_mask=mask)
 
 
 def test_axes_may_be_more_than_a_byte_tells() -> None:

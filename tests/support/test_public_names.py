@@ -32,6 +32,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "Markers",
         "MmposError",
         "ModelSettings",
+        "Placeholders",
         "PositionTable",
         "Scheme",
         "SegmentTable",

@@ -11,13 +11,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.queues import SimpleQueue
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
 from mmpos.support.extras import needed_for
@@ -38,8 +40,6 @@ class Step(NamedTuple):
     counts: Counts
     last: bool
 
-
-_Pipe: TypeAlias = "Connection[object, Step | Exception]"
 
 _PAUSE = 0.1  # seconds between two messages of a worker
 
@@ -72,107 +72,73 @@ def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, N
 def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     # Spawned, since a fork of a process with threads (torch, pyarrow) may hang.
     context = multiprocessing.get_context("spawn")
-    processes: list[SpawnProcess] = []
-    pipes: list[_Pipe] = []
-    left = iter(enumerate(tasks))
+    steps: SimpleQueue[Step] = context.SimpleQueue()
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
+    pickled = pickle.dumps(job)
     try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            process = context.Process(target=_work, args=(theirs,))
-            with _no_interrupts():  # which are for this process alone
-                process.start()
-                processes.append(process)
-            theirs.close()  # so that the pipe ends with the process
-        for pipe in pipes:
-            _send(pipe, job)
-            _send(pipe, next(left))
-        busy = set(pipes)
-        while busy:
-            for pipe in busy.intersection(wait(busy)):
-                step = _receive(pipe)
-                if isinstance(step, Exception):
-                    raise step
-                yield step
-                if step.last:
-                    task = next(left, None)
-                    if task is None:
-                        busy.remove(pipe)
-                    else:
-                        _send(pipe, task)
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
-    finally:
-        for pipe in pipes:
-            pipe.close()  # which ends those that wait for tasks
-        for process in processes:
-            process.join()
-
-
-def _send(pipe: _Pipe, value: object) -> None:
-    with _alive():
-        pipe.send(value)
-
-
-def _receive(pipe: _Pipe) -> Step | Exception:
-    with _alive():
-        return pipe.recv()
-
-
-@contextmanager
-def _alive() -> Iterator[None]:
-    """Raise ChildProcessError where the pipe of a worker has ended."""
-    try:
-        yield
-    except (EOFError, ConnectionError) as error:
+        with _no_interrupts():  # which are for this process alone
+            running = {
+                pool.submit(_work, pickled, number, pickle.dumps(task)): number for number, task in enumerate(tasks)
+            }
+        while running:
+            done, _ = wait(running, _PAUSE, FIRST_COMPLETED)
+            while not steps.empty():
+                yield steps.get()
+            for future in done:
+                yield Step(running.pop(future), _counts(future.result()), True)
+    except BrokenProcessPool as error:
         raise ChildProcessError("a worker process was killed (for its memory?), want fewer workers") from error
+    finally:
+        for process in set(multiprocessing.active_children()) - others if running else ():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _counts(result: bytes) -> Counts:
+    """Return the counts that a worker sends, or raise its error."""
+    counts: Counts | Exception = pickle.loads(result)
+    if isinstance(counts, Exception):
+        raise counts
+    return counts
 
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
     resource_tracker.ensure_running()  # whose start would let it through
-    held: list[int] = []
-    # A mask is inherited; another thread may hear what it keeps from this one.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if main else None
     try:
         yield
     finally:
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if held:
-            signal.raise_signal(signal.SIGINT)
 
 
-def _work(pipe: Connection[Step | Exception, Any]) -> None:
-    """Run the tasks that come through a pipe, in a process of its own, until the pipe ends."""
+class _Worker:
+    """What this process tells its parent by, if it is a worker."""
+
+    steps: ClassVar[SimpleQueue[Step]]
+
+
+def _begin_worker(steps: SimpleQueue[Step]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
     # Skipped records are counted and written down; many processes on one terminal only disturb.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    try:
-        job = pipe.recv()
-        while True:
-            number, task = pipe.recv()
-            _do(job, number, task, pipe)
-    except Exception as error:
-        with suppress(OSError):  # the parent has closed the pipe
-            pipe.send(_portable(error))
+    _Worker.steps = steps
 
 
-def _do(job: ShardJob, number: int, task: Task, pipe: Connection[Step | Exception, Any]) -> None:
-    counts, sent_at = Counts(), time.monotonic()
-    with closing(job.run(task)) as steps:
-        for counts in steps:
-            if time.monotonic() - sent_at > _PAUSE:
-                pipe.send(Step(number, counts, False))
-                sent_at = time.monotonic()
-    pipe.send(Step(number, counts, True))
+def _work(job: bytes, number: int, task: bytes) -> bytes:
+    """Run a task in a worker, which tells now and then how far it is."""
+    sent_at = time.monotonic()
+
+    def tell(counts: Counts) -> None:
+        nonlocal sent_at
+        if time.monotonic() - sent_at > _PAUSE:
+            _Worker.steps.put(Step(number, counts, False))
+            sent_at = time.monotonic()
+
+    return _result(job, task, tell)
 
 
 def _die_with_parent() -> None:
@@ -183,15 +149,29 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the error with its traceback as a note; as a RuntimeError of its words where it cannot be pickled."""
-    trace = "".join(traceback.format_exception(error))
+_loads = cache(pickle.loads)  # the job, whose limit counts over all tasks of a process
+
+
+def _result(job: ShardJob | bytes, task: bytes, tell: Callable[[Counts], None] | None = None) -> bytes:
+    """Run a task, and pickle its counts, or its error: with its traceback as a note, and as words where it must."""
+    result: Counts | Exception = Counts()
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(trace)
-    return error
+        work = _loads(job) if isinstance(job, bytes) else job
+        with closing(work.run(pickle.loads(task))) as steps:
+            for counts in steps:
+                result = counts
+                if tell is not None:
+                    tell(counts)
+        return pickle.dumps(result)
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+            result = error
+        except Exception:
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+        result.add_note(trace)
+        return pickle.dumps(result)
 
 
 class ShardWorker:
@@ -209,17 +189,7 @@ class ShardWorker:
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[object]]:
         """Run the tasks of some rows; their errors are returned as values, since Ray would wrap them in its own."""
-        return {"number": list(rows["number"]), "result": [self._result(task) for task in rows["task"]]}
-
-    def _result(self, task: bytes) -> bytes:
-        result: Counts | Exception = Counts()
-        try:
-            with closing(self._job.run(pickle.loads(task))) as steps:
-                for counts in steps:
-                    result = counts
-        except Exception as error:
-            result = error
-        return pickle.dumps(result)
+        return {"number": list(rows["number"]), "result": [_result(self._job, task) for task in rows["task"]]}
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
@@ -256,10 +226,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         for row in dataset.iter_rows():
-            result = pickle.loads(row["result"])
-            if isinstance(result, Exception):
-                raise result
-            yield Step(row["number"], result, True)
+            yield Step(row["number"], _counts(row["result"]), True)
 
 
 @contextmanager

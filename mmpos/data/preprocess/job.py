@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
+import errno
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.pool import ThreadPool
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from mmpos.data.examples import MakeExample
 from mmpos.data.packing import first_fit_decreasing
@@ -27,11 +26,11 @@ from mmpos.data.quarantine import MAX_SKIPPED, OnError
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
-from mmpos.support.files import leftovers, local_path, named
+from mmpos.support.files import leftovers, local_path
 
 __all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
 
-_NAME = ".mmpos.lock"
+_LOCK = ".mmpos.lock"
 
 
 @dataclass(frozen=True)
@@ -287,48 +286,26 @@ def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder for the time of the block, so that no other run writes to it.
 
-    The lock is an flock of a file that names its holder and is removed in the end. Killed holders leave the file, which
-    locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock; some other network
-    filesystems lock one machine only, or have no locks, which gives a RuntimeWarning.
+    A killed holder locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock;
+    some other network filesystems lock one machine only, or have no locks, which gives a RuntimeWarning.
 
     Raises:
         InvalidInputError: another run has the lock, in this process or any other.
-        OSError: the file cannot be made; the error names it.
+        OSError: the file of the lock cannot be made; the error names it.
     """
-    path = folder / _NAME
-    while True:
-        with named(path):
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _take(file, folder)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file), os.stat(path)):
-                    break
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # the holder before has removed it meanwhile
+    lock = FileLock(folder / _LOCK, blocking=False)
     try:
-        with suppress(OSError):  # on a full disk the holder has no name
-            os.truncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # while it is locked: whoever opened it before looks whether it is still there
-        os.close(file)
-
-
-def _take(file: int, folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = b""
-        with suppress(OSError):  # where locks keep readers off
-            holder = os.pread(file, 200, 0)
-        name = holder.decode(errors="replace") or "another process"
+        lock.acquire()
+    except Timeout:
         raise InvalidInputError(
-            f"folder: got {str(folder)!r}, to which {name} is writing, want one run at a time"
+            f"folder: got {str(folder)!r}, to which another run is writing, want one run at a time"
         ) from None
     except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
         message = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
-        warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of write_sequences
+        warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of write_sequences
+    try:
+        yield
+    finally:
+        lock.release()

@@ -22,10 +22,16 @@ from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import IntArray, counted, integer, text
+from mmpos.support.checks import IntArray, counted, text
 from mmpos.support.files import whole_file
 
-__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "ready", "to_row"]
+__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "get_example", "to_row"]
+
+GROUP_BYTES = 32 * 2**20
+"""Size of the arrays of a row group at which the group is closed."""
+
+GROUP_ROWS = 1024
+"""Most examples in a row group."""
 
 _MAX_VALUE = 2**31 - 1  # bytes that one value of a Parquet column may hold
 _PATCHES = ("uint8", "float32")
@@ -87,8 +93,6 @@ class SequenceWriter:
 
     Args:
         path: the file.
-        group_bytes: a row group is closed when its arrays reach this size.
-        group_rows: most examples in a row group.
 
     Attributes:
         facts: anything JSON; it goes into the footer, and SequenceShard.facts gives it back.
@@ -97,9 +101,7 @@ class SequenceWriter:
         OSError: here and later: the file cannot be written; the error names it.
     """
 
-    def __init__(self, path: Path, *, group_bytes: int = 32 * 2**20, group_rows: int = 1024) -> None:
-        self._group_bytes = integer("group_bytes", group_bytes, minimum=1)
-        self._group_rows = integer("group_rows", group_rows, minimum=1)
+    def __init__(self, path: Path) -> None:
         self._rows: list[Row] = []
         self._bytes = 0
         self._axes: int | None = None
@@ -133,7 +135,7 @@ class SequenceWriter:
         self._axes = axes
         self._rows.append(row)
         self._bytes += sum(len(value) if isinstance(value, bytes) else 8 * np.size(value) for value in row.values())
-        if self._bytes >= self._group_bytes or len(self._rows) == self._group_rows:
+        if self._bytes >= GROUP_BYTES or len(self._rows) == GROUP_ROWS:
             self._flush()
 
     def close(self) -> None:
@@ -215,7 +217,7 @@ class SequenceShard:
             yield example
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read the examples as records; with ``ready`` as its preprocess a loader takes the file as any other shard."""
+        """Read the examples as records, of which ``get_example`` makes examples again in a loader."""
         for index, example in self._rows(start, step):
             yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
@@ -268,7 +270,7 @@ class SequenceShard:
         return footer
 
 
-def ready(record: Record, location: Location) -> Example:
+def get_example(record: Record, location: Location) -> Example:
     """Return the example of a record of a SequenceShard; stands where a Preprocess does for other shards."""
     example = record.get("example")
     if not isinstance(example, Example):

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetReader", "ParquetReader", "dataset_shards", "row"]
 
+_BATCH_ROWS = 16  # that are decoded at once
+
 
 @dataclass(frozen=True)
 class ParquetReader(FileReader):
     """Reader of a Parquet file; a record is a row as Python has it, with bytes as bytes.
 
-    Row groups before the start are not read. Of a row group, ``batch_rows`` rows and the pages that hold them are in
-    memory. Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
+    Row groups before the start are not read. Of a row group, a few rows and the pages that hold them are in memory.
+    Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
 
     Args:
         path: the file.
         columns: the columns to read; None is all.
-        batch_rows: rows that are decoded at once.
     """
 
     columns: tuple[str, ...] | None = None
-    batch_rows: int = 16
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
@@ -76,7 +76,7 @@ class ParquetReader(FileReader):
         """Yield the number of each row of a row group, with a table of that row or the error that hides it."""
         pa, _ = _arrow()
         index = first
-        batches = file.iter_batches(self.batch_rows, row_groups=[group], columns=self.columns, use_threads=False)
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self.columns, use_threads=False)
         try:
             for batch in batches:
                 for i in range(batch.num_rows):
@@ -114,12 +114,10 @@ class DatasetReader:
     Args:
         dataset: the object; errors of its own code (a map function, a download) are raised as they are.
         source: its name in messages.
-        batch_rows: rows that are fetched at once.
     """
 
     dataset: Dataset | IterableDataset = field(repr=False)
     source: str = "dataset"
-    batch_rows: int = 16
 
     def __post_init__(self) -> None:
         if not hasattr(self.dataset, "with_format"):
@@ -130,15 +128,15 @@ class DatasetReader:
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # the stored columns: nothing is decoded
         if hasattr(arrow, "__len__"):
-            for first in range(start, len(arrow), step * self.batch_rows):
-                wanted = range(first, min(first + step * self.batch_rows, len(arrow)), step)
+            for first in range(start, len(arrow), step * _BATCH_ROWS):
+                wanted = range(first, min(first + step * _BATCH_ROWS, len(arrow)), step)
                 rows = arrow[wanted]
                 for i, index in enumerate(wanted):
                     yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)
             return
         # iter, and not a for loop, in which a worker of a DataLoader would get a share of its own.
         index = start
-        for rows in arrow.skip(start).iter(self.batch_rows):
+        for rows in arrow.skip(start).iter(_BATCH_ROWS):
             for i in range(rows.num_rows):
                 if is_chosen(index, start, step):
                     yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)

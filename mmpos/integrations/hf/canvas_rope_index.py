@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, on_host, shapes
+from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, on_host, shapes
 from mmpos.integrations.models.settings import MERGES
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeCanvas
-from mmpos.segments.kinds import CropMarkers
+from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, one_of
 
@@ -95,16 +95,14 @@ def _compute_canvas(
     mask = None if attention_mask is None else attention_mask.bool()
     types, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
     assert ids is not None, "the call has looked"
-    tokens = Tokens.of(types, mask)
+    tokens = TokenTypes.of(types, mask)
     text = ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real]
     try:
         segments = SegmentTable.from_input_ids(
             np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER)),
+            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=CropMarkers(*markers)),
             _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
             _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
-            image_token_id=_PLACEHOLDER + IMAGE,
-            video_token_id=_PLACEHOLDER + VIDEO,
-            crop_markers=CropMarkers(*markers),
             cu_seqlens=tokens.cu_seqlens,
             attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         )
@@ -114,7 +112,7 @@ def _compute_canvas(
     return tokens.answer(place(segments, _CANVAS), input_ids.long())
 
 
-def _grids(tokens: Tokens, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:
+def _grids(tokens: TokenTypes, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:
     """Merge sizes, (crops, 2), to grids of one frame, (crops, 3)."""
     used = tokens.used(name, sizes, kind, np.array([merge, merge]))
     return None if used is None else np.insert(used, 0, 1, axis=1)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.rope_tokens import IMAGE, Ids, Tokens, check_tensors, merged, on_host
+from mmpos.integrations.hf.token_types import IMAGE, Ids, TokenTypes, check_tensors, merged, on_host
 from mmpos.integrations.models.settings import generated, per_sample
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
@@ -133,7 +134,7 @@ def _compute_generating(
     for kind, token in enumerate((image_start_token_id, image_end_token_id), 1):
         markers.masked_fill_(input_ids == token, kind)
     kinds, mask, grids, counts = on_host(markers, mask, image_grid_thw, images_per_sample)
-    tokens = Tokens.of(kinds, mask).packed()
+    tokens = TokenTypes.of(kinds, mask).packed()
     assert tokens.cu_seqlens is not None, "packed"
     grid_thw = merged("image_grid_thw", grids, np.ones(3, np.int64))
     grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw
@@ -147,7 +148,7 @@ def _compute_generating(
     inside, images = _between_markers(tokens.types, tokens.cu_seqlens, per_row)
     owner, index = ragged_arange(per_row)
     sources = grid_thw[index < images[owner]]
-    segments = SegmentTable.from_input_ids(inside, sources, image_token_id=IMAGE, cu_seqlens=tokens.cu_seqlens)
+    segments = SegmentTable.from_input_ids(inside, Placeholders(image=IMAGE), sources, cu_seqlens=tokens.cu_seqlens)
     positions = place(segments, _MROPE)
     ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
     lengths = ahead.lengths[per_row > 0]

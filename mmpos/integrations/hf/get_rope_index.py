@@ -15,8 +15,9 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
 from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
-from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, merged, on_host, shapes
-from mmpos.integrations.models.from_config import MODEL_TYPES, ModelType, audio_chunk, from_hf_config
+from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, merged, on_host, shapes
+from mmpos.integrations.models.from_config import audio_chunk, from_hf_config, thinker
+from mmpos.integrations.models.model_types import MODEL_TYPES, ModelType
 from mmpos.positions.place import place
 from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import define_operator
@@ -24,6 +25,7 @@ from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
 from mmpos.schemes.base import Grids, Placement
 from mmpos.schemes.mrope import place_frames
 from mmpos.segments.kinds import GRID
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
@@ -42,16 +44,6 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_MODEL_TYPES = (
-    *("cohere_compass", "cosmos3_edge", "cosmos3_omni"),
-    *("ernie4_5_vl_moe", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
-    *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
-    *("glm_image", "hunyuan_vl", "minicpmv4_7"),
-    *("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
-)
-"""Model types with a function here, of which MODEL_TYPES says which it is."""
 
 _MROPE = MRopeTransformers()
 _METHOD = "get_rope_index"
@@ -283,16 +275,17 @@ def rope_index(config: object) -> Function:
     """
     fields = Fields.of(config)
     known = MODEL_TYPES.get(fields.model_type)
-    if known is None or fields.model_type not in _MODEL_TYPES:
-        got, want = fields.model_type, ", ".join(sorted(_MODEL_TYPES))
+    if known is None or not known.has_rope_index:
+        got = fields.model_type
+        want = ", ".join(sorted(name for name, row in MODEL_TYPES.items() if row.has_rope_index))
         raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
     if known.generates:
         begin, end = (fields.integer(f"image_{side}_token_id", needed=True) for side in ("start", "end"))
         return GeneratingRopeIndex(begin, end)
     if known.crop_markers:
         settings = from_hf_config(config)
-        assert settings.crop_markers is not None
-        return CanvasRopeIndex(settings.crop_markers, settings.spatial_merge_size)
+        assert settings.placeholders.crops is not None
+        return CanvasRopeIndex(settings.placeholders.crops, settings.spatial_merge_size)
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
@@ -308,25 +301,23 @@ def rope_index(config: object) -> Function:
 
 def _omni(fields: Fields, known: ModelType) -> OmniRopeIndex | FloatOmniRopeIndex:
     """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
-    thinker = fields.part("thinker_config") or fields
-    if "thinker_config" in thinker.parts:
-        raise thinker.missing("thinker_config", "the config of the language model and the encoders")
-    vision = thinker.part("vision_config")
+    thinking = thinker(fields)
+    vision = thinking.part("vision_config")
     if vision is None:
-        raise thinker.missing("vision_config", "the config of the encoder")
+        raise thinking.missing("vision_config", "the config of the encoder")
     kinds, markers = ("image", "video", "audio"), ("vision_start", "audio_start")
     sizes: dict[str, Any] = {
         **{
-            f"{kind}_token_id": thinker.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True)
+            f"{kind}_token_id": thinking.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True)
             for kind in kinds
         },
-        **{f"{marker}_token_id": thinker.integer(f"{marker}_token_id", needed=True) for marker in markers},
+        **{f"{marker}_token_id": thinking.integer(f"{marker}_token_id", needed=True) for marker in markers},
         "spatial_merge_size": vision.integer("spatial_merge_size", needed=True, minimum=1),
-        "tokens_per_second": thinker.integer("position_id_per_seconds", needed=True, minimum=1),
+        "tokens_per_second": thinking.integer("position_id_per_seconds", needed=True, minimum=1),
     }
     if known.scheme == TMRopeQwen3.name:
-        return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinker))
-    seconds = thinker.integer("seconds_per_chunk", needed=True, minimum=1) or 1
+        return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinking))
+    seconds = thinking.integer("seconds_per_chunk", needed=True, minimum=1) or 1
     return OmniRopeIndex(**sizes, tokens_per_chunk=sizes["tokens_per_second"] * seconds)
 
 
@@ -389,14 +380,13 @@ def _compute(
 ) -> Ids:
     mask = None if attention_mask is None else attention_mask.bool()
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
-    tokens = Tokens.of(types, mask)
+    tokens = TokenTypes.of(types, mask)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, VIDEO if tokens.videos or videos is not None else None),
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO if tokens.videos or videos is not None else None,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         frames_apart=frames_apart,
@@ -416,21 +406,20 @@ def _compute_xd(
     mask = None if attention_mask is None else attention_mask.bool()
     is_image = mm_token_type_ids == IMAGE
     types, mask, images = on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
-    tokens = Tokens.of(types, mask)
+    tokens = TokenTypes.of(types, mask)
     grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, rows=(IMAGE, IMAGE)),
         grids,
-        image_token_id=IMAGE,
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
-        row_separator=True,
     )
     ids, deltas = tokens.answer(place(segments, XDRope(axes, "batch")), input_ids)
     return ids, deltas.to(input_ids.dtype)
 
 
-def _timed(segments: SegmentTable, tokens: Tokens, intervals: Tensor) -> MRopeTransformers:
+def _timed(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
     """Give frames of videos the ids that products of floats have when they are cut off."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.rope_tokens import IMAGE, VIDEO, Ids, Tokens, check_tensors, moved, on_host, shapes
+from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, moved, on_host, shapes
 from mmpos.integrations.models.settings import audio_tokens
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 from mmpos.support.ragged import ragged_arange
@@ -205,13 +206,13 @@ def _omni_segments(
     use_audio_in_video: bool,
     spatial_merge_size: int,
     audio_chunk: int | None,
-) -> tuple[Tokens, SegmentTable, Tensor | None]:
+) -> tuple[TokenTypes, SegmentTable, Tensor | None]:
     """Copy everything to the host, and find images, audio and videos; without padding where audio has chunks."""
     mask = None if attention_mask is None else attention_mask == 1
     types, mask, images, videos, audio, seconds = on_host(
         kinds, mask, image_grid_thw, video_grid_thw, audio_seqlens, second_per_grids
     )
-    tokens = Tokens.of(types, mask, most=_AUDIO_START)
+    tokens = TokenTypes.of(types, mask, most=_AUDIO_START)
     if audio_chunk is not None:
         tokens = tokens.packed()
     for kind, grids in ((IMAGE, images), (VIDEO, videos)):
@@ -221,11 +222,9 @@ def _omni_segments(
     heard = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
     segments = SegmentTable.from_input_ids(
         tokens.types,
+        Placeholders(IMAGE, VIDEO, _AUDIO),
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        audio_token_id=_AUDIO,
         audio_lengths=None if heard is None else heard[heard > 0],
         cu_seqlens=tokens.cu_seqlens,
         attention_mask=tokens.real if tokens.cu_seqlens is None else None,
@@ -235,7 +234,7 @@ def _omni_segments(
     return tokens, segments, seconds
 
 
-def _text_without_marker(tokens: Tokens, kind: int) -> Tokens:
+def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
     """Take placeholders of a kind without grids for text, as the method does, unless one is right after a marker."""
     types = tokens.types.ravel()
     at = np.flatnonzero(types == kind)
@@ -244,7 +243,9 @@ def _text_without_marker(tokens: Tokens, kind: int) -> Tokens:
     return replace(tokens, types=np.where(tokens.types == kind, 0, tokens.types))
 
 
-def _omni_times(segments: SegmentTable, tokens: Tokens, seconds: Tensor | None, rate: int) -> tuple[Tensor, IntArray]:
+def _omni_times(
+    segments: SegmentTable, tokens: TokenTypes, seconds: Tensor | None, rate: int
+) -> tuple[Tensor, IntArray]:
     """Give the float32 ids of all frames after the first of their grid, and the first frame of each."""
     grid = (segments.kind == GRID) | (segments.kind == CLIP)
     frames, lengths = segments.extents[0, grid], segments.lengths

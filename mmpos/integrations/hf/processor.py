@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from importlib import import_module
 from os import PathLike
@@ -19,9 +19,17 @@ from transformers.processing_utils import MultiModalData
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
-from mmpos.integrations.hf.rows import Options, Rows, VideoTokens, added_tokens, expand, flat_options, sort_options
+from mmpos.integrations.hf.texts import (
+    TextOptions,
+    TextRows,
+    VideoTokens,
+    added_tokens,
+    expand,
+    flat_options,
+    sort_options,
+)
 from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
-from mmpos.integrations.models import from_hf_config
+from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
@@ -33,9 +41,6 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, intege
 __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
-
-_VIDEOS_AS_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Models whose preprocessor_config.json is that of videos, too, where no other is."""
 
 _NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # read token by token, which tensors are slow at
 
@@ -177,9 +182,10 @@ class MMPosProcessor(ProcessorMixin):
             if folder is None:
                 raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        timed = not model.frames_apart or model.model_type.startswith("qwen3")  # what stands between frames is known
-        if video_processor is None and folder is not None and timed and model.video_token_id is not None:
-            video_processor = video_processor_in(folder, model.model_type in _VIDEOS_AS_IMAGES)
+        known = MODEL_TYPES[model.model_type]
+        timed = known.timestamps or not known.frames_apart  # what stands between frames is known
+        if video_processor is None and folder is not None and timed and model.placeholders.video is not None:
+            video_processor = video_processor_in(folder, known.videos_as_images)
         told: dict[str, Any] = {
             "images": images or model.image_processor(),
             "scheme": model.scheme,
@@ -190,10 +196,14 @@ class MMPosProcessor(ProcessorMixin):
             "chat_template": None if folder is None else cls.get_processor_dict(folder)[0].get("chat_template"),
         }
         if video_processor is not None:
-            if model.video_token_id is None or not timed:
+            if model.placeholders.video is None or not timed:
                 raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
             timestamp = QWEN3_VL if model.frames_apart else None
-            told |= {"video_processor": video_processor, "video_token": model.video_token_id, "timestamp": timestamp}
+            told |= {
+                "video_processor": video_processor,
+                "video_token": model.placeholders.video,
+                "timestamp": timestamp,
+            }
         return cls(tokenizer, **told | settings)
 
     @property
@@ -263,7 +273,7 @@ class MMPosProcessor(ProcessorMixin):
                 text.
             audio: None; audio is refused.
             options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the others of
-                ``mmpos.integrations.hf.rows.Options``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
+                ``mmpos.integrations.hf.texts.TextOptions``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
                 ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std`` of images, also
                 in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``. What both have goes
                 to both, and is refused where images cannot have it.
@@ -289,7 +299,7 @@ class MMPosProcessor(ProcessorMixin):
             raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
         arguments = flat_options(options)
         of_text, of_images, of_videos = self._sorted(arguments)
-        chosen = Options.of(of_text, self.tokenizer)
+        chosen = TextOptions.of(of_text, self.tokenizer)
         if is_chat(text):
             generate = arguments.pop("add_generation_prompt", False)
             if videos is not None:
@@ -365,16 +375,13 @@ class MMPosProcessor(ProcessorMixin):
         """
         return SegmentTable.from_input_ids(
             input_ids,
+            replace(self._marker_ids.placeholders, video=self.video_token_id),
             image_grid_thw,
             video_grid_thw,
-            image_token_id=self.image_token_id,
-            video_token_id=self.video_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
             seconds_per_frame=None if second_per_grid_ts is None else [float(each) for each in second_per_grid_ts],
             frames_apart=self._videos is not None and self._videos.timestamp is not None,
-            row_token_id=self._marker_ids.row,
-            last_row_token_id=self._marker_ids.last_row,
         )
 
     def positions(
@@ -425,7 +432,7 @@ class MMPosProcessor(ProcessorMixin):
             options: of a call.
         """
         of_text, of_images, of_videos = self._sorted(flat_options(options))
-        Options.of(of_text, self.tokenizer)
+        TextOptions.of(of_text, self.tokenizer)
         merged = self.images.spatial_merge_size**2
         counts: dict[str, list[int]] = {}
         if image_sizes is not None:
@@ -481,7 +488,7 @@ class MMPosProcessor(ProcessorMixin):
         grid_thw: IntArray,
         counts: IntArray | None,
         videos: VideoTokens | None,
-        options: Options,
+        options: TextOptions,
     ) -> dict[str, Any]:
         """Make everything that follows from the texts and from the sizes of the images and videos."""
         encoded = options.encode(self.tokenizer, texts)
@@ -562,7 +569,7 @@ def _per_token(
     lengths: IntArray,
     width: int | None,
     tokenizer: PreTrainedTokenizerBase,
-    options: Options,
+    options: TextOptions,
 ) -> dict[str, Any]:
     """Collect everything with an entry per token: padded arrays, or a list with one array for each row.
 
@@ -590,7 +597,7 @@ def _per_token(
 
 
 def _positions(
-    table: PositionTable, rows: Rows, width: int | None, side: Side, return_tensors: str | None
+    table: PositionTable, rows: TextRows, width: int | None, side: Side, return_tensors: str | None
 ) -> dict[str, Any]:
     """Return the dense ids of all rows, padded as the rows are, and their table."""
     dtype = None if table.fractional else np.int64

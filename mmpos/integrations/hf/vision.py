@@ -17,7 +17,7 @@ from transformers.image_utils import SizeDict
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import FRAMES, Frames, flat, patches_of, process, read_image, without_url
-from mmpos.integrations.hf.rows import FIXED, NORMALISING, OF_IMAGES
+from mmpos.integrations.hf.texts import FIXED, NORMALISING, OF_IMAGES
 from mmpos.sequence.tokenizers import MarkerIds, Tokenizer
 from mmpos.support.checks import IntArray, boolean, finite, integer, naming
 

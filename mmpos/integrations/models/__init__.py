@@ -1,6 +1,7 @@
 """Settings of deployed models: scheme, token ids and rotations, from their configs alone."""
 
-from mmpos.integrations.models.from_config import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType, from_hf_config
+from mmpos.integrations.models.from_config import from_hf_config
+from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.integrations.models.settings import ModelSettings
 
 __all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelSettings", "ModelType", "from_hf_config"]

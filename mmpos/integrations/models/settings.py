@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
-from mmpos.segments.kinds import CropMarkers
-from mmpos.segments.placeholders import Batch, read_batch
+from mmpos.segments.placeholders import PackedIds, Placeholders
 from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.sequence.tokenizers import Markers
 from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array
@@ -42,9 +41,8 @@ class ModelSettings:
         rotary: rotation of its q and k; one axis where positions are those of text.
         vision_scheme: positions in the encoder, of grids before merging; None where it has none of ours.
         vision_rotary: rotation of the encoder's q and k; None where there is none, or it is not known.
-        image_token_id: the placeholder of image patches; None where the config does not name it.
-        video_token_id: likewise of videos.
-        audio_token_id: likewise of audio, where its place depends on that of videos; else None, and audio is text.
+        placeholders: which tokens stand for patches, for audio where its place depends on that of videos, for ends of
+            rows and around crops, as far as the config names them.
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
         row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
             follow each other.
@@ -56,12 +54,10 @@ class ModelSettings:
         patch_size: side of a patch of the encoder in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
-        row_separator: rows of images end in one more placeholder, and images begin and end in one more (HunYuan-VL).
         generates: images are generated, with their grids behind those of the prompt: see ``generated``.
         start: id of the first token of a document: 1 of PaliGemma, 0 of all others.
         second_rotary: rotation of the second channel of every pair, where other axes drive it than the first, which
             rotary then describes alone: what turns are the first channels of the one and the second of the other.
-        crop_markers: tokens around thumbnails and tiles, where images are such (MiniCPM-V 4.7); else None.
         image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
         audio_chunk: frames of audio that the encoder takes at a time; None where it takes all at once.
     """
@@ -71,9 +67,7 @@ class ModelSettings:
     rotary: Rotary
     vision_scheme: Grid2D | None = None
     vision_rotary: Rotary | None = None
-    image_token_id: int | None = None
-    video_token_id: int | None = None
-    audio_token_id: int | None = None
+    placeholders: Placeholders = field(default_factory=Placeholders)
     image_markers: tuple[int, int] | None = None
     row_markers: tuple[str, str] | None = None
     opening_token_id: int | None = None
@@ -83,11 +77,9 @@ class ModelSettings:
     patch_size: int | None = None
     temporal_patch_size: int | None = None
     frames_apart: bool = False
-    row_separator: bool = False
     generates: bool = False
     start: int = 0
     second_rotary: Rotary | None = None
-    crop_markers: CropMarkers | None = None
     image_file: ImageFile | None = None
     audio_chunk: int | None = None
 
@@ -95,8 +87,6 @@ class ModelSettings:
         if self.rotary.axes != self.scheme.axes:
             got, want = self.rotary.axes, self.scheme.axes
             raise InvalidInputError(f"rotary: got {counted(got, 'axis')}, want {want} for scheme {self.scheme.name!r}")
-        if self.image_token_id is not None and self.image_token_id == self.video_token_id:
-            raise InvalidInputError(f"video_token_id: got {self.video_token_id}, want another than image_token_id")
 
     def segments(
         self,
@@ -107,8 +97,7 @@ class ModelSettings:
         cu_seqlens: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
-        row_token_id: int | None = None,
-        last_row_token_id: int | None = None,
+        rows: tuple[int, int] | None = None,
         audio_lengths: npt.ArrayLike | None = None,
         images_per_sample: npt.ArrayLike | None = None,
     ) -> SegmentTable:
@@ -124,9 +113,7 @@ class ModelSettings:
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``. None of NeoMME is the
-                token after its first row.
-            last_row_token_id: the id of the second.
+            rows: the ids of row_markers, as of ``Placeholders``; None of NeoMME is the token after its first row.
             audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
             images_per_sample: (documents,) how many of image_grid_thw belong to each document, with those of images to
                 generate at its end, which are left out; None where there are none of these.
@@ -136,33 +123,29 @@ class ModelSettings:
                 ``SegmentTable.from_input_ids``.
         """
         as_text = self.scheme.axes == 1 and image_grid_thw is None and video_grid_thw is None
-        if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
-            tokens = (self.image_token_id, self.video_token_id)
+        image, video = self.placeholders.image, self.placeholders.video
+        if self.video_markers is not None and image is not None and video is not None:
+            tokens = (image, video)
             input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
-        if self.opening_token_id is not None and self.image_token_id is not None:
-            tokens = (self.opening_token_id, self.image_token_id)
+        if self.opening_token_id is not None and image is not None:
+            tokens = (self.opening_token_id, image)
             input_ids, row_end = _without_openings(input_ids, cu_seqlens, attention_mask, tokens)
-            row_token_id = row_end if row_token_id is None else row_token_id
+            rows = (row_end, row_end) if rows is None and row_end is not None else rows
         if images_per_sample is not None:
-            batch = read_batch(input_ids, cu_seqlens, attention_mask)
+            batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
             image_grid_thw = self._sources(batch, image_grid_thw, images_per_sample)
+        placeholders = self.placeholders if rows is None else replace(self.placeholders, rows=rows)
         return SegmentTable.from_input_ids(
             input_ids,
+            Placeholders() if as_text else placeholders,
             image_grid_thw,
             self._merged_frames(video_grid_thw),
-            image_token_id=None if as_text else self.image_token_id,
-            video_token_id=None if as_text else self.video_token_id,
             spatial_merge_size=self.spatial_merge_size,
             cu_seqlens=cu_seqlens,
             attention_mask=attention_mask,
             seconds_per_frame=seconds_per_frame,
             frames_apart=self.frames_apart,
-            row_token_id=row_token_id,
-            last_row_token_id=last_row_token_id,
-            audio_token_id=self.audio_token_id,
             audio_lengths=audio_lengths,
-            row_separator=self.row_separator and not as_text,
-            crop_markers=self.crop_markers,
         )
 
     def generated(
@@ -200,7 +183,7 @@ class ModelSettings:
             UnsupportedError: a model that counts audio as text.
             InvalidInputError: no integers >= 0.
         """
-        if self.audio_token_id is None:
+        if self.placeholders.audio is None:
             raise UnsupportedError(f"audio_tokens: got {self.model_type!r}, want a model of Qwen Omni")
         return audio_tokens("frames", frames, self.audio_chunk)
 
@@ -216,24 +199,25 @@ class ModelSettings:
             UnsupportedError: the config does not name them, or images have tokens that Markers cannot describe
                 (HunYuan-VL, NeoMME, MiniCPM-V 4.7).
         """
-        if self.row_markers is not None and self.image_token_id is not None:
-            return Markers(None, None, self.image_token_id, *self.row_markers)
+        image = self.placeholders.image
+        if self.row_markers is not None and image is not None:
+            return Markers(None, None, image, *self.row_markers)
         for there, what in (
-            (self.row_separator, "placeholders without a patch before, between and after their rows"),
+            (self.placeholders.framed, "placeholders without a patch before, between and after their rows"),
             (self.opening_token_id is not None, "a placeholder without a patch before their rows"),
-            (self.crop_markers is not None, "a thumbnail and tiles, each with markers of its own"),
+            (self.placeholders.crops is not None, "a thumbnail and tiles, each with markers of its own"),
         ):
             if there:
                 raise UnsupportedError(
                     f"markers: got {self.model_type!r}, whose images have {what}, which SequenceBuilder does not make, "
                     "want the input_ids of its processor, which segments reads"
                 )
-        if self.image_markers is None or self.image_token_id is None:
+        if self.image_markers is None or image is None:
             raise UnsupportedError(
                 f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "
                 "want Markers of your own"
             )
-        return Markers(*self.image_markers, self.image_token_id)
+        return Markers(*self.image_markers, image)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
         """Make an ImageProcessor with the patches, merging and order of the encoder.
@@ -277,7 +261,7 @@ class ModelSettings:
         return per_sample(image_grid_thw, images_per_sample, documents)
 
     def _sources(
-        self, batch: Batch, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
+        self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
         """Select the grids of images that are complete in a prompt: those before as many markers of an image's end."""
         grids, counts = self._per_sample(image_grid_thw, images_per_sample, batch.starts.size)
@@ -368,7 +352,7 @@ def _tell_videos_apart(
     Returns:
         a new array of the shape of input_ids.
     """
-    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
     ids = batch.ids.astype(np.int64)
     begin, end = (ids == marker for marker in markers)
     open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
@@ -399,12 +383,12 @@ def _without_openings(
     Returns:
         a new array of the shape of input_ids, and the token after the first row of patches, None where there is none.
     """
-    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
     ids = batch.ids.astype(np.int64)
     opening, image = tokens
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)
     ids[at[ids[at - 1] == opening]] = opening
-    runs = replace(batch, ids=ids).runs([image])[0]
+    runs = replace(batch, ids=ids).runs(image)[0]
     row_end = None
     if runs.first.size and (stop := runs.first[0] + runs.tokens[0]) < batch.stops[runs.document[0]]:
         row_end = int(ids[stop])

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from mmpos.rpc.v1 import table_pb2 as _table_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -122,12 +123,10 @@ class ProfileInfo(_message.Message):
     SCHEME_FIELD_NUMBER: _builtins.int
     BEGIN_TOKEN_ID_FIELD_NUMBER: _builtins.int
     END_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    PATCH_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PLACEHOLDERS_FIELD_NUMBER: _builtins.int
     PATCH_SIZE_FIELD_NUMBER: _builtins.int
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
     ROTARY_FIELD_NUMBER: _builtins.int
-    ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    LAST_ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     scheme: _builtins.str
@@ -136,18 +135,16 @@ class ProfileInfo(_message.Message):
     """The id before an image's patches, or -1 where nothing stands there."""
     end_token_id: _builtins.int
     """The id after an image's patches, or -1 likewise."""
-    patch_token_id: _builtins.int
-    """The id of every patch, and the image_token_id of requests that name this profile and no other id."""
     patch_size: _builtins.int
     """Side of a patch in pixels."""
     spatial_merge_size: _builtins.int
     """Patches merged along each side."""
     rotary: _builtins.bool
     """Whether it has a rotation."""
-    row_token_id: _builtins.int
-    """The id after every row of an image; left out, rows follow each other."""
-    last_row_token_id: _builtins.int
-    """The id in its place after the last row of an image; left out, it is the same."""
+    @_builtins.property
+    def placeholders(self) -> _table_pb2.Placeholders:
+        """The ids of patches, audio and ends of rows, those of requests that name this profile and no others."""
+
     def __init__(
         self,
         *,
@@ -155,25 +152,16 @@ class ProfileInfo(_message.Message):
         scheme: _builtins.str = ...,
         begin_token_id: _builtins.int = ...,
         end_token_id: _builtins.int = ...,
-        patch_token_id: _builtins.int = ...,
+        placeholders: _table_pb2.Placeholders | None = ...,
         patch_size: _builtins.int = ...,
         spatial_merge_size: _builtins.int = ...,
         rotary: _builtins.bool = ...,
-        row_token_id: _builtins.int | None = ...,
-        last_row_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placeholders", b"placeholders"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "begin_token_id", b"begin_token_id", "end_token_id", b"end_token_id", "last_row_token_id", b"last_row_token_id", "name", b"name", "patch_size", b"patch_size", "patch_token_id", b"patch_token_id", "rotary", b"rotary", "row_token_id", b"row_token_id", "scheme", b"scheme", "spatial_merge_size", b"spatial_merge_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_token_id", b"begin_token_id", "end_token_id", b"end_token_id", "name", b"name", "patch_size", b"patch_size", "placeholders", b"placeholders", "rotary", b"rotary", "scheme", b"scheme", "spatial_merge_size", b"spatial_merge_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__last_row_token_id: _TypeAlias = _typing.Literal["last_row_token_id"]  # noqa: Y015
-    _WhichOneofArgType__last_row_token_id: _TypeAlias = _typing.Literal["_last_row_token_id", b"_last_row_token_id"]  # noqa: Y015
-    _WhichOneofReturnType__row_token_id: _TypeAlias = _typing.Literal["row_token_id"]  # noqa: Y015
-    _WhichOneofArgType__row_token_id: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_row_token_id) -> _WhichOneofReturnType__last_row_token_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_token_id) -> _WhichOneofReturnType__row_token_id | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfileInfo: _TypeAlias = ProfileInfo  # noqa: Y015
 

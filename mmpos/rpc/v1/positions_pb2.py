@@ -28,7 +28,7 @@ from mmpos.rpc.v1 import table_pb2 as mmpos_dot_rpc_dot_v1_dot_table__pb2
 from mmpos.rpc.v1 import tensor_pb2 as mmpos_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmmpos/rpc/v1/positions.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/error.proto\x1a\x19mmpos/rpc/v1/scheme.proto\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"\xd7\x01\n\x05Spans\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\x12\x0f\n\x07offsets\x18\x02 \x03(\x03\x12\x10\n\x08grid_thw\x18\x03 \x03(\x03\x12\x11\n\tdocuments\x18\x04 \x03(\x03\x12\x31\n\x11seconds_per_frame\x18\x05 \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x15\n\rrow_separator\x18\x06 \x01(\x08\x12\'\n\x04kind\x18\x07 \x03(\x0e\x32\x19.mmpos.rpc.v1.SegmentKind\x12\x14\n\x0c\x65xtra_tokens\x18\x08 \x03(\x03\"\xa5\x05\n\x08InputIds\x12\'\n\tinput_ids\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12\x16\n\x0eimage_grid_thw\x18\x02 \x03(\x03\x12\x16\n\x0evideo_grid_thw\x18\x03 \x03(\x03\x12\x1b\n\x0eimage_token_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x0evideo_token_id\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x1f\n\x12spatial_merge_size\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\ncu_seqlens\x18\x07 \x03(\x03\x12\x31\n\x0e\x61ttention_mask\x18\x08 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x03\x88\x01\x01\x12\x31\n\x11seconds_per_frame\x18\t \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x14\n\x0c\x66rames_apart\x18\n \x01(\x08\x12\x19\n\x0crow_token_id\x18\x0b \x01(\x03H\x04\x88\x01\x01\x12\x1e\n\x11last_row_token_id\x18\x0c \x01(\x03H\x05\x88\x01\x01\x12\x1b\n\x0e\x61udio_token_id\x18\r \x01(\x03H\x06\x88\x01\x01\x12\x15\n\raudio_lengths\x18\x0e \x03(\x03\x12\x15\n\rrow_separator\x18\x14 \x01(\x08\x12\x34\n\x0c\x63rop_markers\x18\x15 \x01(\x0b\x32\x19.mmpos.rpc.v1.CropMarkersH\x07\x88\x01\x01\x42\x11\n\x0f_image_token_idB\x11\n\x0f_video_token_idB\x15\n\x13_spatial_merge_sizeB\x11\n\x0f_attention_maskB\x0f\n\r_row_token_idB\x14\n\x12_last_row_token_idB\x11\n\x0f_audio_token_idB\x0f\n\r_crop_markers\"t\n\x0b\x43ropMarkers\x12\x17\n\x0fthumbnail_start\x18\x01 \x01(\x03\x12\x15\n\rthumbnail_end\x18\x02 \x01(\x03\x12\x12\n\ntile_start\x18\x03 \x01(\x03\x12\x10\n\x08tile_end\x18\x04 \x01(\x03\x12\x0f\n\x07newline\x18\x05 \x01(\x03\"%\n\x04Take\x12\x0e\n\x06starts\x18\x01 \x03(\x03\x12\r\n\x05stops\x18\x02 \x03(\x03\"<\n\x06Window\x12\x11\n\tdocuments\x18\x01 \x03(\x03\x12\x0e\n\x06starts\x18\x02 \x03(\x03\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"B\n\x06\x44\x65\x63ode\x12\x12\n\x05steps\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\x12steps_per_document\x18\x02 \x03(\x03\x42\x08\n\x06_steps\"T\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x12\n\nworld_size\x18\x02 \x01(\x03\x12)\n\x06layout\x18\x03 \x01(\x0e\x32\x19.mmpos.rpc.v1.ShardLayout\"d\n\x03Pad\x12\x13\n\x06length\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x13length_per_document\x18\x02 \x03(\x03\x12 \n\x04side\x18\x03 \x01(\x0e\x32\x12.mmpos.rpc.v1.SideB\t\n\x07_length\"\xca\x01\n\x04View\x12\"\n\x04take\x18\x01 \x01(\x0b\x32\x12.mmpos.rpc.v1.TakeH\x00\x12&\n\x06window\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.WindowH\x00\x12&\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.DecodeH\x00\x12$\n\x05shard\x18\x04 \x01(\x0b\x32\x13.mmpos.rpc.v1.ShardH\x00\x12 \n\x03pad\x18\x05 \x01(\x0b\x32\x11.mmpos.rpc.v1.PadH\x00\x42\x06\n\x04view\"<\n\x05\x44\x65nse\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.mmpos.rpc.v1.DataType\x12\x0c\n\x04\x61xes\x18\x02 \x03(\x03\"\xe1\x03\n\x0ePositionsQuery\x12.\n\x08segments\x18\x01 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SegmentTableH\x00\x12$\n\x05spans\x18\x02 \x01(\x0b\x32\x13.mmpos.rpc.v1.SpansH\x00\x12+\n\tinput_ids\x18\x03 \x01(\x0b\x32\x16.mmpos.rpc.v1.InputIdsH\x00\x12\x14\n\x07profile\x18\x04 \x01(\tH\x01\x88\x01\x01\x12)\n\x06scheme\x18\x05 \x01(\x0b\x32\x14.mmpos.rpc.v1.SchemeH\x02\x88\x01\x01\x12\x12\n\x05start\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x1a\n\x12start_per_document\x18\x07 \x03(\x03\x12\x13\n\x06strict\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12!\n\x05views\x18\t \x03(\x0b\x32\x12.mmpos.rpc.v1.View\x12\'\n\x05\x64\x65nse\x18\n \x01(\x0b\x32\x13.mmpos.rpc.v1.DenseH\x05\x88\x01\x01\x12/\n\x06output\x18\x0b \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x06\x88\x01\x01\x42\x08\n\x06sourceB\n\n\x08_profileB\t\n\x07_schemeB\x08\n\x06_startB\t\n\x07_strictB\x08\n\x06_denseB\t\n\x07_output\"\xb6\x01\n\tPositions\x12/\n\x05table\x18\x01 \x01(\x0b\x32\x1b.mmpos.rpc.v1.PositionTableH\x00\x88\x01\x01\x12(\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x01\x88\x01\x01\x12\x16\n\x0enext_positions\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65ltas\x18\x04 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x05 \x03(\x05\x42\x08\n\x06_tableB\x08\n\x06_dense\";\n\x0cPlaceRequest\x12+\n\x05query\x18\x01 \x01(\x0b\x32\x1c.mmpos.rpc.v1.PositionsQuery\";\n\rPlaceResponse\x12*\n\tpositions\x18\x01 \x01(\x0b\x32\x17.mmpos.rpc.v1.Positions\"M\n\x12StreamPlaceRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.PositionsQuery\"\x80\x01\n\x13StreamPlaceResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\tpositions\x18\x02 \x01(\x0b\x32\x17.mmpos.rpc.v1.PositionsH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome*\xa9\x01\n\x0bShardLayout\x12\x1c\n\x18SHARD_LAYOUT_UNSPECIFIED\x10\x00\x12\x17\n\x13SHARD_LAYOUT_ZIGZAG\x10\x01\x12\x1b\n\x17SHARD_LAYOUT_CONTIGUOUS\x10\x02\x12 \n\x1cSHARD_LAYOUT_ZIGZAG_SEQUENCE\x10\x03\x12$\n SHARD_LAYOUT_CONTIGUOUS_SEQUENCE\x10\x04*;\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_LEFT\x10\x01\x12\x0e\n\nSIDE_RIGHT\x10\x02\x32\xb0\x01\n\x0fPositionService\x12\x45\n\x05Place\x12\x1a.mmpos.rpc.v1.PlaceRequest\x1a\x1b.mmpos.rpc.v1.PlaceResponse\"\x03\x90\x02\x01\x12V\n\x0bStreamPlace\x12 .mmpos.rpc.v1.StreamPlaceRequest\x1a!.mmpos.rpc.v1.StreamPlaceResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmmpos/rpc/v1/positions.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/error.proto\x1a\x19mmpos/rpc/v1/scheme.proto\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"\xd7\x01\n\x05Spans\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\x12\x0f\n\x07offsets\x18\x02 \x03(\x03\x12\x10\n\x08grid_thw\x18\x03 \x03(\x03\x12\x11\n\tdocuments\x18\x04 \x03(\x03\x12\x31\n\x11seconds_per_frame\x18\x05 \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x15\n\rrow_separator\x18\x06 \x01(\x08\x12\'\n\x04kind\x18\x07 \x03(\x0e\x32\x19.mmpos.rpc.v1.SegmentKind\x12\x14\n\x0c\x65xtra_tokens\x18\x08 \x03(\x03\"\x9d\x03\n\x08InputIds\x12\'\n\tinput_ids\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12\x35\n\x0cplaceholders\x18\x02 \x01(\x0b\x32\x1a.mmpos.rpc.v1.PlaceholdersH\x00\x88\x01\x01\x12\x16\n\x0eimage_grid_thw\x18\x03 \x03(\x03\x12\x16\n\x0evideo_grid_thw\x18\x04 \x03(\x03\x12\x1f\n\x12spatial_merge_size\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncu_seqlens\x18\x06 \x03(\x03\x12\x31\n\x0e\x61ttention_mask\x18\x07 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x02\x88\x01\x01\x12\x31\n\x11seconds_per_frame\x18\x08 \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x14\n\x0c\x66rames_apart\x18\t \x01(\x08\x12\x15\n\raudio_lengths\x18\n \x03(\x03\x42\x0f\n\r_placeholdersB\x15\n\x13_spatial_merge_sizeB\x11\n\x0f_attention_mask\"%\n\x04Take\x12\x0e\n\x06starts\x18\x01 \x03(\x03\x12\r\n\x05stops\x18\x02 \x03(\x03\"<\n\x06Window\x12\x11\n\tdocuments\x18\x01 \x03(\x03\x12\x0e\n\x06starts\x18\x02 \x03(\x03\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"B\n\x06\x44\x65\x63ode\x12\x12\n\x05steps\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\x12steps_per_document\x18\x02 \x03(\x03\x42\x08\n\x06_steps\"T\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x12\n\nworld_size\x18\x02 \x01(\x03\x12)\n\x06layout\x18\x03 \x01(\x0e\x32\x19.mmpos.rpc.v1.ShardLayout\"d\n\x03Pad\x12\x13\n\x06length\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x13length_per_document\x18\x02 \x03(\x03\x12 \n\x04side\x18\x03 \x01(\x0e\x32\x12.mmpos.rpc.v1.SideB\t\n\x07_length\"\xca\x01\n\x04View\x12\"\n\x04take\x18\x01 \x01(\x0b\x32\x12.mmpos.rpc.v1.TakeH\x00\x12&\n\x06window\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.WindowH\x00\x12&\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.DecodeH\x00\x12$\n\x05shard\x18\x04 \x01(\x0b\x32\x13.mmpos.rpc.v1.ShardH\x00\x12 \n\x03pad\x18\x05 \x01(\x0b\x32\x11.mmpos.rpc.v1.PadH\x00\x42\x06\n\x04view\"<\n\x05\x44\x65nse\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.mmpos.rpc.v1.DataType\x12\x0c\n\x04\x61xes\x18\x02 \x03(\x03\"\xe1\x03\n\x0ePositionsQuery\x12.\n\x08segments\x18\x01 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SegmentTableH\x00\x12$\n\x05spans\x18\x02 \x01(\x0b\x32\x13.mmpos.rpc.v1.SpansH\x00\x12+\n\tinput_ids\x18\x03 \x01(\x0b\x32\x16.mmpos.rpc.v1.InputIdsH\x00\x12\x14\n\x07profile\x18\x04 \x01(\tH\x01\x88\x01\x01\x12)\n\x06scheme\x18\x05 \x01(\x0b\x32\x14.mmpos.rpc.v1.SchemeH\x02\x88\x01\x01\x12\x12\n\x05start\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x1a\n\x12start_per_document\x18\x07 \x03(\x03\x12\x13\n\x06strict\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12!\n\x05views\x18\t \x03(\x0b\x32\x12.mmpos.rpc.v1.View\x12\'\n\x05\x64\x65nse\x18\n \x01(\x0b\x32\x13.mmpos.rpc.v1.DenseH\x05\x88\x01\x01\x12/\n\x06output\x18\x0b \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x06\x88\x01\x01\x42\x08\n\x06sourceB\n\n\x08_profileB\t\n\x07_schemeB\x08\n\x06_startB\t\n\x07_strictB\x08\n\x06_denseB\t\n\x07_output\"\xb6\x01\n\tPositions\x12/\n\x05table\x18\x01 \x01(\x0b\x32\x1b.mmpos.rpc.v1.PositionTableH\x00\x88\x01\x01\x12(\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x01\x88\x01\x01\x12\x16\n\x0enext_positions\x18\x03 \x03(\x03\x12\x0e\n\x06\x64\x65ltas\x18\x04 \x03(\x03\x12\x12\n\ncu_seqlens\x18\x05 \x03(\x05\x42\x08\n\x06_tableB\x08\n\x06_dense\";\n\x0cPlaceRequest\x12+\n\x05query\x18\x01 \x01(\x0b\x32\x1c.mmpos.rpc.v1.PositionsQuery\";\n\rPlaceResponse\x12*\n\tpositions\x18\x01 \x01(\x0b\x32\x17.mmpos.rpc.v1.Positions\"M\n\x12StreamPlaceRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.PositionsQuery\"\x80\x01\n\x13StreamPlaceResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\tpositions\x18\x02 \x01(\x0b\x32\x17.mmpos.rpc.v1.PositionsH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome*\xa9\x01\n\x0bShardLayout\x12\x1c\n\x18SHARD_LAYOUT_UNSPECIFIED\x10\x00\x12\x17\n\x13SHARD_LAYOUT_ZIGZAG\x10\x01\x12\x1b\n\x17SHARD_LAYOUT_CONTIGUOUS\x10\x02\x12 \n\x1cSHARD_LAYOUT_ZIGZAG_SEQUENCE\x10\x03\x12$\n SHARD_LAYOUT_CONTIGUOUS_SEQUENCE\x10\x04*;\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_LEFT\x10\x01\x12\x0e\n\nSIDE_RIGHT\x10\x02\x32\xb0\x01\n\x0fPositionService\x12\x45\n\x05Place\x12\x1a.mmpos.rpc.v1.PlaceRequest\x1a\x1b.mmpos.rpc.v1.PlaceResponse\"\x03\x90\x02\x01\x12V\n\x0bStreamPlace\x12 .mmpos.rpc.v1.StreamPlaceRequest\x1a!.mmpos.rpc.v1.StreamPlaceResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,42 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_POSITIONSERVICE'].methods_by_name['Place']._loaded_options = None
   _globals['_POSITIONSERVICE'].methods_by_name['Place']._serialized_options = b'\220\002\001'
-  _globals['_SHARDLAYOUT']._serialized_start=2794
-  _globals['_SHARDLAYOUT']._serialized_end=2963
-  _globals['_SIDE']._serialized_start=2965
-  _globals['_SIDE']._serialized_end=3024
+  _globals['_SHARDLAYOUT']._serialized_start=2412
+  _globals['_SHARDLAYOUT']._serialized_end=2581
+  _globals['_SIDE']._serialized_start=2583
+  _globals['_SIDE']._serialized_end=2642
   _globals['_SPANS']._serialized_start=153
   _globals['_SPANS']._serialized_end=368
   _globals['_INPUTIDS']._serialized_start=371
-  _globals['_INPUTIDS']._serialized_end=1048
-  _globals['_CROPMARKERS']._serialized_start=1050
-  _globals['_CROPMARKERS']._serialized_end=1166
-  _globals['_TAKE']._serialized_start=1168
-  _globals['_TAKE']._serialized_end=1205
-  _globals['_WINDOW']._serialized_start=1207
-  _globals['_WINDOW']._serialized_end=1267
-  _globals['_DECODE']._serialized_start=1269
-  _globals['_DECODE']._serialized_end=1335
-  _globals['_SHARD']._serialized_start=1337
-  _globals['_SHARD']._serialized_end=1421
-  _globals['_PAD']._serialized_start=1423
-  _globals['_PAD']._serialized_end=1523
-  _globals['_VIEW']._serialized_start=1526
-  _globals['_VIEW']._serialized_end=1728
-  _globals['_DENSE']._serialized_start=1730
-  _globals['_DENSE']._serialized_end=1790
-  _globals['_POSITIONSQUERY']._serialized_start=1793
-  _globals['_POSITIONSQUERY']._serialized_end=2274
-  _globals['_POSITIONS']._serialized_start=2277
-  _globals['_POSITIONS']._serialized_end=2459
-  _globals['_PLACEREQUEST']._serialized_start=2461
-  _globals['_PLACEREQUEST']._serialized_end=2520
-  _globals['_PLACERESPONSE']._serialized_start=2522
-  _globals['_PLACERESPONSE']._serialized_end=2581
-  _globals['_STREAMPLACEREQUEST']._serialized_start=2583
-  _globals['_STREAMPLACEREQUEST']._serialized_end=2660
-  _globals['_STREAMPLACERESPONSE']._serialized_start=2663
-  _globals['_STREAMPLACERESPONSE']._serialized_end=2791
-  _globals['_POSITIONSERVICE']._serialized_start=3027
-  _globals['_POSITIONSERVICE']._serialized_end=3203
+  _globals['_INPUTIDS']._serialized_end=784
+  _globals['_TAKE']._serialized_start=786
+  _globals['_TAKE']._serialized_end=823
+  _globals['_WINDOW']._serialized_start=825
+  _globals['_WINDOW']._serialized_end=885
+  _globals['_DECODE']._serialized_start=887
+  _globals['_DECODE']._serialized_end=953
+  _globals['_SHARD']._serialized_start=955
+  _globals['_SHARD']._serialized_end=1039
+  _globals['_PAD']._serialized_start=1041
+  _globals['_PAD']._serialized_end=1141
+  _globals['_VIEW']._serialized_start=1144
+  _globals['_VIEW']._serialized_end=1346
+  _globals['_DENSE']._serialized_start=1348
+  _globals['_DENSE']._serialized_end=1408
+  _globals['_POSITIONSQUERY']._serialized_start=1411
+  _globals['_POSITIONSQUERY']._serialized_end=1892
+  _globals['_POSITIONS']._serialized_start=1895
+  _globals['_POSITIONS']._serialized_end=2077
+  _globals['_PLACEREQUEST']._serialized_start=2079
+  _globals['_PLACEREQUEST']._serialized_end=2138
+  _globals['_PLACERESPONSE']._serialized_start=2140
+  _globals['_PLACERESPONSE']._serialized_end=2199
+  _globals['_STREAMPLACEREQUEST']._serialized_start=2201
+  _globals['_STREAMPLACEREQUEST']._serialized_end=2278
+  _globals['_STREAMPLACERESPONSE']._serialized_start=2281
+  _globals['_STREAMPLACERESPONSE']._serialized_end=2409
+  _globals['_POSITIONSERVICE']._serialized_start=2645
+  _globals['_POSITIONSERVICE']._serialized_end=2821
 # @@protoc_insertion_point(module_scope)

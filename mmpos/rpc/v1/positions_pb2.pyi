@@ -152,40 +152,28 @@ class InputIds(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INPUT_IDS_FIELD_NUMBER: _builtins.int
+    PLACEHOLDERS_FIELD_NUMBER: _builtins.int
     IMAGE_GRID_THW_FIELD_NUMBER: _builtins.int
     VIDEO_GRID_THW_FIELD_NUMBER: _builtins.int
-    IMAGE_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    VIDEO_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
     CU_SEQLENS_FIELD_NUMBER: _builtins.int
     ATTENTION_MASK_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     FRAMES_APART_FIELD_NUMBER: _builtins.int
-    ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    LAST_ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    AUDIO_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AUDIO_LENGTHS_FIELD_NUMBER: _builtins.int
-    ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
-    CROP_MARKERS_FIELD_NUMBER: _builtins.int
-    image_token_id: _builtins.int
-    """The placeholder of image patches; left out, that of the profile."""
-    video_token_id: _builtins.int
-    """The placeholder of video patches."""
     spatial_merge_size: _builtins.int
     """Patches merged along each side; left out, that of the profile, or 1 where the query names none."""
     frames_apart: _builtins.bool
     """Whether every frame of a video is a grid of its own, with text between."""
-    row_token_id: _builtins.int
-    """The token after every row of a grid; left out, that of the profile where its image_token_id is taken, or none."""
-    last_row_token_id: _builtins.int
-    """The token in its place after the last row of a grid; likewise."""
-    audio_token_id: _builtins.int
-    """The placeholder of audio; left out, audio is text. Where it follows that of videos without text, they are a clip."""
-    row_separator: _builtins.bool
-    """Whether every row of a grid ends in one more placeholder, and one more may stand before the grid and one after it."""
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64, (tokens) or (batch, seq)."""
+
+    @_builtins.property
+    def placeholders(self) -> _table_pb2.Placeholders:
+        """Which tokens stand for patches and audio. What is left out is that of the profile, where the query names one and
+        this names no image.
+        """
 
     @_builtins.property
     def image_grid_thw(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -211,106 +199,38 @@ class InputIds(_message.Message):
     def audio_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of each audio after the encoder, to be compared with the runs of placeholders; empty: not compared."""
 
-    @_builtins.property
-    def crop_markers(self) -> Global___CropMarkers:
-        """The tokens around thumbnails and tiles; left out, pictures are grids."""
-
     def __init__(
         self,
         *,
         input_ids: _tensor_pb2.Tensor | None = ...,
+        placeholders: _table_pb2.Placeholders | None = ...,
         image_grid_thw: _abc.Iterable[_builtins.int] | None = ...,
         video_grid_thw: _abc.Iterable[_builtins.int] | None = ...,
-        image_token_id: _builtins.int | None = ...,
-        video_token_id: _builtins.int | None = ...,
         spatial_merge_size: _builtins.int | None = ...,
         cu_seqlens: _abc.Iterable[_builtins.int] | None = ...,
         attention_mask: _tensor_pb2.Tensor | None = ...,
         seconds_per_frame: _abc.Iterable[_table_pb2.Rational] | None = ...,
         frames_apart: _builtins.bool = ...,
-        row_token_id: _builtins.int | None = ...,
-        last_row_token_id: _builtins.int | None = ...,
-        audio_token_id: _builtins.int | None = ...,
         audio_lengths: _abc.Iterable[_builtins.int] | None = ...,
-        row_separator: _builtins.bool = ...,
-        crop_markers: Global___CropMarkers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_crop_markers", b"_crop_markers", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_token_id", b"audio_token_id", "crop_markers", b"crop_markers", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_placeholders", b"_placeholders", "_spatial_merge_size", b"_spatial_merge_size", "attention_mask", b"attention_mask", "input_ids", b"input_ids", "placeholders", b"placeholders", "spatial_merge_size", b"spatial_merge_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_crop_markers", b"_crop_markers", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "crop_markers", b"crop_markers", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_separator", b"row_separator", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_placeholders", b"_placeholders", "_spatial_merge_size", b"_spatial_merge_size", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "input_ids", b"input_ids", "placeholders", b"placeholders", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_mask: _TypeAlias = _typing.Literal["attention_mask"]  # noqa: Y015
     _WhichOneofArgType__attention_mask: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask"]  # noqa: Y015
-    _WhichOneofReturnType__audio_token_id: _TypeAlias = _typing.Literal["audio_token_id"]  # noqa: Y015
-    _WhichOneofArgType__audio_token_id: _TypeAlias = _typing.Literal["_audio_token_id", b"_audio_token_id"]  # noqa: Y015
-    _WhichOneofReturnType__crop_markers: _TypeAlias = _typing.Literal["crop_markers"]  # noqa: Y015
-    _WhichOneofArgType__crop_markers: _TypeAlias = _typing.Literal["_crop_markers", b"_crop_markers"]  # noqa: Y015
-    _WhichOneofReturnType__image_token_id: _TypeAlias = _typing.Literal["image_token_id"]  # noqa: Y015
-    _WhichOneofArgType__image_token_id: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id"]  # noqa: Y015
-    _WhichOneofReturnType__last_row_token_id: _TypeAlias = _typing.Literal["last_row_token_id"]  # noqa: Y015
-    _WhichOneofArgType__last_row_token_id: _TypeAlias = _typing.Literal["_last_row_token_id", b"_last_row_token_id"]  # noqa: Y015
-    _WhichOneofReturnType__row_token_id: _TypeAlias = _typing.Literal["row_token_id"]  # noqa: Y015
-    _WhichOneofArgType__row_token_id: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__placeholders: _TypeAlias = _typing.Literal["placeholders"]  # noqa: Y015
+    _WhichOneofArgType__placeholders: _TypeAlias = _typing.Literal["_placeholders", b"_placeholders"]  # noqa: Y015
     _WhichOneofReturnType__spatial_merge_size: _TypeAlias = _typing.Literal["spatial_merge_size"]  # noqa: Y015
     _WhichOneofArgType__spatial_merge_size: _TypeAlias = _typing.Literal["_spatial_merge_size", b"_spatial_merge_size"]  # noqa: Y015
-    _WhichOneofReturnType__video_token_id: _TypeAlias = _typing.Literal["video_token_id"]  # noqa: Y015
-    _WhichOneofArgType__video_token_id: _TypeAlias = _typing.Literal["_video_token_id", b"_video_token_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_mask) -> _WhichOneofReturnType__attention_mask | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__audio_token_id) -> _WhichOneofReturnType__audio_token_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__crop_markers) -> _WhichOneofReturnType__crop_markers | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__image_token_id) -> _WhichOneofReturnType__image_token_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_row_token_id) -> _WhichOneofReturnType__last_row_token_id | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_token_id) -> _WhichOneofReturnType__row_token_id | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__placeholders) -> _WhichOneofReturnType__placeholders | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spatial_merge_size) -> _WhichOneofReturnType__spatial_merge_size | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__video_token_id) -> _WhichOneofReturnType__video_token_id | None: ...
 
 Global___InputIds: _TypeAlias = InputIds  # noqa: Y015
-
-@_typing.final
-class CropMarkers(_message.Message):
-    """Ids of the tokens around thumbnails and tiles."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    THUMBNAIL_START_FIELD_NUMBER: _builtins.int
-    THUMBNAIL_END_FIELD_NUMBER: _builtins.int
-    TILE_START_FIELD_NUMBER: _builtins.int
-    TILE_END_FIELD_NUMBER: _builtins.int
-    NEWLINE_FIELD_NUMBER: _builtins.int
-    thumbnail_start: _builtins.int
-    """Before the patches of a thumbnail."""
-    thumbnail_end: _builtins.int
-    """After them."""
-    tile_start: _builtins.int
-    """Before the patches of a tile."""
-    tile_end: _builtins.int
-    """After them."""
-    newline: _builtins.int
-    """Between two rows of tiles."""
-    def __init__(
-        self,
-        *,
-        thumbnail_start: _builtins.int = ...,
-        thumbnail_end: _builtins.int = ...,
-        tile_start: _builtins.int = ...,
-        tile_end: _builtins.int = ...,
-        newline: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["newline", b"newline", "thumbnail_end", b"thumbnail_end", "thumbnail_start", b"thumbnail_start", "tile_end", b"tile_end", "tile_start", b"tile_start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CropMarkers: _TypeAlias = CropMarkers  # noqa: Y015
 
 @_typing.final
 class Take(_message.Message):

@@ -24,19 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mmpos/rpc/v1/table.proto\x12\x0cmmpos.rpc.v1\"2\n\x08Rational\x12\x11\n\tnumerator\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65nominator\x18\x02 \x01(\x03\"\xee\x01\n\x0cSegmentTable\x12\'\n\x04kind\x18\x01 \x03(\x0e\x32\x19.mmpos.rpc.v1.SegmentKind\x12\x0e\n\x06\x66rames\x18\x02 \x03(\x03\x12\x0e\n\x06height\x18\x03 \x03(\x03\x12\r\n\x05width\x18\x04 \x03(\x03\x12\x1d\n\x15segments_per_document\x18\x05 \x03(\x03\x12\x31\n\x11seconds_per_frame\x18\x06 \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x1e\n\x16row_separator_segments\x18\x07 \x03(\x03\x12\x14\n\x0c\x65xtra_tokens\x18\x08 \x03(\x03\"w\n\rPositionTable\x12\r\n\x05table\x18\x01 \x01(\x0c\x12\x11\n\tdocuments\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04\x61xes\x18\x04 \x01(\x05\x12\x12\n\nfractional\x18\x05 \x01(\x08\x12\x0e\n\x06scheme\x18\x06 \x01(\t*\xd5\x01\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_TEXT\x10\x01\x12\x15\n\x11SEGMENT_KIND_GRID\x10\x02\x12\x18\n\x14SEGMENT_KIND_PADDING\x10\x03\x12\x16\n\x12SEGMENT_KIND_AUDIO\x10\x04\x12\x15\n\x11SEGMENT_KIND_CLIP\x10\x05\x12\x1a\n\x16SEGMENT_KIND_THUMBNAIL\x10\x06\x12\x15\n\x11SEGMENT_KIND_TILE\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mmpos/rpc/v1/table.proto\x12\x0cmmpos.rpc.v1\"2\n\x08Rational\x12\x11\n\tnumerator\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65nominator\x18\x02 \x01(\x03\"\xee\x01\n\x0cSegmentTable\x12\'\n\x04kind\x18\x01 \x03(\x0e\x32\x19.mmpos.rpc.v1.SegmentKind\x12\x0e\n\x06\x66rames\x18\x02 \x03(\x03\x12\x0e\n\x06height\x18\x03 \x03(\x03\x12\r\n\x05width\x18\x04 \x03(\x03\x12\x1d\n\x15segments_per_document\x18\x05 \x03(\x03\x12\x31\n\x11seconds_per_frame\x18\x06 \x03(\x0b\x32\x16.mmpos.rpc.v1.Rational\x12\x1e\n\x16row_separator_segments\x18\x07 \x03(\x03\x12\x14\n\x0c\x65xtra_tokens\x18\x08 \x03(\x03\"\xaf\x01\n\x0cPlaceholders\x12\x12\n\x05image\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\x05video\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05\x61udio\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x0c\n\x04rows\x18\x04 \x03(\x03\x12-\n\x05\x63rops\x18\x05 \x01(\x0b\x32\x19.mmpos.rpc.v1.CropMarkersH\x03\x88\x01\x01\x42\x08\n\x06_imageB\x08\n\x06_videoB\x08\n\x06_audioB\x08\n\x06_crops\"t\n\x0b\x43ropMarkers\x12\x17\n\x0fthumbnail_start\x18\x01 \x01(\x03\x12\x15\n\rthumbnail_end\x18\x02 \x01(\x03\x12\x12\n\ntile_start\x18\x03 \x01(\x03\x12\x10\n\x08tile_end\x18\x04 \x01(\x03\x12\x0f\n\x07newline\x18\x05 \x01(\x03\"w\n\rPositionTable\x12\r\n\x05table\x18\x01 \x01(\x0c\x12\x11\n\tdocuments\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04\x61xes\x18\x04 \x01(\x05\x12\x12\n\nfractional\x18\x05 \x01(\x08\x12\x0e\n\x06scheme\x18\x06 \x01(\t*\xd5\x01\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_TEXT\x10\x01\x12\x15\n\x11SEGMENT_KIND_GRID\x10\x02\x12\x18\n\x14SEGMENT_KIND_PADDING\x10\x03\x12\x16\n\x12SEGMENT_KIND_AUDIO\x10\x04\x12\x15\n\x11SEGMENT_KIND_CLIP\x10\x05\x12\x1a\n\x16SEGMENT_KIND_THUMBNAIL\x10\x06\x12\x15\n\x11SEGMENT_KIND_TILE\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mmpos.rpc.v1.table_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEGMENTKIND']._serialized_start=457
-  _globals['_SEGMENTKIND']._serialized_end=670
+  _globals['_SEGMENTKIND']._serialized_start=753
+  _globals['_SEGMENTKIND']._serialized_end=966
   _globals['_RATIONAL']._serialized_start=42
   _globals['_RATIONAL']._serialized_end=92
   _globals['_SEGMENTTABLE']._serialized_start=95
   _globals['_SEGMENTTABLE']._serialized_end=333
-  _globals['_POSITIONTABLE']._serialized_start=335
-  _globals['_POSITIONTABLE']._serialized_end=454
+  _globals['_PLACEHOLDERS']._serialized_start=336
+  _globals['_PLACEHOLDERS']._serialized_end=511
+  _globals['_CROPMARKERS']._serialized_start=513
+  _globals['_CROPMARKERS']._serialized_end=629
+  _globals['_POSITIONTABLE']._serialized_start=631
+  _globals['_POSITIONTABLE']._serialized_end=750
 # @@protoc_insertion_point(module_scope)

@@ -160,6 +160,106 @@ class SegmentTable(_message.Message):
 Global___SegmentTable: _TypeAlias = SegmentTable  # noqa: Y015
 
 @_typing.final
+class Placeholders(_message.Message):
+    """Ids of the tokens that stand for patches and audio, end rows of patches, or surround thumbnails and tiles."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    VIDEO_FIELD_NUMBER: _builtins.int
+    AUDIO_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    CROPS_FIELD_NUMBER: _builtins.int
+    image: _builtins.int
+    """Stands for every patch of an image."""
+    video: _builtins.int
+    """Stands for every patch of a video."""
+    audio: _builtins.int
+    """Stands for every token of audio; left out, audio is text. Where it follows that of videos without text, they are a
+    clip.
+    """
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens after every row of a grid but the last, and after the last: two numbers, or empty where rows follow each
+        other. Twice the id of patches where every row ends in one more of them, and one more may stand before the grid and
+        one after it.
+        """
+
+    @_builtins.property
+    def crops(self) -> Global___CropMarkers:
+        """The tokens around thumbnails and tiles; left out, pictures are grids."""
+
+    def __init__(
+        self,
+        *,
+        image: _builtins.int | None = ...,
+        video: _builtins.int | None = ...,
+        audio: _builtins.int | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        crops: Global___CropMarkers | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_audio", b"_audio", "_crops", b"_crops", "_image", b"_image", "_video", b"_video", "audio", b"audio", "crops", b"crops", "image", b"image", "video", b"video"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_audio", b"_audio", "_crops", b"_crops", "_image", b"_image", "_video", b"_video", "audio", b"audio", "crops", b"crops", "image", b"image", "rows", b"rows", "video", b"video"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__audio: _TypeAlias = _typing.Literal["audio"]  # noqa: Y015
+    _WhichOneofArgType__audio: _TypeAlias = _typing.Literal["_audio", b"_audio"]  # noqa: Y015
+    _WhichOneofReturnType__crops: _TypeAlias = _typing.Literal["crops"]  # noqa: Y015
+    _WhichOneofArgType__crops: _TypeAlias = _typing.Literal["_crops", b"_crops"]  # noqa: Y015
+    _WhichOneofReturnType__image: _TypeAlias = _typing.Literal["image"]  # noqa: Y015
+    _WhichOneofArgType__image: _TypeAlias = _typing.Literal["_image", b"_image"]  # noqa: Y015
+    _WhichOneofReturnType__video: _TypeAlias = _typing.Literal["video"]  # noqa: Y015
+    _WhichOneofArgType__video: _TypeAlias = _typing.Literal["_video", b"_video"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__audio) -> _WhichOneofReturnType__audio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crops) -> _WhichOneofReturnType__crops | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__image) -> _WhichOneofReturnType__image | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__video) -> _WhichOneofReturnType__video | None: ...
+
+Global___Placeholders: _TypeAlias = Placeholders  # noqa: Y015
+
+@_typing.final
+class CropMarkers(_message.Message):
+    """Ids of the tokens around thumbnails and tiles."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THUMBNAIL_START_FIELD_NUMBER: _builtins.int
+    THUMBNAIL_END_FIELD_NUMBER: _builtins.int
+    TILE_START_FIELD_NUMBER: _builtins.int
+    TILE_END_FIELD_NUMBER: _builtins.int
+    NEWLINE_FIELD_NUMBER: _builtins.int
+    thumbnail_start: _builtins.int
+    """Before the patches of a thumbnail."""
+    thumbnail_end: _builtins.int
+    """After them."""
+    tile_start: _builtins.int
+    """Before the patches of a tile."""
+    tile_end: _builtins.int
+    """After them."""
+    newline: _builtins.int
+    """Between two rows of tiles."""
+    def __init__(
+        self,
+        *,
+        thumbnail_start: _builtins.int = ...,
+        thumbnail_end: _builtins.int = ...,
+        tile_start: _builtins.int = ...,
+        tile_end: _builtins.int = ...,
+        newline: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newline", b"newline", "thumbnail_end", b"thumbnail_end", "thumbnail_start", b"thumbnail_start", "tile_end", b"tile_end", "tile_start", b"tile_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CropMarkers: _TypeAlias = CropMarkers  # noqa: Y015
+
+@_typing.final
 class PositionTable(_message.Message):
     """The positions of a batch of documents: a few integers per segment that hold the id of every token exactly.
     Nothing in it depends on the scheme that made it.

@@ -15,7 +15,7 @@ from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES, get_request
-from mmpos_server.inference.models import Model
+from mmpos_server.inference.models import InferenceModel
 from mmpos_server.methods import Method, NotFoundError, Run, Twin
 from mmpos_server.shared_memory import Regions, SharedMemory
 
@@ -36,7 +36,7 @@ class OpenInference:
         memory: access to shared memory of clients.
     """
 
-    def __init__(self, models: list[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
+    def __init__(self, models: list[InferenceModel], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
         self._models = {model.name: model for model in models}
         self._profiles, self._limits, self._memory = profiles, limits, memory
         self._regions = Regions(memory)
@@ -169,7 +169,7 @@ class OpenInference:
     ) -> None:
         """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
 
-    def _find(self, name: str, version: str) -> tuple[Model, Profile]:
+    def _find(self, name: str, version: str) -> tuple[InferenceModel, Profile]:
         """Return a model and its version; an empty version is the default one.
 
         Raises:
@@ -206,7 +206,7 @@ PLATFORM = "mmpos"
 _REPORTED = attrgetter("reported")
 
 
-def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profile) -> None:
+def put_metadata(message: pb.ModelMetadataResponse, model: InferenceModel, profile: Profile) -> None:
     """Fill the metadata of a version of a model."""
     message.name, message.platform = model.name, PLATFORM
     for tensors, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
@@ -214,7 +214,7 @@ def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profi
             tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
 
 
-def put_config(message: pb.ModelConfig, model: Model, profile: Profile) -> None:
+def put_config(message: pb.ModelConfig, model: InferenceModel, profile: Profile) -> None:
     """Fill the configuration of a version of a model, with its optional inputs."""
     message.name, message.platform, message.backend = model.name, PLATFORM, PLATFORM
     message.model_transaction_policy.decoupled = False

@@ -17,6 +17,7 @@ from mmpos.rotary import Rotary
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
 from mmpos.rpc.tensors import owned
 from mmpos.schemes import Scheme, get_scheme
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import Array, IntArray, one_of
@@ -24,7 +25,7 @@ from mmpos_server.inference.messages import Kind, Output, Request, Spec, loaded,
 from mmpos_server.limits import check, check_answer, check_reply
 from mmpos_server.position_service import INLINE_BYTES, INLINE_SEGMENTS, PositionService, complete, segments_at_work
 from mmpos_server.rotary_service import RotaryService, check_head_dim, demand_torch, device
-from mmpos_server.sequence_service import Document, SequenceService
+from mmpos_server.sequence_service import PendingDocument, SequenceService
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from mmpos_server.inference import open_inference_pb2 as pb
 
 __all__ = [
-    "Model",
+    "InferenceModel",
     "Positions",
     "Rotate",
     "Sequences",
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 
-class Model(Protocol):
+class InferenceModel(Protocol):
     """Model of the protocol; its versions are the profiles of the server."""
 
     name: str
@@ -96,6 +97,7 @@ _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
 
 _NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+"""Parameters of input_ids, all of them Placeholders but one."""
 
 
 class Positions:
@@ -202,8 +204,11 @@ class Positions:
         check("documents", rows, self._limits)
         grids = (request.inputs[name].shape[0] for name in _IDS[1:3] if name in request.inputs)
         check("images", sum(grids), self._limits)
-        arrays |= {name: request.parameters.get(name) for name in _NUMBERS}
-        return InputIds(**arrays)
+        image, video, merge, row, last_row = map(request.parameters.get, _NUMBERS)
+        if last_row is not None and row is None:
+            raise InvalidInputError(f"last_row_token_id: got {last_row}, want row_token_id, too")
+        rows = None if row is None else (row, row if last_row is None else last_row)
+        return InputIds(**arrays, placeholders=Placeholders(image, video, rows=rows), spatial_merge_size=merge)
 
 
 def _only(request: Request, kind: str, others: Sequence[str]) -> None:
@@ -286,7 +291,7 @@ class Sequences:
         tokens, images = await call.run("place", self._write, documents, builder, request, answer, call)
         call.count(documents=len(documents), tokens=tokens, images=images)
 
-    def _read(self, request: Request) -> list[Document]:
+    def _read(self, request: Request) -> list[PendingDocument]:
         [count] = request.inputs["parts"].shape
         check("segments", count, self._limits)
         if "kinds" in request.inputs and request.inputs["kinds"].shape != (count,):
@@ -302,13 +307,15 @@ class Sequences:
             raise InvalidInputError(f"parts_per_document: got {_some(counts)}, want a sum of {len(parts)} like parts")
         ends = counts.cumsum().tolist()
         return [
-            Document([_part(f"documents[{d}].parts[{i - begin}]", parts[i], kinds[i]) for i in range(begin, end)])
+            PendingDocument(
+                [_part(f"documents[{d}].parts[{i - begin}]", parts[i], kinds[i]) for i in range(begin, end)]
+            )
             for d, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
         ]
 
     def _write(
         self,
-        documents: list[Document],
+        documents: list[PendingDocument],
         builder: SequenceBuilder,
         request: Request,
         answer: pb.ModelInferResponse,
@@ -345,7 +352,7 @@ def _part(name: str, part: bytes, kind: bytes) -> str | bytes:
         raise InvalidInputError(f"{name}: got bytes that are not UTF-8 ({error.reason}), want text") from None
 
 
-def _built(name: str, document: Document) -> InterleavedSequence:
+def _built(name: str, document: PendingDocument) -> InterleavedSequence:
     """Return the sequence of a document; its error fails the whole request, since the tensors are packed."""
     outcome = document.outcome
     if isinstance(outcome, MmposError):

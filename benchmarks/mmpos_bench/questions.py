@@ -7,28 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
 
-from mmpos.client import Dense, PositionsQuery, Spans
+from mmpos.client import Dense, PositionsQuery
 from mmpos.rpc.positions import get_result, put_query
 from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.images import PHOTOS
-from mmpos_bench.positions import spans
 from mmpos_bench.proofs import equal, holds
-from mmpos_bench.serving.loads import OPTIONS, ask
+from mmpos_bench.serving import OPTIONS, PHOTOGRAPHS, ask
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Profiles, load
-from mmpos_server.inference import open_inference_pb2
 
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
-_INFER = "/inference.GRPCInferenceService/ModelInfer"
-
-PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
-"""The bytes of a JPEG file of a cat, and of one of a cup."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +91,6 @@ class Asking:
 
         path = _POSITIONS + ("StreamPlace" if stream else "Place")
         return self._question(name, path, request, documents, segments.num_tokens, prove)
-
-    def infer(self, documents: int) -> Question:
-        """Ask the same of the model of the Open Inference Protocol, from placeholder spans."""
-        segments, request = self.segments(documents), open_inference_pb2.ModelInferRequest(model_name="positions")
-        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), spans(segments), strict=True))
-        for name, array in inputs.items():
-            request.inputs.add(name=name, datatype="INT64", shape=array.shape)
-            request.raw_input_contents.append(array.astype("<i8").tobytes())
-        request.outputs.add(name="table")
-        wanted = PositionsQuery(Spans(*inputs.values())).run().table
-        assert wanted is not None
-
-        def prove(raw: bytes) -> None:
-            [table] = open_inference_pb2.ModelInferResponse.FromString(raw).raw_output_contents
-            equal(np.frombuffer(table, "<i8").reshape(wanted.table.shape), wanted.table)
-
-        name = f"ModelInfer, {counted(documents, 'document')}"
-        return self._question(name, _INFER, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
         """Ask for sequences of so many documents of text, a token per letter."""

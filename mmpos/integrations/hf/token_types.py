@@ -14,7 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import Array, IntArray, int_array
 
-__all__ = ["IMAGE", "VIDEO", "Ids", "Tokens", "check_tensors", "merged", "moved", "on_host", "shapes"]
+__all__ = ["IMAGE", "VIDEO", "Ids", "TokenTypes", "check_tensors", "merged", "moved", "on_host", "shapes"]
 
 Ids = tuple[Tensor, Tensor]
 """(axes, batch, seq) position ids and (batch, 1) deltas."""
@@ -52,7 +52,7 @@ def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TokenTypes:
     """Token types of a batch.
 
     Args:
@@ -68,7 +68,7 @@ class Tokens:
     cu_seqlens: IntArray | None = None
 
     @classmethod
-    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = VIDEO) -> Tokens:
+    def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = VIDEO) -> TokenTypes:
         """Read token types, at most ``most``, and a mask of the same shape, both on the host."""
         assert mm_token_type_ids is not None, "the call has looked"
         types = mm_token_type_ids.numpy()
@@ -123,7 +123,7 @@ class Tokens:
         ids, after = moved(numbers, input_ids, axes)
         return ids.to(input_ids.dtype), after
 
-    def packed(self) -> Tokens:
+    def packed(self) -> TokenTypes:
         """Leave padding out."""
         if self.cu_seqlens is not None:
             return self

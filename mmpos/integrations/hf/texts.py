@@ -21,8 +21,8 @@ __all__ = [
     "FIXED",
     "NORMALISING",
     "OF_IMAGES",
-    "Options",
-    "Rows",
+    "TextOptions",
+    "TextRows",
     "VideoTokens",
     "added_tokens",
     "expand",
@@ -71,7 +71,7 @@ def sort_options(
             want = ", ".join(listed) or "none without a video_processor"
             raise InvalidInputError(f"{group}: got an argument {name!r}, want {want}")
         groups[group] = own
-    known_to_text = {each.name for each in fields(Options)}
+    known_to_text = {each.name for each in fields(TextOptions)}
     for name in text.keys() - known_to_text:
         takers = [group for group, known in takes.items() if name in known]
         value = text.pop(name) if takers else None
@@ -105,7 +105,7 @@ def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Options:
+class TextOptions:
     """Arguments of a call, checked; they mean what they mean in Transformers.
 
     Args:
@@ -154,7 +154,7 @@ class Options:
                 boolean(each.name, getattr(self, each.name))
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Options:
+    def of(cls, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextOptions:
         """Read the options; those that are left out are what the tokenizer was made with, if it was.
 
         Raises:
@@ -248,7 +248,7 @@ class VideoTokens:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextRows:
     """Token ids of several documents, one after the other, and the images and videos in them, here called images.
 
     Args:
@@ -287,7 +287,7 @@ class Rows:
             row_separator=separated,
         )
 
-    def cut(self, length: int, side: str, added: IntArray) -> Rows:
+    def cut(self, length: int, side: str, added: IntArray) -> TextRows:
         """Cut every row to at most so many tokens, on the right or on the left, but never through an image.
 
         Args:
@@ -345,7 +345,7 @@ def expand(
     per_row: IntArray | None,
     markers: MarkerIds,
     videos: VideoTokens | None = None,
-) -> Rows:
+) -> TextRows:
     """Replace each placeholder by the tokens of its image, or of its video.
 
     Args:
@@ -382,7 +382,7 @@ def expand(
     expanded = np.arange(ids.size).repeat(counts)
     stop = counts.cumsum()[at]
     lengths = np.bincount(row[expanded], minlength=lengths.size)
-    rows = Rows(
+    rows = TextRows(
         ids[expanded],
         lengths,
         source[expanded],

@@ -1,0 +1,533 @@
+"""Servers in processes of their own, a bare echo among them, and clients in others: loads, floods, everything at once.
+
+python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number: new bytes for
+                                                every request, which is what a call costs before anything is done in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any, Literal
+
+import grpc
+
+from mmpos.client import AsyncClient, Client, Decode, Dense, PositionsQuery
+from mmpos.errors import MmposError, ServiceError
+from mmpos.rotary import Rotary
+from mmpos.segments.table import SegmentTable
+from mmpos_bench.images import PHOTOS
+from mmpos_bench.machine import MALLOCS, set_malloc
+from mmpos_bench.proofs import NotEqualError
+from mmpos_bench.timing import Call, Timer, in_turns
+from mmpos_bench.workloads import workload
+from mmpos_server.config import Limits, load
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.listening import Listen, address, transport_options
+
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
+"""Of every channel."""
+
+PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
+"""The bytes of a JPEG file of a cat, and of one of a cup."""
+
+_ALONE = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # of channels that share no connection
+_ECHO = re.compile(r"/echo/(Bytes|Stream)(\d+)")
+
+# The server, kept from tuning malloc.
+_UNTUNED = (
+    "from mmpos_server import __main__, launch; launch.keep_large_blocks = bool; raise SystemExit(__main__.main())"
+)
+
+
+# Processes.
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that listens at HOST:PORT."""
+
+    pid: int
+    address: str
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor time, user and system, of all its threads so far: /proc/PID/stat, but not in ticks."""
+        return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
+
+    def memory(self, which: str = "VmRSS") -> float:
+        """Read the MiB that the process holds, or (VmHWM) held at most."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
+
+
+def service(malloc: str, *options: str) -> list[str]:
+    """Make the command line of our server, with malloc as it sets it or as the C library does."""
+    words = ["-m", "mmpos_server"] if malloc == "tuned" else ["-c", _UNTUNED]
+    return [sys.executable, *words, "--port", "0", *options]
+
+
+def echo(malloc: str) -> list[str]:
+    """Make the command line of the echo server."""
+    return [sys.executable, "-m", "mmpos_bench.serving", "--malloc", malloc]
+
+
+@contextmanager
+def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
+    """Run servers while inside, all started at once; the first line of each ends in HOST:PORT.
+
+    Raises:
+        ServiceError: one does not start.
+    """
+    with ExitStack() as stack:
+        running = []
+        for command in commands:
+            # The log, a line for every call, goes nowhere.
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            running.append(stack.enter_context(process))
+            stack.callback(process.send_signal, signal.SIGTERM)
+        servers = []
+        for process, command in zip(running, commands, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if "listening on" not in line:
+                raise ServiceError(f"server: got none, want one that listens; this says why: {shlex.join(command)}")
+            servers.append(ServerProcess(process.pid, line.split()[-1]))
+        yield servers
+
+
+@contextmanager
+def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
+    """Run processes for functions of clients while inside; what they still do on leaving is cut off."""
+    pool = ProcessPoolExecutor(count, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        yield pool
+    finally:
+        for process in active_children():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Keep whatever is started inside to this core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# The echo server.
+
+
+def echo_path(size: int, *, stream: bool = False) -> str:
+    """The method that answers so many bytes, once or to every item of a stream."""
+    return f"/echo/{'Stream' if stream else 'Bytes'}{size}"
+
+
+class _Echo(grpc.GenericRpcHandler):
+    """New bytes for each answer, as a service's are."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        method = _ECHO.fullmatch(handler_call_details.method)
+        if method is None:
+            return None
+        size = int(method[2])
+
+        async def once(request: bytes, context: object) -> bytes:
+            return bytes(size)
+
+        async def each(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+            async for _ in requests:
+                yield bytes(size)
+
+        if method[1] == "Stream":
+            return grpc.stream_stream_rpc_method_handler(each)
+        return grpc.unary_unary_rpc_method_handler(once)
+
+
+async def _serve() -> None:
+    """Serve with the transport options of mmpos_server, and say where, as it does."""
+    settings = {"limits": Limits(request_bytes=64 * 2**20)}
+    options = dict(transport_options(load().model_copy(update=settings), reuse_port=False))
+    # Where grpc.aio itself asks for calls, they wait in the transport.
+    options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
+    server = grpc.aio.server(options=list(options.items()))
+    server.add_generic_rpc_handlers([_Echo()])
+    listen = Listen()
+    port = server.add_insecure_port(address(listen.host, listen.port))
+    await server.start()
+    print(f"echo listening on {address(listen.host, port)}", flush=True)
+    await server.wait_for_termination()
+
+
+# Loads as contestants: a turn of one tells calls per second, processor time and latency.
+
+
+@dataclass(frozen=True)
+class Order:
+    """The same call again and again, for a client.
+
+    Kinds are calls of grpc.aio at once, items of its stream, and one after the other of the plain stub or of
+    mmpos.client.
+    """
+
+    kind: Literal["unary", "stream", "stub", "client"]
+    path: str
+    request: bytes
+    answer: bytes  # what must come back
+    seconds: float
+    in_flight: int = 1  # calls, or items of a stream, at once
+    segments: SegmentTable | None = None  # what mmpos.client places; it makes the request, and reads the answer
+
+
+@dataclass(frozen=True)
+class LoadTurn:
+    """One turn of a load."""
+
+    per_second: float  # calls, or items of a stream
+    cpu: float  # seconds of the server's processor per call
+    latencies: tuple[float, ...] = ()  # seconds of each call
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """An order to clients, who carry it out each time it is called."""
+
+    server: ServerProcess  # whose processor time counts
+    order: Order
+    pool: ProcessPoolExecutor
+    count: int = 1  # of clients at once
+    turns: list[LoadTurn] = field(default_factory=list)
+
+    def __call__(self) -> LoadTurn:
+        """Take one turn, which is also remembered.
+
+        Raises:
+            NotEqualError: an answer is not the one that was ordered, or none came.
+        """
+        began = self.server.cpu
+        asked = [self.pool.submit(carry_out, self.server.address, self.order) for _ in range(self.count)]
+        done = [each.result() for each in asked]
+        latencies = tuple(latency for _, times in done for latency in times)
+        per_second = sum(len(times) / seconds for seconds, times in done)
+        self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / len(latencies), latencies))
+        return self.turns[-1]
+
+    def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
+        """Make the same load on another method."""
+        return Load(server, replace(self.order, path=path, answer=answer), self.pool, self.count)
+
+
+def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
+    """Call a method, or send one item of a stream; gives the answer."""
+    call: Any = channel.stream_stream(path) if "/Stream" in path else channel.unary_unary(path)
+    answer: bytes
+    if "/Stream" in path:
+        (answer,) = call(iter([request]), timeout=60)
+    else:
+        answer = call(request, timeout=60)
+    return answer
+
+
+def carry_out(address: str, order: Order) -> tuple[float, list[float]]:
+    """Carry out an order; gives the seconds in all and of each call.
+
+    Raises:
+        NotEqualError: another answer, or none.
+    """
+    latencies: list[float] = []
+    work = {"unary": _at_once, "stream": _streamed}.get(order.kind)
+    began = perf_counter()
+    try:
+        if work is None:
+            _one_by_one(address, order, began + order.seconds, latencies)
+        else:
+            _loop().run_until_complete(work(address, order, began + order.seconds, latencies))
+    except Exception as error:
+        raise NotEqualError(f"{order.path}: {error}") from None
+    return perf_counter() - began, latencies
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+@cache
+def _channel(make: Callable[..., Any], address: str) -> Any:
+    """Open one channel for all orders of this process."""
+    return make(address, options=OPTIONS)
+
+
+_client = cache(Client)
+
+
+async def _at_once(address: str, order: Order, end: float, latencies: list[float]) -> None:
+    call = _channel(grpc.aio.insecure_channel, address).unary_unary(order.path)
+
+    async def one_after_the_other() -> None:
+        while (began := perf_counter()) < end or not latencies:
+            _check(await call(order.request), order)
+            latencies.append(perf_counter() - began)
+
+    await asyncio.gather(*(one_after_the_other() for _ in range(order.in_flight)))
+
+
+async def _streamed(address: str, order: Order, end: float, latencies: list[float]) -> None:
+    call = _channel(grpc.aio.insecure_channel, address).stream_stream(order.path)()
+    room, sent = asyncio.Semaphore(order.in_flight), deque[float]()
+
+    async def write() -> None:
+        while perf_counter() < end or not latencies:
+            await room.acquire()
+            sent.append(perf_counter())
+            await call.write(order.request)
+        await call.done_writing()
+
+    writer = asyncio.create_task(write())
+    while (answer := await call.read()) is not grpc.aio.EOF:
+        _check(answer, order)
+        latencies.append(perf_counter() - sent.popleft())
+        room.release()
+    await writer
+
+
+def _one_by_one(address: str, order: Order, end: float, latencies: list[float]) -> None:
+    stub = _channel(grpc.insecure_channel, address).unary_unary(order.path)
+    client = _client(address)
+    while (began := perf_counter()) < end or not latencies:
+        if order.segments is None:
+            _check(stub(order.request), order)
+        else:
+            client.place(order.segments)
+        latencies.append(perf_counter() - began)
+
+
+def _check(answer: bytes, order: Order) -> None:
+    if answer != order.answer:
+        raise NotEqualError(f"got {len(answer)} bytes, want other {len(order.answer)}")
+
+
+def _by(seconds: Callable[[LoadTurn], float]) -> Timer:
+    """Make a timer of loads, whose turns tell their seconds themselves; the first turn of each warms up."""
+
+    def turn(call: Call) -> float:
+        made = call()
+        assert isinstance(made, LoadTurn)
+        return seconds(made)
+
+    return lambda calls, budget, tick: in_turns(calls, budget.rounds, 1, turn, tick)
+
+
+by_cpu = _by(lambda turn: turn.cpu)
+"""Seconds of the server's processor per call."""
+
+by_rate = _by(lambda turn: 1 / turn.per_second)
+"""Seconds of the clock per call, of many at once."""
+
+by_latency = _by(lambda turn: statistics.median(turn.latencies))
+"""Seconds that a call takes, in the median of a turn."""
+
+
+# Floods, and streams that are not read.
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A call of a flood."""
+
+    due: float  # seconds after the beginning
+    status: str
+    seconds: float  # from when it was due to its end
+
+
+def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[Sent]:
+    """Send calls at random times of a Poisson process, fixed beforehand however long the answers to others take.
+
+    What this process cannot send in time, it leaves out.
+    """
+    return asyncio.run(_flood(address, path, request, rate, seconds))
+
+
+async def _flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[Sent]:
+    channels = [grpc.aio.insecure_channel(address, options=_ALONE) for _ in range(4)]
+    calls: list[Any] = [channel.unary_unary(path) for channel in channels]
+    sent: list[Sent] = []
+
+    async def one(due: float) -> None:
+        status = "OK"
+        try:
+            await calls[len(tasks) % len(calls)](request, timeout=30, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            status = error.code().name
+        sent.append(Sent(due, status, perf_counter() - begin - due))
+
+    await asyncio.gather(*(channel.channel_ready() for channel in channels))
+    tasks: list[asyncio.Task[None]] = []
+    chance, begin, due = random.Random(0), perf_counter(), 0.0
+    while (due := due + chance.expovariate(rate)) < seconds and perf_counter() < begin + seconds:
+        await asyncio.sleep(max(0.0, begin + due - perf_counter()))
+        tasks.append(asyncio.create_task(one(due)))
+    await asyncio.gather(*tasks)
+    for channel in channels:
+        await channel.close()
+    return sent
+
+
+def stall(address: str, path: str, item: bytes, count: int) -> None:
+    """Open so many streams of the same item, each on a connection of its own, and never read."""
+    calls: list[object] = []
+    for _ in range(count):
+        ask: Any = grpc.insecure_channel(address, options=_ALONE).stream_stream(path)
+        calls.append(ask(iter(lambda: item, None)))
+    threading.Event().wait()
+
+
+# Everything at once.
+
+_SEGMENTS = SegmentTable.from_documents(workload(1, 4096, 4, 24))
+_QUERY = PositionsQuery(_SEGMENTS, views=[Decode(3)], dense=Dense())
+_ROTARY = Rotary(head_dim=64, theta=10000.0, axes=2)
+_ONE_IMAGE = [["x", photo] for photo in PHOTOGRAPHS]
+
+Deeds = dict[str, Callable[[], object]]
+
+
+def everything(address: str, seconds: float, seed: int) -> Counter[str]:
+    """Do everything that clients do, also what they should not, in a random order; counts the outcomes of each."""
+    import torch
+
+    torch.set_num_threads(1)
+    outcomes: Counter[str] = Counter()
+    with Client(address, timeout=20) as client, Client(address, timeout=20, shared_memory=2**26) as sharing:
+        chance = random.Random(seed)
+        deeds = {**_calls(chance, client), **_mistakes(address, chance, client), **_large(chance, client, sharing)}
+        deeds |= _streams(address, chance, client)
+        end = monotonic() + seconds
+        while monotonic() < end:
+            name, deed = chance.choice(sorted(deeds.items()))
+            outcome = "OK"
+            try:
+                deed()
+            except MmposError as error:
+                outcome = type(error).__name__
+            except grpc.RpcError as error:
+                failed: Any = error
+                outcome = failed.code().name
+            outcomes[f"{name}: {outcome}"] += 1
+    return outcomes
+
+
+def _ids(caller: Client, documents: int) -> object:
+    segments = SegmentTable.from_documents(workload(documents, 4096, 4, 24))
+    return caller.query(PositionsQuery(segments, dense=Dense()))
+
+
+def _calls(chance: random.Random, client: Client) -> Deeds:
+    """Name what clients usually do."""
+    return {
+        "build_images": lambda: client.build_batch([["A photograph: ", photo, " at dusk"] for photo in PHOTOGRAPHS]),
+        "build_text": lambda: client.build(["a bird " * chance.randrange(1, 2000)]),
+        "info": lambda: (client.info(), client.healthy()),
+        "place": lambda: client.place(_SEGMENTS, start=chance.randrange(1000)),
+        "place_batch": lambda: _ids(client, chance.randrange(1, 64)),
+        "query_dense": lambda: client.query(_QUERY),
+        "rotate": lambda: client.cos_sin(_ROTARY, client.place(_SEGMENTS)),
+    }
+
+
+def _mistakes(address: str, chance: random.Random, client: Client) -> Deeds:
+    """Name what they should not do, and calls that nobody waits for."""
+
+    def raw(path: str, request: bytes) -> None:
+        with grpc.insecure_channel(address, options=_ALONE) as channel:
+            ask(channel, path, request)
+
+    def infer() -> None:
+        request = pb.ModelInferRequest(model_name="positions")
+        request.inputs.add(name="lengths", datatype="INT64", shape=[chance.randrange(1, 4)])
+        request.raw_input_contents.append((4096).to_bytes(8, "little") * 2)
+        raw("/inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
+
+    def build_broken() -> None:
+        photo = chance.choice(PHOTOGRAPHS)
+        cut = photo[: chance.randrange(len(photo))]
+        client.build_batch([["a", cut], ["b", b"no image"], ["c", photo]], errors="return")
+
+    async def cancel() -> None:
+        async with AsyncClient(address, timeout=20) as patient:
+            calls = [asyncio.ensure_future(patient.build(["a", *PHOTOGRAPHS])) for _ in range(4)]
+            await asyncio.sleep(chance.uniform(0, 0.01))
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    return {
+        "broken_bytes": lambda: raw("/mmpos.rpc.v1.PositionService/Place", b"\xff" * chance.randrange(1, 5000)),
+        "build_broken": build_broken,
+        "cancel": lambda: asyncio.run(cancel()),
+        "deadline": lambda: client.with_options(timeout=chance.uniform(0.0005, 0.01)).build(["a", *PHOTOGRAPHS]),
+        "infer": infer,
+        "mistake": lambda: client.place(_SEGMENTS, "no such scheme"),
+    }
+
+
+def _large(chance: random.Random, client: Client, sharing: Client) -> Deeds:
+    """Name calls with large tensors, in messages and in shared memory."""
+    import torch
+
+    def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:
+        positions = client.place(_SEGMENTS)
+        caller.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
+
+    return {
+        "apply": lambda: rotate(client, 2, torch.bfloat16),
+        "share": lambda: rotate(sharing, 8, torch.float32),
+        "share_build": lambda: sharing.build_batch(_ONE_IMAGE),
+        "share_ids": lambda: _ids(sharing, 16),
+    }
+
+
+def _streams(address: str, chance: random.Random, client: Client) -> Deeds:
+    """Name streams, some of which are dropped."""
+
+    def stream_dropped() -> None:
+        with Client(address, timeout=20) as leaving:
+            for _ in islice(leaving.stream(_QUERY for _ in range(1000)), chance.randrange(1, 10)):
+                pass
+
+    return {
+        "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
+        "stream_build": lambda: deque(client.stream_build([each] for each in _ONE_IMAGE * 2), maxlen=0),
+        "stream_dropped": stream_dropped,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--malloc", choices=MALLOCS, default="tuned", help="as mmpos_server tunes it")
+    set_malloc(parser.parse_args().malloc)
+    asyncio.run(_serve())

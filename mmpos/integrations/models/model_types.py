@@ -1,0 +1,280 @@
+"""The model types whose positions are known: a row for each, whose language model and encoder `hf_models` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, by_name
+from mmpos.schemes import get_scheme
+
+__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TEXT_TYPES = _names("""
+    cohere cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3_text glm4 gpt_oss granite hyperclovax lfm2 lfm3 llama
+    ministral3 mistral mistral4 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
+""")
+"""Language models with one id per token, from zero: models by themselves, and parts of others."""
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """Positions of a model type, as its code has them.
+
+    Args:
+        scheme: name of the scheme in Transformers, or in the model's own code.
+        note: peculiarities, for readers.
+        serving: name of the scheme in the serving engines; "" where it is the same.
+        text: types of language model that may stand inside; none: that of the model's class, or one of TEXT_TYPES where
+            its class leaves it open.
+        markers: fields of the config with the ids before and after an image.
+        video_markers: fields with the ids around a video, where its placeholders are those of images.
+        timed: frames are placed in seconds, at vision_config.tokens_per_second.
+        frames_apart: every frame of a video is a grid of its own.
+        timestamps: text before each frame is its time, as Qwen3-VL writes it.
+        videos_as_images: preprocessor_config.json is that of videos, too, where no other is.
+        merges_frames: vision_config.temporal_merge_size frames of a video become one.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
+            Pixtral's; nothing stands around it then.
+        opening: field with the id of the token before an image, where one placeholder more stands between them and rows
+            end in a token of their own.
+        row_separator: rows of images end in one more placeholder, and images begin and end in one more.
+        generates: images are generated, and their grids stand behind those of the prompt.
+        start: id of the first token of a document.
+        crop_markers: fields with the ids of CropMarkers, where images are thumbnails and tiles; their patches are then
+            merged by 4×4, or by 2×2 if downsample_mode is "4x".
+    """
+
+    scheme: str
+    note: str = ""
+    serving: str = ""
+    text: frozenset[str] = field(default=frozenset(), repr=False)
+    markers: tuple[str, str] | None = None
+    video_markers: tuple[str, str] | None = None
+    timed: bool = False
+    frames_apart: bool = False
+    timestamps: bool = False
+    videos_as_images: bool = False
+    merges_frames: bool = False
+    row_markers: tuple[str, str] | None = None
+    opening: str | None = None
+    row_separator: bool = False
+    generates: bool = False
+    start: int = 0
+    crop_markers: tuple[str, ...] = ()
+
+    @property
+    def has_rope_index(self) -> bool:
+        """Whether its class in Transformers has a ``get_rope_index``, which all of more than two axes have."""
+        return get_scheme(self.scheme).axes > 2
+
+
+_VISION = ("vision_start_token_id", "vision_end_token_id")
+_IMAGE, _VIDEO = (("image_start_token_id", "image_end_token_id"), ("video_start_token_id", "video_end_token_id"))
+_GEMMA = ("boi_token_id", "eoi_token_id")
+_TIMES = "timestamps between frames"
+_QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
+_SLIDING = "two rotations: pass layer_type"
+_NO_ROPE = "layers of full attention have no rotation"
+_ENGINES = "other ids in serving engines: see engine"
+
+
+def _apart(note: str, **fields: Any) -> ModelType:
+    return ModelType("mrope-qwen3", note, markers=_VISION, frames_apart=True, **fields)
+
+
+def _flat(note: str = "", text: str = "", **fields: Any) -> ModelType:
+    return ModelType("flatten", note, text=_names(text), **fields)
+
+
+_TIMESTAMPS = _apart(_TIMES, timestamps=True, videos_as_images=True)
+_GLM = ModelType(
+    "mrope-qwen3",
+    "frames of videos have the placeholders of images, between the markers of a video",
+    markers=_IMAGE,
+    video_markers=_VIDEO,
+    frames_apart=True,
+)
+_QWEN25_OMNI = ModelType("tmrope", f"audio and video on one clock, merged in chunks; {_ENGINES}", markers=_VISION)
+_QWEN3_OMNI = ModelType("tmrope-qwen3", f"audio and video on one clock, merged by token; {_ENGINES}", markers=_VISION)
+
+MODEL_TYPES: Mapping[str, ModelType] = by_name(
+    (
+        (
+            "qwen2_vl",
+            ModelType(
+                "mrope-transformers",
+                "text after a video: see engine",
+                "mrope",
+                markers=_VISION,
+                videos_as_images=True,
+            ),
+        ),
+        (
+            "qwen2_5_vl",
+            ModelType(
+                "mrope-transformers",
+                "videos in seconds; the encoder attends in windows, whose order it undoes",
+                "mrope-qwen2.5",
+                markers=_VISION,
+                timed=True,
+                videos_as_images=True,
+            ),
+        ),
+        ("qwen3_vl qwen3_vl_moe", _TIMESTAMPS),
+        ("qwen3_5 qwen3_5_moe", replace(_TIMESTAMPS, note=_QWEN35)),
+        ("qwen4_exp", _apart("partial_rotary_factor of a head turns; see Qwen3.5")),
+        ("cohere_compass", _apart("layers turn by their type, or not: pass layer_type")),
+        ("cosmos3_edge", _apart(f"{_TIMES}; the encoder has no rotation")),
+        ("cosmos3_omni", _apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text"))),
+        ("qwen2_5_omni qwen2_5_omni_thinker", _QWEN25_OMNI),
+        ("qwen3_omni_moe qwen3_omni_moe_thinker", _QWEN3_OMNI),
+        ("glm4v glm4v_moe", _GLM),
+        ("glm46v glmga", replace(_GLM, text=_names("glm4v_text glm4v_moe_text"))),
+        ("glm_ocr", _GLM),
+        (
+            "ernie4_5_vl_moe",
+            ModelType(
+                "mrope-transformers",
+                "rows and columns alternate, frames have the lowest frequencies; frames of videos are merged",
+                "mrope",
+                markers=_IMAGE,
+                merges_frames=True,
+            ),
+        ),
+        (
+            "paddleocr_vl",
+            ModelType("mrope-transformers", "patches are merged after the encoder", "mrope", markers=_VISION),
+        ),
+        (
+            "hunyuan_image_3_moe",
+            ModelType(
+                "rope-tie-v2",
+                "half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
+                text=_names("hunyuan_image_3_moe"),
+            ),
+        ),
+        (
+            "hunyuan_vl",
+            ModelType(
+                "xd-rope",
+                "Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
+                markers=("im_start_id", "im_end_id"),
+                row_separator=True,
+            ),
+        ),
+        (
+            "glm_image",
+            ModelType(
+                "mrope",
+                "ids of the images that it generates are laid ahead of them: see generated",
+                markers=_IMAGE,
+                generates=True,
+            ),
+        ),
+        (
+            "neomme",
+            ModelType(
+                "naive-2d",
+                "two rotations: pass layer_type; an encoder; rows of images end in a token of their own",
+                opening="document_token_id",
+            ),
+        ),
+        (
+            "mistral3",
+            _flat(
+                "rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold",
+                row_markers=("[IMG_BREAK]", "[IMG_END]"),
+            ),
+        ),
+        (
+            "llava",
+            _flat(
+                "the encoder may be Pixtral's: rows end as those of mistral3 then",
+                row_markers=("[IMG_BREAK]", "[IMG_END]"),
+            ),
+        ),
+        (
+            """
+            aria chameleon deepseek_ocr2 deepseek_vl deepseek_vl_hybrid fast_vlm got_ocr2 granite4_vision
+            granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lighton_ocr llava_next
+            llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
+            video_llava vipllava
+            """,
+            _flat(),
+        ),
+        ("emu3 fuyu molmo2", _flat("rows end in a token of their own: without grids all tokens count alike")),
+        (
+            "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified",
+            _flat(_SLIDING, markers=_GEMMA),
+        ),
+        ("lfm3_vl", _flat(_SLIDING, markers=_VISION, frames_apart=True)),
+        ("step3p7", _flat(_SLIDING)),
+        ("modernvbert", _flat(_SLIDING, "modernbert")),
+        ("ultravbert", _flat(_SLIDING, "ultrabert")),
+        ("aya_vision cohere2_vision exaone4_5", _flat(_NO_ROPE)),
+        ("muse_glimmer muse_spark", _flat(_NO_ROPE, frames_apart=True)),
+        ("llama4", _flat("every fourth layer has no rotation")),
+        ("minimax_m3_vl", _flat(frames_apart=True)),
+        ("kimi_k25", _flat("a part of each head turns; a chunk of a video is a grid of one frame")),
+        ("minicpm_ocr minicpmv4_6", _flat(_QWEN35, "qwen3_5_text")),
+        (
+            "minicpmv4_7",
+            ModelType(
+                "mrope-canvas",
+                "grids are (1, height, width) of target_sizes, thumbnails and slices in order; see Qwen3.5",
+                text=_names("qwen3_5_text"),
+                crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
+            ),
+        ),
+        ("video_llama_3", _flat("videos are merged by 2×2, images are not: without grids all tokens count alike")),
+        ("blip-2 instructblip instructblipvideo", _flat("with a language model that turns: not OPT, not T5")),
+        ("paligemma", _flat("ids count from one: see start", start=1)),
+        (
+            "pi0",
+            _flat("state and actions go on after the prompt as text; where masks leave it out, ids count from one"),
+        ),
+        ("idefics mllama", _flat("images are beside the text, in layers of cross-attention")),
+        (
+            """
+            phi4_multimodal audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
+            moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
+            """,
+            _flat("audio is counted as text"),
+        ),
+        ("voxtral_realtime", _flat("audio is counted as text", "voxtral_realtime_text")),
+        ("gemma3_text lfm3", _flat(_SLIDING)),
+        (" ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})), _flat("text alone")),
+    )
+)
+"""Every model type that from_hf_config knows."""
+
+UNSUPPORTED_TYPES: Mapping[str, str] = by_name(
+    (
+        ("dots3_note", OTHER_ROTATIONS["dots3_note_text"]),
+        ("mistral_large4", OTHER_ROTATIONS["mistral_large4_text"]),
+        ("blip florence2 git pp_formulanet", "its positions are a learned table, nothing turns"),
+        ("kosmos-2 kosmos-2.5", "its positions are sinusoids added to the input, nothing turns"),
+        ("pix2struct udop", "distances fall into the buckets of T5, nothing turns"),
+        ("inkling2 inkling_mm_model", "distances have learned biases, nothing turns"),
+        ("glm5_next nemo_speechlm nemotron_h_omni", "its language model has no positions"),
+        ("t5gemma2", "encoder and decoder have a sequence each: pass the config of one to Rotary.from_hf_config"),
+        ("vision-encoder-decoder", "images are beside the text: pass the config of its decoder"),
+        ("colmodernvbert colpali", "it embeds by the model in its vlm_config: pass that"),
+        ("colqwen2", "its images count as text unless it is given the ids of the model in its vlm_config: pass that"),
+        ("jev", "it decides by the model in its text_config: pass that"),
+        ("gemma4_assistant gemma4_unified_assistant", "it reads the keys of the model that it drafts for: pass that"),
+        (
+            "pe_audio pe_audio_video pe_video",
+            "text and what it describes have an encoder each: pass the config of one to Rotary.from_hf_config",
+        ),
+        ("evolla", "it takes proteins, no images"),
+    )
+)
+"""Model types that from_hf_config refuses, and why."""

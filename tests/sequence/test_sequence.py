@@ -245,7 +245,7 @@ def test_the_first_document_with_a_fault_is_named_whatever_fails_behind_it(threa
     good = photographs(1)[0]
     builder = SequenceBuilder(images=PROCESSOR)
     for documents, message in (
-        ([[good, good], ["a", good, b"broken"], [b"worse"]], r"documents\[1\]\.parts\[2\]: image: got an unknown"),
+        ([[good, good], ["a", good, b"broken"], [b"worse"]], r"documents\[1\]\.parts\[2\]: image: got a file"),
         ([[good, good, "\ud800"], [b"worse"]], r"documents\[0\]\.parts\[2\]: got text with a lone surrogate"),
         ([[good, good], "text", [b"worse"]], r"documents\[1\]\.parts: got str, want a list"),
         ([[good, good], [], [b"worse"]], r"documents\[1\]\.parts: got no tokens"),

@@ -152,9 +152,11 @@ def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInp
     )
 
 
-def table_of_ids(numerators: IntArray, denominators: IntArray, lengths: IntArray, scheme: str) -> PositionTable:
-    """Make the table of (axes, tokens) fractions of documents: a run of text wherever they count on."""
-    tokens, over = numerators.shape[1], np.lcm.reduce(np.atleast_2d(denominators), axis=0)
+def table_of_ids(numerators: IntArray, denominators: IntArray | None, lengths: IntArray, scheme: str) -> PositionTable:
+    """Make the table of (axes, tokens) fractions of documents, or integers: a run of text wherever they count on."""
+    tokens = numerators.shape[1]
+    denominators = np.ones((1, 1), np.int64) if denominators is None else denominators
+    over = np.broadcast_to(np.lcm.reduce(denominators, axis=0), tokens)
     if (over > INT32_MAX).any() or (over < 1).any():
         raise InvalidInputError("position_ids: got fractions of a token without a common denominator below 2**31")
     scaled, first = numerators * (over // denominators), lengths.cumsum() - lengths

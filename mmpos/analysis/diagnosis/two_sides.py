@@ -20,7 +20,7 @@ from mmpos.analysis.diagnosis.diagnosis import (
     without_padding,
 )
 from mmpos.analysis.diagnosis.shapes import table_of_ids
-from mmpos.analysis.fingerprint import fingerprint, read_ids
+from mmpos.analysis.fingerprint import read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
@@ -38,7 +38,7 @@ _ARGUMENTS = ("position_ids", "attention_mask", "cu_seqlens", "denominators")
 def same_positions(a: Positions, b: Positions) -> Diagnosis:
     """Compare the positions of documents, and name the first difference and the mistake behind it.
 
-    They are equal where ``mmpos.fingerprint`` gives equal digests. Otherwise the diagnosis has document, token, axis,
+    They are equal where ``mmpos.fingerprint`` gives equal ones. Otherwise the diagnosis has document, token, axis,
     the ids of a as got, those of b as want, and the cause: documents in another order or of other lengths, or a mistake
     that ``mmpos.diagnose`` finds without a scheme.
 
@@ -66,7 +66,7 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
             one_row_more = noun == "axis" and abs(count - wanted) == 1 and not isinstance(longer, PositionTable)
             hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]" if one_row_more else ""
             raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as b has{hint}")
-    wrong = [d for d, (one, other) in enumerate(zip(got.digests, want.digests, strict=True)) if one != other]
+    wrong = [d for d, (one, other) in enumerate(zip(got.fingerprints, want.fingerprints, strict=True)) if one != other]
     if not wrong:
         return Diagnosis(True, want.label, want.positions.num_tokens, want.positions.num_documents)
     if (got.lengths != want.lengths).any():
@@ -81,9 +81,9 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     if not isinstance(b, PositionTable) and diagnosis.want:
         length = want.lengths[diagnosis.document or 0]
         diagnosis = replace(diagnosis, what=f"one of {counted(int(length), 'token')}")
-    if sorted(got.digests) != sorted(want.digests):
+    if sorted(got.fingerprints) != sorted(want.fingerprints):
         return diagnosis
-    other = want.digests.index(got.digests[wrong[0]])
+    other = want.fingerprints.index(got.fingerprints[wrong[0]])
     return replace(
         diagnosis,
         cause=f"documents stand in another order: documents[{wrong[0]}] has the ids of documents[{other}]",
@@ -99,7 +99,7 @@ class _Side:
     Args:
         ids: (axes, tokens) ids as they came.
         lengths: (documents,) tokens of each document.
-        digests: the fingerprints of the documents.
+        fingerprints: those of the documents.
         label: what a diagnosis calls the positions.
         positions: the table of them.
         starts: (documents,) first id of each document.
@@ -107,7 +107,7 @@ class _Side:
 
     ids: Array
     lengths: IntArray
-    digests: list[bytes]
+    fingerprints: list[str]
     label: str
     positions: PositionTable
     starts: IntArray
@@ -116,8 +116,8 @@ class _Side:
 def _read(name: str, side: Positions) -> _Side:
     if isinstance(side, PositionTable):
         positions = without_padding(side)
-        digests, first = fingerprint(positions), starts(positions)
-        return _Side(positions.dense(), positions.lengths, digests, positions.scheme, positions, first)
+        prints, first = read_ids(positions).fingerprints(), starts(positions)
+        return _Side(positions.dense(), positions.lengths, prints, positions.scheme, positions, first)
     arguments: dict[str, Any] = {"position_ids": side}
     if isinstance(side, Mapping):
         arguments = dict(side)
@@ -125,17 +125,13 @@ def _read(name: str, side: Positions) -> _Side:
             got = ", ".join(map(str, arguments)) or "none"
             raise InvalidInputError(f"{name}: got the arguments {got}, want position_ids, and of {_ARGUMENTS[1:]}")
     with naming(name, joint="."):
-        digests = fingerprint(**arguments)
-        dense = read_ids(**arguments)
-        numerators, denominators = dense.fractions()
-        ids = dense.array[:, dense.runs.columns]
-        if dense.denominators is not None:
-            ids = ids / denominators
-        positions = table_of_ids(numerators, denominators, dense.runs.lengths, "b")
+        exact = read_ids(**arguments)
+        ids = exact.numerators if exact.denominators is None else exact.numerators / exact.denominators
+        positions = table_of_ids(exact.numerators, exact.denominators, exact.lengths, "b")
     first = np.zeros(positions.num_documents, np.int64)
     full = positions.lengths > 0
     first[full] = np.floor(ids[0, positions.documents[FIRST_TOKEN, full]])
-    return _Side(ids, positions.lengths, digests, name, positions, first)
+    return _Side(ids, positions.lengths, exact.fingerprints(), name, positions, first)
 
 
 def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:

@@ -112,5 +112,4 @@ def _given(ids: npt.ArrayLike, axes: int) -> PositionTable:
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     array = int_array("documents", array, (axes, None))
-    ones, lengths = np.ones(array.shape[1], np.int64), np.array([array.shape[1]])
-    return table_of_ids(array, ones, lengths, "what the engine was given")
+    return table_of_ids(array, None, np.array([array.shape[1]]), "what the engine was given")

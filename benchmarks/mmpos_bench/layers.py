@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.nn.functional import rms_norm
 
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.rotary import DevicePositions, Rotary
+from mmpos.rotary import DevicePositions, Norm, Rotary
 from mmpos.rotary.device import Implementation
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
@@ -125,9 +124,9 @@ class Layer:
         return q, k
 
     @property
-    def norm(self) -> dict[str, Any]:
-        """Arguments of a rotation that normalises heads."""
-        return {"q_norm_weight": self.weights[0], "k_norm_weight": self.weights[1], "norm_eps": EPS}
+    def norm(self) -> Norm:
+        """Of q and k."""
+        return Norm(*self.weights, EPS)
 
     def normed(self, pair: Pair) -> Pair:
         """Normalise the heads of q and k, each by its own weight."""

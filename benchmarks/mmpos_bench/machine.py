@@ -103,7 +103,7 @@ def stamp(malloc: str) -> Machine:
         malloc=malloc,
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        packages=packages | {"GPU driver": driver for _, driver in gpus},
+        packages=packages | ({"GPU driver": gpus[0][1]} if gpus else {}),
     )
 
 

@@ -26,7 +26,7 @@ with needed_for("the rotary suite", extra="all"):
     import torch
     from torch import Tensor
 
-    from mmpos.rotary import DevicePositions, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
+    from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events, capture, no_waits
     from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make
@@ -276,10 +276,12 @@ def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int 
     return lambda i: [out.copy_(x) for out, x in zip(outs[i], sources(i), strict=True)]
 
 
-def _turn(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
+def _turn(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
     """Rotate by a table or by dense ids."""
     positions = layer.dense if dense else layer.table
-    asked = {"implementation": layer.how} | options | (layer.norm if norm else {})
+    asked = {"implementation": layer.how} | options
+    if norm:
+        asked["norm"] = layer.norm._replace(after=after)
     return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **asked)
 
 
@@ -317,7 +319,7 @@ def _there_and_back(layer: Layer, *, dense: bool = False, norm: bool = False, **
     weights = [x.detach().clone().requires_grad_() for x in layer.weights if norm]
     asked = {"implementation": layer.how} | options
     if norm:
-        asked |= {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "norm_eps": EPS}
+        asked["norm"] = Norm(weights[0], weights[1], EPS)
     return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **asked), weights)
 
 
@@ -334,12 +336,10 @@ def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weigh
 
 
 def _store(layer: Layer, *, norm: bool = True) -> Call:
-    asked = layer.norm if norm else {}
-    keys, values = layer.caches
+    caches, asked = [Cache(*layer.caches, slots) for slots in layer.slots], layer.norm if norm else None
     return lambda i: rotate_and_store(
-        *layer.sets[i], layer.values[i], layer.table, layer.rotary, keys, values, layer.slots[i],
-        implementation=layer.how, **asked,
-    )  # fmt: skip
+        *layer.sets[i], layer.values[i], layer.table, layer.rotary, caches[i], norm=asked, implementation=layer.how
+    )
 
 
 def _store_apart(layer: Layer, *, norm: bool = False) -> Call:
@@ -360,9 +360,9 @@ def _store_in_8_bits(layer: Layer) -> Call:
     scale = torch.full((1,), _SCALE, device=layer.device)
 
     def call(i: int) -> tuple[Any, ...]:
-        asked = *layer.sets[i], layer.values[i], layer.table, layer.rotary, keys, values, layer.slots[i]
-        q, _ = rotate_and_store(*asked, k_scale=scale, v_scale=scale, implementation=layer.how)
-        return q, keys, values
+        cache = Cache(keys, values, layer.slots[i], k_scale=scale, v_scale=scale)
+        asked = *layer.sets[i], layer.values[i], layer.table, layer.rotary, cache
+        return rotate_and_store(*asked, implementation=layer.how)[0], keys, values
 
     return call
 
@@ -463,7 +463,7 @@ GROUPS: Mapping[str, Group] = {
             Way("conjugate", partial(_turn, conjugate=True), _turned_back, Role.PART),
             Way("by an engine's cache", _by_cache, _rotated, Role.PART),
             _part("half of each head", _half_turned),
-            _part("norm after", partial(_turn, norm=True, norm_order="after")),
+            _part("norm after", partial(_turn, norm=True, after=True)),
             Way("norm, in place", partial(_turn, norm=True, inplace=True), _normalised, Role.PART),
         ]
     ),

@@ -1,41 +1,30 @@
 """Open and decode images: files, their bytes, Pillow images, arrays and tensors to samples, and samples to RGB pixels.
 
-Pillow and torchvision decode and resize, each imported when first needed. Pillow warns of, and labours over, what lies
-beside the pixels of a file, so it gets files stripped of that.
+Pillow opens files, so that sizes cost no pixels. Pillow and torchvision decode and resize. Each is imported when first
+needed.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
+import re
 import sys
-import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Protocol, cast
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
-from mmpos.images.headers import (
-    EXIF,
-    HEAD_BYTES,
-    SCAN,
-    Header,
-    ImageSize,
-    letters,
-    orient,
-    orientation,
-    palette_bytes,
-    read_header,
-    walk,
-)
-from mmpos.support.checks import Array
+from mmpos.support.checks import INT32_MAX, Array, integer
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
@@ -45,19 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
-    "File",
+    "MOST_READS",
+    "MOST_SCANS",
+    "ImageSize",
     "Source",
-    "bare_gif",
-    "bare_jpeg",
-    "bare_png",
-    "decode",
     "decode_jpeg",
     "guarded",
     "open_source",
     "pillow",
+    "read_data_url",
     "resize",
     "samples",
     "to_rgb",
+    "torchvision",
 ]
 
 Samples = Array  # (h, w, 1 | 3 | 4), uint8 or uint16
@@ -65,12 +54,42 @@ Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
 
 BACKENDS = ("torchvision", "pillow")
 
+MOST_READS = 2**14
+"""Reads of a file up to its pixels: Pillow reads each segment, chunk or block in Python, and files need dozens."""
+
+MOST_SCANS = 100
+"""Scans of a JPEG; encoders write ten or so, and each goes over all pixels again."""
+
+_FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
+
 _STRIP_PIXELS = 2**17
+
+_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 _WANT = (
     "a path, the bytes of a file, a Pillow image, a numpy array (h, w[, 1 | 3 | 4]), "
     "a torch tensor ([1 | 3 | 4,] h, w) or an ImageSize"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """An image known only by its size; unpacks into (height, width).
+
+    Args:
+        height: rows of pixels, at least 1, after EXIF orientation.
+        width: columns of pixels, at least 1, after EXIF orientation.
+    """
+
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "height", integer("image.height", self.height, minimum=1, maximum=INT32_MAX))
+        object.__setattr__(self, "width", integer("image.width", self.width, minimum=1, maximum=INT32_MAX))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.height, self.width))
 
 
 class Source(Protocol):
@@ -84,20 +103,48 @@ class Source(Protocol):
         """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash."""
 
 
+def read_data_url(name: str, url: str) -> bytes:
+    """Decode a data: URL of an image as RFC 2397 has it: percent-encoded, and base64 if it says so.
+
+    Args:
+        name: of the image, for errors.
+        url: begins with data: in letters of either case.
+
+    Raises:
+        InvalidInputError: the URL is broken or of something else.
+    """
+    head, comma, payload = url[5:].partition(",")
+    media, *parameters = head.split(";")
+    got = f"{name}: got the data URL {url[:80]!r}"
+    if not comma:
+        raise InvalidInputError(f"{got}, want a comma before the data")
+    if media and not media.lower().startswith("image/"):
+        raise InvalidInputError(f"{got}, want one of image/…")
+    if not payload.isascii() or _BROKEN_ESCAPE.search(payload):
+        raise InvalidInputError(f"{got}, want ASCII, and two hex digits after each %")
+    data = unquote_to_bytes(payload)
+    if not parameters or parameters[-1].lower() != "base64":
+        return data
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise InvalidInputError(f"{got}, want base64 ({error})") from error
+
+
 @contextmanager
 def open_source(image: object) -> Iterator[Source]:
     """Open an image, reading and checking its header only.
 
     Raises:
         InvalidInputError: not an image, or one that cannot be read.
+        LimitExceededError: a file of more than MOST_READS pieces, or of more pixels than Pillow opens.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         data = bytes(image)
-        yield File(read_header(data), lambda: data)
+        yield _open_file(io.BytesIO(data), lambda: data)
     elif isinstance(image, os.PathLike):
         with _opened(image) as file:
-            header = read_header(file.read(HEAD_BYTES), file.read)
-            yield File(header, lambda: _all_of(file))
+            yield _open_file(file, Path(image).read_bytes)
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif _is("PIL.Image", "Image", image):
@@ -110,33 +157,99 @@ def open_source(image: object) -> Iterator[Source]:
         raise InvalidInputError(f"image: got {type(image).__name__}, want {_WANT}")
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """An encoded image.
+class _Reader:
+    """A file for Pillow that refuses to be read in very many pieces.
 
     Args:
-        header: of it.
-        data: gives all of its bytes.
+        file: read by Pillow.
     """
 
-    header: Header
+    def __init__(self, file: BinaryIO) -> None:
+        self._read, self.seek, self.tell = file.read, file.seek, file.tell
+        self._left = MOST_READS
+
+    def read(self, size: int = -1) -> bytes:
+        """Read bytes; files have few segments, chunks and blocks, and attacks millions."""
+        self._left -= 1
+        if self._left < 0:
+            raise LimitExceededError(f"image: got a file of over {MOST_READS} segments, chunks or blocks, want fewer")
+        return self._read(size)
+
+    def allow(self, pixels: int) -> None:
+        """Allow the reads of so many bytes of pixels: encoders write chunks of 8 KiB, in three reads each."""
+        self._left += pixels // 1024
+
+
+def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
+    """Open a file up to its pixels; data gives all of its bytes."""
+    reader, image_module = _Reader(file), pillow()
+    with guarded("file"):
+        try:
+            image = image_module.open(cast("IO[bytes]", reader), formats=_FORMATS)
+        except image_module.UnidentifiedImageError as error:
+            file.seek(0)
+            start = file.read(16)
+            got = f"a file that starts with {start!r}" if start else "an empty file"
+            raise InvalidInputError(f"image: got {got}, want a whole JPEG, PNG, WebP or GIF") from error
+        return _File(image, reader, data, reader.tell(), _orientation(image))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An image file that is open.
+
+    Args:
+        image: opened by Pillow.
+        reader: of the file.
+        data: gives all bytes of the file.
+        header: bytes of the file before those of the pixels, as far as Pillow has read.
+        orientation: EXIF's 1 to 8.
+    """
+
+    image: ImageFile
+    reader: _Reader
     data: Callable[[], bytes]
+    header: int
+    orientation: int
 
     @property
     def size(self) -> ImageSize:
-        """The size after orientation."""
-        return self.header.size
+        return _upright(self.image.size, self.orientation)
 
     def read(self, backend: str) -> tuple[Samples, str]:
-        """Decode the upright samples, and hash the file."""
-        data = self.data()
-        array = orient(decode(data, self.header, backend), self.header.orientation)
-        return array, hashlib.sha256(data).hexdigest()
+        data, image = self.data(), self.image
+        width, height = image.size
+        self.reader.allow(len(data))
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with others behind it
+        if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
+            raise LimitExceededError(f"image: got a JPEG of {scans} scans, want <= {MOST_SCANS}")
+        with guarded(f"{image.format} file"):
+            if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB"):
+                array: Samples = decode_jpeg(data)
+            else:
+                if image.format == "PNG":
+                    _fit_transparency(image, depth=data[24])
+                array = samples(image)
+        if array.shape[:2] != (height, width):
+            raise InvalidInputError(f"image: got {array.shape[:2]} pixels, want {(height, width)} as in its header")
+        return _orient(array, self.orientation), hashlib.sha256(data).hexdigest()
+
+    def _count_scans(self, data: bytes) -> int:
+        """Count the scans of a JPEG; most have one, of all components."""
+        bands = len(self.image.getbands())
+        start = b"\xff\xda" + (6 + 2 * bands).to_bytes(2) + bytes([bands])
+        if "progressive" not in self.image.info and data.startswith(start, max(0, self.header - 8 - 2 * bands)):
+            return 1
+        return 1 + data.count(b"\xff\xda", self.header)
 
 
-def _all_of(file: BinaryIO) -> bytes:
-    file.seek(0)
-    return file.read()
+def _fit_transparency(image: ImageFile, *, depth: int) -> None:
+    """Bring the transparent level or colour of a PNG to 8 bits, as Pillow brings the samples, but not this."""
+    key = image.info.get("transparency")
+    if image.mode == "L" and isinstance(key, int):
+        image.info["transparency"] = key * 255 // (2**depth - 1)
+    elif image.mode == "RGB" and isinstance(key, tuple) and depth == 16:
+        image.info["transparency"] = tuple(level >> 8 for level in key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +271,15 @@ class _Pillow:
     image: Image
 
     @property
-    def orientation(self) -> int:
-        return orientation(self.image.info.get("exif", b""))
-
-    @property
     def size(self) -> ImageSize:
-        width, height = self.image.size
-        return ImageSize(width, height) if self.orientation >= 5 else ImageSize(height, width)
+        return _upright(self.image.size, _orientation(self.image))
 
     def read(self, backend: str) -> tuple[Samples, str]:
-        image, turn = self.image, self.orientation
+        image, size, turn = self.image, self.size, _orientation(self.image)
         with guarded("Pillow image"):
-            array = orient(samples(image), turn)
+            array = _orient(samples(image), turn)
             palette = image.getpalette() if image.palette else None
-            header = (image.mode, self.size, turn, palette, image.info.get("transparency"))
+            header = (image.mode, size, turn, palette, image.info.get("transparency"))
             return array, _digest(header, image.tobytes())
 
 
@@ -179,6 +287,33 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
     digest = hashlib.sha256(repr(header).encode())
     digest.update(pixels)
     return digest.hexdigest()
+
+
+def _orientation(image: Image) -> int:
+    """Read EXIF's orientation, 1 to 8; 1 where there is none or it is damaged, as the pixels are fine anyway."""
+    if "exif" not in image.info:  # Pillow would decode a PNG to see whether it follows
+        return 1
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except Exception:  # Pillow raises errors of many types over damage
+        return 1
+    return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _upright(size: tuple[int, int], orientation: int) -> ImageSize:
+    """Give the size after orientation of an image of (width, height)."""
+    return ImageSize(*size) if orientation >= 5 else ImageSize(*size[::-1])
+
+
+def _orient(pixels: Array, orientation: int) -> Array:
+    """Turn pixels (h, w, c) upright, as a view: 5 to 8 swap the sides, the rest mirrors them."""
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels
 
 
 @contextmanager
@@ -220,70 +355,41 @@ def _checked(array: Array, dtypes: tuple[type[np.generic], ...], *, channels_las
     return array
 
 
-def decode(data: bytes, header: Header, backend: str) -> Samples:
-    """Decode the samples of a file as stored, before orientation.
-
-    Args:
-        data: the file.
-        header: as `read_header` gives it.
-        backend: torchvision decodes gray and RGB JPEGs that are not heavy; Pillow decodes everything else, without
-            loss but for colours of 16 bits, which are rounded.
-
-    Returns:
-        A new array (h, w, 1 | 3 | 4), uint8 or uint16.
-
-    Raises:
-        InvalidInputError: the file is truncated or corrupt.
-    """
-    with guarded(f"{header.kind} file"):
-        if (
-            backend == "torchvision"
-            and header.kind == "JPEG"
-            and header.channels in (1, 3)
-            and not header.heavy(len(data))
-        ):
-            array: Samples = decode_jpeg(data)
-        elif header.deep:
-            array = _deep_png(bare_png(data), header.stored, header.channels)
-        else:
-            array = samples(_open(data, header))
-    if array.shape[:2] != tuple(header.stored):
-        raise InvalidInputError(f"image: got {array.shape[:2]} pixels, want {tuple(header.stored)} as in its header")
-    return array
-
-
 def samples(image: Image) -> Samples:
     """Read the samples of a Pillow image: uint16 of 16-bit gray, RGBA where some may be transparent, else RGB."""
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow itself would clip it to 255
-        return _keyed(gray, image.info.get("transparency"))
+        key = image.info.get("transparency")
+        if key is None:
+            return gray
+        return np.concatenate([gray, gray, gray, (gray != key) * np.uint16(65535)], axis=2)
     if image.mode in ("I", "F"):
         raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
     mode = "RGBA" if image.has_transparency_data else "RGB"
     image.load()  # which may change the size, as of icons
     array = np.empty((image.height, image.width, len(mode)), np.uint8)
-    for rows, strip in _strips(image):
+    for rows in _strips(image.height, image.width):
+        whole = rows.stop - rows.start == image.height
+        strip = image if whole else image.crop((0, rows.start, image.width, rows.stop))
         array[rows] = np.asarray(strip if strip.mode == mode else strip.convert(mode))
     return array
 
 
-def to_rgb(
-    array: Samples, background: tuple[int, ...], out: npt.NDArray[np.uint8] | None = None
-) -> npt.NDArray[np.uint8]:
+def to_rgb(array: Samples, background: tuple[int, ...]) -> Pixels:
     """Turn samples into RGB pixels (h, w, 3): rounded to 8 bits, over the background by alpha, gray repeated.
 
     Returns:
-        out, filled; without one a new array, or a view where nothing is to be computed.
+        A new array, or a view where nothing is to be computed.
     """
     height, width, channels = array.shape
-    if out is None and array.dtype == np.uint8 and channels != 4:
+    if array.dtype == np.uint8 and channels != 4:
         return array if channels == 3 else np.broadcast_to(array, (height, width, 3))
-    pixels = np.empty((height, width, 3), np.uint8) if out is None else out
+    pixels = np.empty((height, width, 3), np.uint8)
     ground = np.array(background, np.uint16)
-    for rows in _rows(height, width):
+    for rows in _strips(height, width):
         strip = array[rows]
         if strip.dtype != np.uint8:
-            strip = _eight(strip)
+            strip = ((strip.astype(np.uint32) + 128) // 257).astype(np.uint8)  # v * 255 / 65535, rounded
         if channels == 4:
             alpha = strip[..., 3:].astype(np.uint16)
             strip = (strip[..., :3] * alpha + ground * (255 - alpha) + 127) // 255
@@ -291,135 +397,16 @@ def to_rgb(
     return pixels
 
 
-def _rows(height: int, width: int) -> Iterator[slice]:
+def _strips(height: int, width: int) -> Iterator[slice]:
     """Yield the rows of an image in strips, so that temporaries stay in the cache."""
     step = max(1, _STRIP_PIXELS // width)
     return (slice(top, min(top + step, height)) for top in range(0, height, step))
 
 
-def _strips(image: Image) -> Iterator[tuple[slice, Image]]:
-    """Yield an image in strips, each with its rows."""
-    for rows in _rows(image.height, image.width):
-        whole = rows.stop - rows.start == image.height
-        yield rows, image if whole else image.crop((0, rows.start, image.width, rows.stop))
-
-
-def _open(data: bytes, header: Header) -> ImageFile:
-    """Open a file by the Pillow plugin of its format: PIL.Image.open would guess, and check a limit of its own."""
-    from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
-
-    if header.kind == "JPEG":
-        return JpegImagePlugin.JpegImageFile(io.BytesIO(bare_jpeg(data)))
-    if header.kind == "GIF":
-        return GifImagePlugin.GifImageFile(io.BytesIO(bare_gif(data)))
-    if header.kind == "WebP":
-        return WebPImagePlugin.WebPImageFile(io.BytesIO(data))
-    image = PngImagePlugin.PngImageFile(io.BytesIO(bare_png(data)))
-    if image.mode == "L" and "transparency" in image.info:
-        # Pillow stretches gray of 2 and 4 bits to 8, but not the level that is transparent.
-        image.info["transparency"] *= 255 // (2**header.depth - 1)
-    return image
-
-
-def _deep_png(data: bytes, size: ImageSize, colour: int) -> Samples:
-    """Decode a 16-bit colour PNG, rounded to 8 bits: Pillow gives the high bytes of samples only.
-
-    With the layout of swapped bytes it gives the low ones. Gray with alpha has four bytes a pixel, just like RGBA.
-    """
-    from PIL.PngImagePlugin import PngImageFile
-
-    def read(layout: str) -> Image:
-        image = PngImageFile(io.BytesIO(data))
-        image.tile = [tile._replace(args=layout) for tile in image.tile]
-        image.load()
-        return image
-
-    if colour == 4:
-        array = np.empty((*size, 4), np.uint8)
-        for rows, strip in _strips(read("RGBA")):
-            pairs = np.asarray(strip).astype(np.uint16)
-            array[rows] = _eight(pairs[..., ::2] << 8 | pairs[..., 1::2])[..., [0, 0, 0, 1]]
-        return array
-    mode, key = "RGBA" if colour == 6 else "RGB", PngImageFile(io.BytesIO(data)).info.get("transparency")
-    array = np.empty((*size, len(mode) if key is None else 4), np.uint8)
-    colours = array[..., : len(mode)]
-    # One image after the other, as each has four bytes a pixel; the high bytes wait where the samples go.
-    for rows, strip in _strips(read(f"{mode};16B")):
-        colours[rows] = np.asarray(strip)
-    for rows, strip in _strips(read(f"{mode};16L")):
-        array[rows] = _eight(_keyed(colours[rows].astype(np.uint16) << 8 | np.asarray(strip), key))
-    return array
-
-
-def _eight(deep: Samples) -> npt.NDArray[np.uint8]:
-    """Round samples of 16 bits to 8: v * 255 / 65535."""
-    return ((deep.astype(np.uint32) + 128) // 257).astype(np.uint8)
-
-
-def _keyed(array: Samples, key: object) -> Samples:
-    """Make one colour, the key, transparent in RGBA; gives the array itself where there is no key."""
-    if key is None:
-        return array
-    height, width, _ = array.shape
-    rgba = np.empty((height, width, 4), np.uint16)
-    for rows in _rows(height, width):
-        rgba[rows, :, :3] = array[rows]
-        rgba[rows, :, 3] = np.any(array[rows] != np.array(key, np.uint16), axis=2) * np.uint16(65535)
-    return rgba
-
-
-def bare_jpeg(data: bytes) -> bytes:
-    """Strip a JPEG of notes such as EXIF."""
-    pieces, end = [b"\xff\xd8"], 0
-    for kind, start, length in walk(data, "JPEG").table.tolist():
-        if kind != EXIF:
-            pieces.append(data[start - 4 : start + length])  # from the marker on
-            end = start + length
-        if kind == SCAN:
-            break
-    return b"".join([*pieces, data[end:]])
-
-
-def bare_png(data: bytes) -> bytes:
-    """Strip a PNG of notes, and test every checksum: Pillow skips those of the pixels.
-
-    Chunks of pixels become one, since Pillow reads each in Python.
-    """
-    pieces, pixels = [data[:8]], letters(b"IDAT")
-    run: list[bytes] = []
-    for kind, start, length in walk(data, "PNG").table.tolist():
-        name, body, after = data[start - 4 : start], data[start : start + length], start + length
-        if after + 4 > len(data):
-            raise InvalidInputError("image: got a truncated file, want a whole one")
-        if kind == letters(b"eXIf"):
-            continue
-        if zlib.crc32(body, zlib.crc32(name)) != int.from_bytes(data[after : after + 4]):
-            raise InvalidInputError(f"image: got a corrupt PNG, want its {name!r} to match its checksum")
-        if kind == pixels:
-            run.append(body)
-            continue
-        pieces += _chunk(b"IDAT", b"".join(run)) if run else []
-        pieces += _chunk(name, body)
-        run = []
-    return b"".join(pieces)
-
-
-def bare_gif(data: bytes) -> bytes:
-    """Strip a GIF of comments and extensions of applications, up to its first frame."""
-    pieces = [data[: 13 + palette_bytes(data[10])]]
-    *extensions, (_, frame, _) = walk(data, "GIF").table.tolist()
-    pieces += [data[start : start + length] for _, start, length in extensions]
-    return b"".join([*pieces, data[frame - 1 :]])
-
-
-def _chunk(name: bytes, body: bytes) -> list[bytes]:
-    return [len(body).to_bytes(4), name, body, zlib.crc32(body, zlib.crc32(name)).to_bytes(4)]
-
-
 def pillow() -> ModuleType:
-    """Import PIL.Image."""
+    """Import PIL.Image, with the plugins of all formats that are read."""
     with needed_for("images", extra="pillow"):
-        from PIL import Image
+        from PIL import Image, WebPImagePlugin  # noqa: F401 (registers WebP; Pillow itself would import every format)
     return Image
 
 
@@ -459,47 +446,15 @@ def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Have Pillow refuse truncated files in this block, and turn errors of any decoder into errors of mmpos.
+    """Turn errors of any decoder in this block into errors of mmpos.
 
     Any exception is the file's fault: decoders raise OSError, SyntaxError, ValueError, struct.error and more over it.
     """
-    image_module = pillow()
     try:
-        with _whole_images:
-            yield
+        yield
     except (MmposError, ImportError, MemoryError):
         raise
-    except (image_module.DecompressionBombError, image_module.DecompressionBombWarning) as error:
-        raise LimitExceededError(f"image: got a {what} over Pillow's own limit ({error})") from error
     except Exception as error:
+        if isinstance(error, pillow().DecompressionBombError | pillow().DecompressionBombWarning):
+            raise LimitExceededError(f"image: got a {what} over Pillow's own limit ({error})") from error
         raise InvalidInputError(f"image: got a truncated or corrupt {what}, want a whole one ({error})") from error
-
-
-class _WholeImages:
-    """Turns PIL.ImageFile.LOAD_TRUNCATED_IMAGES off while a thread is inside: it would let half-grey images pass.
-
-    Pillow has this one global switch only, so the first thread in turns it off and the last one out restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, False
-
-    def __enter__(self) -> None:
-        from PIL import ImageFile
-
-        with self._lock:
-            if not self._inside:
-                self._before = ImageFile.LOAD_TRUNCATED_IMAGES
-                ImageFile.LOAD_TRUNCATED_IMAGES = False
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        from PIL import ImageFile
-
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                ImageFile.LOAD_TRUNCATED_IMAGES = self._before
-
-
-_whole_images = _WholeImages()

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images.decode import BACKENDS, File, Source, open_source, resize, to_rgb
-from mmpos.images.headers import ImageSize
+from mmpos.images.decode import BACKENDS, ImageSize, open_source, resize, to_rgb
 from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
 from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, Array, integer, one_of
@@ -71,9 +70,8 @@ class ImageProcessor:
         mean: of red, green and blue, as parts of 1.
         std: of red, green and blue, as parts of 1.
         background: what shows through transparent pixels: red, green and blue, 0 to 255.
-        max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent.
-        max_decode_bytes: most memory that decoding and resizing an image may take, the file itself aside; it is known
-            by the header, and more is refused before memory is spent.
+        max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent. Pillow has a
+            limit of its own for files: it warns beyond PIL.Image.MAX_IMAGE_PIXELS, and refuses from twice as many on.
         max_aspect_ratio: most times that the long side may be as long as the short one, before resizing.
         small_images: how a side shorter than a token grows to one: alone, as in "qwen-vl"; or with the other side by
             one factor, rounded down in "glm-v" and to the nearest pixel in "paddleocr-vl".
@@ -95,7 +93,6 @@ class ImageProcessor:
     std: tuple[float, float, float] = _CLIP_STD
     background: tuple[int, int, int] = (255, 255, 255)
     max_source_pixels: int = 89_478_485
-    max_decode_bytes: int = 2**30
     max_aspect_ratio: int = 200
     small_images: str = "qwen-vl"
 
@@ -109,7 +106,6 @@ class ImageProcessor:
             for name in ("patch_size", "spatial_merge_size", "max_source_pixels", "max_aspect_ratio")
         }
         factor = checked["patch_size"] * checked["spatial_merge_size"]
-        checked["max_decode_bytes"] = integer("max_decode_bytes", self.max_decode_bytes, minimum=1)
         checked["min_pixels"] = integer("min_pixels", self.min_pixels, minimum=0)
         least = max(factor**2, checked["min_pixels"])
         checked["max_pixels"] = integer("max_pixels", self.max_pixels, minimum=least, maximum=INT32_MAX)
@@ -204,7 +200,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, or too thin.
-            LimitExceededError: more than max_source_pixels, or a file of more than 65,536 chunks or 100 scans.
+            LimitExceededError: more than max_source_pixels, or a file of very many segments, chunks or blocks.
         """
         if isinstance(image, ImageSize):
             size = image
@@ -227,20 +223,17 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: more than max_source_pixels or max_decode_bytes, or as in `inspect`.
+            LimitExceededError: as in `inspect`, or a JPEG of more than 100 scans.
             ImportError: the backend is not installed.
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
         if isinstance(image, ImageSize):
             grid = self._admitted_grid(image)
             return ProcessedImage(None, grid, self._in_pixels(grid), image, None)
-        with open_source(image) as source:
-            size = source.size
-            grid = self._admitted_grid(size)
-            self._afford(source)
-            pixels, content_hash = self._decode(source)
+        samples, size, content_hash = self._read(image)
+        grid = self.grid(*size)
         fitted = self._in_pixels(grid)
-        pixels = resize(pixels, *fitted, self.backend)
+        pixels = resize(to_rgb(samples, self.background), *fitted, self.backend)
         cut = (pixels, self.patch_size, self.spatial_merge_size, self.order)
         if frames is None:
             patches = patchify(*cut, None if self.dtype == "uint8" else self._factors)
@@ -256,12 +249,9 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: more than max_source_pixels or max_decode_bytes, or as in `inspect`.
+            LimitExceededError: as in `inspect`, or a JPEG of more than 100 scans.
         """
-        with open_source(image) as source:
-            self._admitted_grid(source.size)
-            self._afford(source)
-            return self._decode(source)[0]
+        return to_rgb(self._read(image)[0], self.background)
 
     def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
         """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
@@ -287,17 +277,13 @@ class ImageProcessor:
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
-    def _decode(self, source: Source) -> tuple[npt.NDArray[np.uint8], str]:
-        """Decode the upright pixels (h, w, 3) and the content hash; a server has processes decode some."""
-        samples, content_hash = source.read(self.backend)
-        return to_rgb(samples, self.background), content_hash
-
-    def _afford(self, source: Source) -> None:
-        """Refuse a file that may take too much memory."""
-        if isinstance(source, File) and source.header.decode_bytes > self.max_decode_bytes:
-            (height, width), need = source.size, source.header.decode_bytes
-            got = f"a {source.header.kind} of {height} x {width} pixels, which may take {need} bytes to decode"
-            raise LimitExceededError(f"image: got {got}, want <= {self.max_decode_bytes} (max_decode_bytes)")
+    def _read(self, image: object) -> tuple[Array, ImageSize, str]:
+        """Read the upright samples of an image, their size and the content hash; what decoded it is freed."""
+        with open_source(image) as source:
+            size = source.size
+            self._admitted_grid(size)
+            samples, content_hash = source.read(self.backend)
+            return samples, size, content_hash
 
     def _admitted_grid(self, size: ImageSize) -> Grid:
         """Compute the grid of an image, and refuse the size of one that may not be decoded."""

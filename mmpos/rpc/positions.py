@@ -12,8 +12,8 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.rows import AXES, MAX_AXES
 from mmpos.positions.table import Layout, PositionTable, Side
+from mmpos.positions.table_rows import AXES, MAX_AXES
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -61,7 +61,7 @@ from mmpos.support.checks import (
     host_array,
     int_array,
     integer,
-    per_document,
+    one_of,
 )
 
 if TYPE_CHECKING:
@@ -373,18 +373,15 @@ def put_query(
         message.profile = profile
     if query.scheme is not None:
         put_scheme(message.scheme, query.scheme)
-    if np.ndim(query.start):
-        _put_one_or_each(message, "start", _starts(query))
-    elif query.start != 0:
-        message.start = integer("start", query.start)
+    _put_one_or_each(message, "start", query.start)
     if query.strict is not None:
-        message.strict = query.strict
+        message.strict = boolean("strict", query.strict)
     for view in query.views:
         _put_view(message.views.add(), view)
     if query.dense is not None:
         message.dense.SetInParent()
         if query.dense.dtype is not None:
-            message.dense.dtype = _number(_IDS, np.dtype(query.dense.dtype).name)
+            message.dense.dtype = _number("dtype", _IDS, np.dtype(query.dense.dtype).name)
         put_integers(message.dense.axes, query.dense.axes or ())
 
 
@@ -433,12 +430,6 @@ def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -
     )
 
 
-def _starts(query: PositionsQuery) -> IntArray:
-    if isinstance(query.source, SegmentTable):
-        return per_document("start", query.start, query.source.num_documents, minimum=INT32_MIN)
-    return int_array("start", query.start, (None,))
-
-
 def _put_view(message: pb.View, view: View) -> None:
     if isinstance(view, Take):
         _put_arrays(message.take, view, "starts", "stops")
@@ -447,10 +438,11 @@ def _put_view(message: pb.View, view: View) -> None:
     elif isinstance(view, Decode):
         _put_one_or_each(message.decode, "steps", view.steps)
     elif isinstance(view, Shard):
-        message.shard.rank, message.shard.world_size = view.rank, view.world_size
-        message.shard.layout = _number(_LAYOUTS, view.layout)
+        message.shard.layout = _number("layout", _LAYOUTS, view.layout)
+        message.shard.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
+        message.shard.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
     else:
-        message.pad.side = _number(_SIDES, view.side)
+        message.pad.side = _number("side", _SIDES, view.side)
         if view.length is not None:
             _put_one_or_each(message.pad, "length", view.length)
 
@@ -480,15 +472,15 @@ def _get_dense(name: str, message: pb.Dense) -> Dense:
 def _put_arrays(message: Message, view: Take | Window, *fields: str) -> None:
     message.SetInParent()
     for field in fields:
-        put_integers(getattr(message, field), getattr(view, field))
+        put_integers(getattr(message, field), int_array(field, getattr(view, field), (None,)))
 
 
 def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None:
     message.SetInParent()
-    if np.ndim(value):
-        put_integers(getattr(message, f"{field}_per_document"), value)
+    if not isinstance(value, int) and host_array(field, value).ndim:
+        put_integers(getattr(message, f"{field}_per_document"), int_array(field, value, (None,)))
     else:
-        setattr(message, field, value)
+        setattr(message, field, integer(field, value, minimum=INT32_MIN, maximum=INT32_MAX))
 
 
 def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
@@ -498,9 +490,7 @@ def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArra
     return each if each.size else default if not message.HasField(field) else getattr(message, field)
 
 
-def _number(meanings: Mapping[E, T], meaning: T) -> E:
+def _number(name: str, meanings: Mapping[E, T], meaning: T) -> E:
     """Look up the enum value of a meaning."""
-    for number, value in meanings.items():
-        if value == meaning:
-            return number
-    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(map(str, filter(None, meanings.values())))}")
+    numbers = {value: number for number, value in meanings.items() if value is not None}
+    return numbers[one_of(name, meaning, numbers)]

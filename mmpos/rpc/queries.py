@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
+from mmpos.positions.table import Layout, PositionTable, Side
 from mmpos.schemes import Scheme
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
+from mmpos.support.checks import IntArray, int_array
 
 __all__ = [
     "Decode",
@@ -40,9 +40,6 @@ class Take:
     starts: npt.ArrayLike
     stops: npt.ArrayLike
 
-    def __post_init__(self) -> None:
-        _integers(self, "starts", "stops")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Take the tokens of these ranges."""
         return positions.take(self.starts, self.stops)
@@ -56,9 +53,6 @@ class Window:
     starts: npt.ArrayLike
     lengths: npt.ArrayLike
 
-    def __post_init__(self) -> None:
-        _integers(self, "documents", "starts", "lengths")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Cut out these windows, each a document."""
         return positions.window(self.documents, self.starts, self.lengths)
@@ -69,9 +63,6 @@ class Decode:
     """Tokens to decode: PositionTable.decode as data."""
 
     steps: npt.ArrayLike = 1
-
-    def __post_init__(self) -> None:
-        _one_or_each(self, "steps")
 
     def view(self, positions: PositionTable) -> PositionTable:
         """Make the next tokens of every document."""
@@ -86,11 +77,6 @@ class Shard:
     world_size: int
     layout: Layout = "zigzag"
 
-    def __post_init__(self) -> None:
-        one_of("layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "world_size", integer("world_size", self.world_size, minimum=1, maximum=INT32_MAX))
-        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=0, maximum=self.world_size - 1))
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Take the tokens of the rank."""
         return positions.shard(self.rank, self.world_size, self.layout)
@@ -103,11 +89,6 @@ class Pad:
     length: npt.ArrayLike | None = None
     side: Side = "right"
 
-    def __post_init__(self) -> None:
-        one_of("side", self.side, ("left", "right"))
-        if self.length is not None:
-            _one_or_each(self, "length")
-
     def view(self, positions: PositionTable) -> PositionTable:
         """Pad the documents."""
         return positions.pad(self.length, self.side)
@@ -115,20 +96,6 @@ class Pad:
 
 View = Take | Window | Decode | Shard | Pad
 """Verb of a position table with its arguments; the field ``views`` of the protocol holds a list of them."""
-
-
-def _integers(view: object, *names: str) -> None:
-    for name in names:
-        object.__setattr__(view, name, int_array(name, getattr(view, name), (None,)))
-
-
-def _one_or_each(view: object, name: str) -> None:
-    """Make a field one integer, or an array of one for each document."""
-    value = getattr(view, name)
-    if isinstance(value, int) or host_array(name, value).ndim == 0:
-        object.__setattr__(view, name, integer(name, value, minimum=0, maximum=INT32_MAX))
-    else:
-        _integers(view, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,11 +222,6 @@ class PositionsQuery:
     def __post_init__(self) -> None:
         if type(self.source) not in (SegmentTable, Spans, InputIds):
             raise InvalidInputError(f"source: got {type(self.source).__name__}, want a SegmentTable, Spans or InputIds")
-        start = self.start
-        if isinstance(start, int) or host_array("start", start).ndim == 0:
-            object.__setattr__(self, "start", integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX))
-        if self.strict is not None:
-            object.__setattr__(self, "strict", boolean("strict", self.strict))
         kinds = [type(view) for view in self.views]
         for i, kind in enumerate(kinds):
             if kind not in get_args(View):

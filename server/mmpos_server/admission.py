@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.support.info import cores
 from mmpos_server.access import token_name
-from mmpos_server.decoding import Decoders
 from mmpos_server.shared_memory import Exchange
 from mmpos_server.traffic import peer_of
 
@@ -176,7 +175,6 @@ class Admission:
         self.executors: dict[Pool, ThreadPoolExecutor] = {
             pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in self.threads.items()
         }
-        self.decoders = Decoders(pools.heavy_seconds)
 
     def arrive(self) -> None:
         """Note that a call or a stream has arrived.
@@ -193,7 +191,6 @@ class Admission:
         """Shut the pools down; tasks at work run to their end or to their next checkpoint."""
         for executor in self.executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
-        self.decoders.close()
 
 
 class ItemWindow:
@@ -566,11 +563,6 @@ class Call:
     def stopping(self) -> bool:
         """Whether the server has announced that it stops."""
         return self._admission.announced
-
-    @property
-    def decoders(self) -> Decoders:
-        """Processes of the server that decode images."""
-        return self._admission.decoders
 
     def checkpoint(self) -> None:
         """Raise if nobody waits for the answer any more; cheap, and callable from any thread.

@@ -69,7 +69,7 @@ class Concurrency(_Settings):
         max_wait_overloaded: the same within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
         max_in_flight_images: calls that decode images.
-        max_in_flight_heavy: calls that decode images in processes of their own.
+        max_in_flight_heavy: calls that decode images of more than 16 megapixels.
         max_in_flight_rotary: calls that rotate.
         max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
         max_streams: open streams.
@@ -154,15 +154,13 @@ class Pools(_Settings):
     Args:
         place: threads for positions that are too large for the event loop.
         image: threads that decode images; 0 is one per core.
-        heavy: processes for images that may take more than about half a second; each ends with its call.
-        heavy_seconds: processor seconds that such a process may take for one image.
+        heavy: threads that decode images of more than 16 megapixels, each of which may take much memory.
         rotary: threads for rotations.
     """
 
     place: int = Field(default=2, ge=1, le=1024)
     image: int = Field(default=0, ge=0, le=1024)
     heavy: int = Field(default=2, ge=1, le=1024)
-    heavy_seconds: int = Field(default=20, ge=1)
     rotary: int = Field(default=1, ge=1, le=1024)
 
 
@@ -200,7 +198,6 @@ class ImageSettings(_Settings):
     std: list[float] | None = None
     background: list[int] | None = None
     max_source_pixels: int | None = None
-    max_decode_bytes: int | None = None
     max_aspect_ratio: int | None = None
     small_images: str | None = None
 

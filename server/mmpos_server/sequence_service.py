@@ -23,12 +23,14 @@ from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Call, Pool
 from mmpos_server.config import Limits, Profiles
-from mmpos_server.decoding import IsolatedImageProcessor, is_heavy
 from mmpos_server.limits import check, check_answer
 
 __all__ = ["PendingDocument", "SequenceService"]
 
 FloatArray = npt.NDArray[np.float64]
+
+_HEAVY_PIXELS = 16_000_000
+"""Pixels from which an image is decoded by threads of its own kind, so that few take the memory that it may need."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class PendingDocument:
         parts: as SequenceBuilder takes them.
         hashes: content hash of each image that is not decoded.
         decodes: whether there are pixels to decode.
-        heavy: whether some images are decoded in a process of their own.
+        heavy: whether some images have more than 16 megapixels.
         outcome: the sequence, or the error; None before the document is built.
     """
 
@@ -138,9 +140,6 @@ class SequenceService:
                     document.outcome = self._one(builder, document, call)
 
     def _one(self, builder: SequenceBuilder, document: PendingDocument, call: Call) -> InterleavedSequence | MmposError:
-        if document.heavy:
-            assert builder.images is not None, "every profile has an image processor"
-            builder = replace(builder, images=IsolatedImageProcessor.of(builder.images, call.decoders, call.checkpoint))
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
         except ServiceError:  # of the checkpoint
@@ -253,7 +252,7 @@ def _image_weight(
         document.parts[index] = size
         return weight
     document.decodes = True
-    document.heavy = document.heavy or is_heavy(part)
+    document.heavy = document.heavy or size.height * size.width > _HEAVY_PIXELS
     weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
     return weight
 

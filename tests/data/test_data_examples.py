@@ -95,7 +95,7 @@ def test_slices_that_cut_an_image_or_hold_nothing_are_refused(start: int, stop: 
     ("pieces", "message"),
     [
         ([], "r7: got no parts, want at least one"),
-        ([("a", True), (b"no photo", True)], "r7 (shard.jsonl[3]): parts[1]: image: got an unknown format"),
+        ([("a", True), (b"no photo", True)], "r7 (shard.jsonl[3]): parts[1]: image: got a file"),
         ([("", True)], "r7 (shard.jsonl[3]): parts: got no tokens, want at least one"),
     ],
 )

@@ -25,9 +25,7 @@ from hf_classes import FIELDS, ROTATION_FIELDS, rotations
 from model_configs import EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
 from mpmath import mp
 from oracle import CASES, Case, place_document
-from rotary_oracle import frequencies, pair_axes
-from test_models_neomme import document_image, processor_positions
-from test_models_omni import (
+from rope_batches import (
     AUDIO,
     IMAGE,
     SOUND,
@@ -36,11 +34,14 @@ from test_models_omni import (
     VISION,
     VISION_END,
     audio_tokens,
-    processor_order,
-    theirs,
+    method_of,
+    padded,
+    with_settings,
 )
-from test_models_peers import kinds_of, padded, tokens_of
-from test_models_rope_index import unbound
+from rotary_oracle import frequencies, pair_axes
+from test_models_neomme import document_image, processor_positions
+from test_models_omni import processor_order
+from test_models_peers import kinds_of, tokens_of
 
 from mmpos import Grid, Text
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
@@ -442,12 +443,12 @@ def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
 def vision_language(model: str) -> list[Batch]:
     """Images, and where the model knows them videos, by a get_rope_index that takes mm_token_type_ids."""
     settings = settings_of(model)
-    kind, told = unbound({"glmga": "glm46v"}.get(model, model), config_of(model))
+    method = method_of(model, config_of(model))
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         rows, ids, mask, grids = inputs(documents, side, width)
         kinds = filled(kinds_of(settings, rows), side, width)
-        found, delta = kind.get_rope_index(told, ids, kinds, *grids, attention_mask=mask)
+        found, delta = method(ids, kinds, *grids, attention_mask=mask)
         return found, delta[:, 0].tolist()
 
     made = [[tokens_of(settings, [document]) for document in layout] for layout in (STILLS, FILMS)]
@@ -458,14 +459,14 @@ def hunyuan_vl(model: str) -> list[Batch]:
     """Images of rows that end in a token, with one more before and after; Transformers counts them over the batch."""
     config = config_of(model)
     begin, patch, end = config.im_start_id, config.image_token_id, config.im_end_id
-    kind, told = unbound(model, config)
+    method = method_of(model, config)
 
     def image(height: int, width: int) -> list[int]:
         return [begin, *[patch] * (height * (width + 1) + 2), end]
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, (images, _) = inputs(documents, side, width)
-        found, delta = kind.get_rope_index(told, ids, (ids == patch).long(), images, attention_mask=mask)
+        found, delta = method(ids, (ids == patch).long(), images, attention_mask=mask)
         return found, delta[:, 0].tolist()
 
     first = [TEXT, TEXT, *image(2, 3), TEXT, *image(1, 2), TEXT]
@@ -477,12 +478,12 @@ def glm_image(model: str) -> list[Batch]:
     """Images of a prompt; none to generate."""
     config = config_of(model)
     begin, patch, end = config.image_start_token_id, config.image_token_id, config.image_end_token_id
-    kind, told = unbound(model, config)
+    method = method_of(model, config)
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, (images, _) = inputs(documents, side, width)
         counts = torch.tensor([len(document["image_grid_thw"]) for document in documents])
-        found, _ = kind.get_rope_index(told, ids, images, counts, mask)
+        found, _ = method(ids, images, counts, mask)
         return found, [int((found[:, d] * m).max()) + 1 - int(m.sum()) for d, m in enumerate(mask)]
 
     first = [TEXT, TEXT, begin, *[patch] * 6, end, TEXT, begin, *[patch] * 2, end, TEXT]
@@ -507,12 +508,11 @@ def hunyuan_image(model: str) -> list[Batch]:
 
 
 def omni_index(model: str) -> Index:
-    rope_index, told = theirs(model)
+    method = method_of(model, with_settings(model)[0].thinker_config)
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, grids = inputs(documents, side, width)
-        found, delta = rope_index(
-            told,
+        found, delta = method(
             ids,
             *grids,
             attention_mask=mask,
@@ -600,11 +600,11 @@ def minicpm_tokens(parts: list[Segment], film: bool = False) -> Json:
 
 def minicpm_index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
     config = config_of("minicpmv4_7")
-    kind, told = unbound("minicpmv4_7", config)
+    method = method_of("minicpmv4_7", config)
     _, ids, mask, grids = inputs(documents, side, width)
     types = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id)
     sizes = [None if each is None else each[:, 1:] for each in grids]
-    found, delta = kind.get_rope_index(told, ids, types, *sizes, attention_mask=mask)
+    found, delta = method(ids, types, *sizes, attention_mask=mask)
     return found, delta[:, 0].tolist()
 
 

@@ -47,6 +47,12 @@ def png_of_chunks(count: int) -> bytes:
     return data[:33] + chunk(b"teSt", b"") * count + data[33:]
 
 
+def png_of_cut_pixels(count: int) -> bytes:
+    """A PNG of 8 x 8 pixels with so many empty chunks before theirs."""
+    data = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
+    return data[:33] + chunk(b"IDAT", b"") * count + data[33:]
+
+
 def webp_of_chunks(count: int) -> bytes:
     """A WebP of 8 x 8 pixels with so many empty chunks."""
     exif = Image.Exif()
@@ -63,13 +69,6 @@ def jpeg_of_scans(count: int, side: int = 8) -> bytes:
     data = encoded(Image.new("RGB", (side, side), (200, 100, 50)), "JPEG", progressive=True, subsampling=0)
     last = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + last * (count - data.count(b"\xff\xda")) + data[-2:]
-
-
-def endless_jpeg() -> bytes:
-    """A JPEG of 4096 x 4096 pixels and 20,000 scans, which any processor works at for a minute and more."""
-    data = jpeg_of_scans(20_000, 64)
-    size = data.index(b"\xff\xc2") + 5
-    return data[:size] + (4096).to_bytes(2) * 2 + data[size + 4 :]
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
+from rope_batches import classes, method_of, modeling, padded
 from tolerance import EXACT, assert_within, cos_sin, rotations
 
 import mmpos
@@ -18,7 +19,7 @@ import mmpos.rotary
 from mmpos.integrations.models import TEXT_TYPES, ModelSettings
 from mmpos.rotary import Rotary, apply_rotary
 
-MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
+MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.kinds]
 WITH_VIDEOS = [name for name in MROPE if name not in ("glm_image", "minicpmv4_7")]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],
@@ -26,16 +27,6 @@ LAYOUTS: list[list[list[Any]]] = [
     [[1, (6, 2, 2), 1, (2, 6, 4)], [(2, 2, 4), 2, (1, 2, 2), 1, (4, 4, 4), 3]],
 ]
 """Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
-
-
-def modeling(model: str) -> Any:
-    model = {"glmga": "glm46v", "minicpmv4_7": "qwen3_5"}.get(model, model)
-    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-
-
-def classes(module: Any) -> list[Any]:
-    """Those of a module itself."""
-    return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
 def rotation_of(module: object, vision: bool) -> Any:
@@ -86,27 +77,17 @@ def kinds_of(settings: ModelSettings, rows: list[list[int]]) -> Any:
     return processor.create_mm_token_type_ids(told, rows)
 
 
-def padded(rows: list[list[int]], side: str, value: int = 0) -> Any:
-    width = max(map(len, rows))
-    pads = [[value] * (width - len(row)) for row in rows]
-    return torch.tensor([pad + row if side == "left" else row + pad for row, pad in zip(rows, pads, strict=True)])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", WITH_VIDEOS)
 def test_ids_are_those_of_get_rope_index(model: str, side: str) -> None:
     config = config_of(model)
     settings = settings_of(model)
-    (kind,) = (value for value in classes(modeling(model)) if "get_rope_index" in vars(value))
-    told: Any = SimpleNamespace(config=config)
-    told.get_vision_position_ids = kind.get_vision_position_ids.__get__(told)
+    method = method_of(model, config)
     for documents in LAYOUTS:
         rows, images, videos = tokens_of(settings, documents)
         ids, mask = padded(rows, side), padded([[1] * len(row) for row in rows], side)
         grids = [torch.tensor(grid) if grid else None for grid in (images, videos)]
-        theirs, delta = kind.get_rope_index(
-            told, ids, padded(kinds_of(settings, rows), side), *grids, attention_mask=mask
-        )
+        theirs, delta = method(ids, padded(kinds_of(settings, rows), side), *grids, attention_mask=mask)
         segments = settings.segments(ids, *grids, attention_mask=mask)
         ours = settings.place(segments)
         np.testing.assert_array_equal(ours.dense().reshape(theirs.shape), theirs * mask)
@@ -131,7 +112,7 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
     positions = settings.place(
         mmpos.SegmentTable.from_documents([[mmpos.Text(3), mmpos.Grid(2, 5), mmpos.Text(40), mmpos.Grid(4, 3)]])
     )
-    module = modeling(model)
+    module = modeling({"minicpmv4_7": "qwen3_5"}.get(model, model))
     ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
     options = {"layer_type": LAYER_TYPES[model]} if model in LAYER_TYPES else {}
     cos, sin = rotation_of(module, vision=False)(text)(torch.zeros(1), ids, **options)

@@ -206,12 +206,25 @@ WRONG = [
     PositionsQuery(SEGMENTS, views=[Shard(0, 2)]),
     PositionsQuery(SEGMENTS, views=[Window([2], [0], [1])]),
     PositionsQuery(SEGMENTS, views=[Take([3], [1])]),
+    PositionsQuery(SEGMENTS, views=[Take([1.5], [2])]),
+    PositionsQuery(SEGMENTS, views=[Window([0], [0], [1, 2])]),
+    PositionsQuery(SEGMENTS, views=[Decode(-1)]),
+    PositionsQuery(SEGMENTS, views=[Decode(2**40)]),
+    PositionsQuery(SEGMENTS, views=[Decode([0.5, 1])]),
+    PositionsQuery(SEGMENTS, views=[Shard(2, 2)]),
+    PositionsQuery(SEGMENTS, views=[Shard(0, 0)]),
+    PositionsQuery(SEGMENTS, views=[Shard(0, 1, "ring")]),  # type: ignore[arg-type]
+    PositionsQuery(SEGMENTS, views=[Pad(3, "up")]),  # type: ignore[arg-type]
+    PositionsQuery(SEGMENTS, views=[Pad(9.5)]),
     PositionsQuery(SEGMENTS, "rows", views=[Decode()]),
     PositionsQuery(SEGMENTS, "v2pe", dense=Dense("int32")),
     PositionsQuery(SEGMENTS, dense=Dense(axes=(2,))),
     PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]])),
     PositionsQuery(SEGMENTS, start=2**31 - 5),
+    PositionsQuery(SEGMENTS, start=2**31),
+    PositionsQuery(SEGMENTS, start=0.5),
+    PositionsQuery(SEGMENTS, strict=1),  # type: ignore[arg-type]
     PositionsQuery(SEGMENTS, start=[1, 2, 3]),
 ]
 

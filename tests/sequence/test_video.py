@@ -248,9 +248,9 @@ def test_a_time_without_end_is_beyond_a_limit() -> None:
 def test_the_frame_that_is_broken_is_named(threads: int) -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     parts = ["a", Video([PIXELS[0], b"broken", PIXELS[1]], times=[0, 1, 2])]
-    with pytest.raises(InvalidInputError, match=r"^parts\[1\]\.frames\[1\]: image: got an unknown"):
+    with pytest.raises(InvalidInputError, match=r"^parts\[1\]\.frames\[1\]: image: got a file"):
         builder.build(parts)
-    with pytest.raises(InvalidInputError, match=r"^documents\[1\]\.parts\[1\]\.frames\[1\]: image: got an unknown"):
+    with pytest.raises(InvalidInputError, match=r"^documents\[1\]\.parts\[1\]\.frames\[1\]: image: got a file"):
         builder.build_batch([[PIXELS[0]], parts], threads=threads)
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]\.times\[1\]: got text with a lone surrogate"):
         builder.build([Video([GRID] * 2, times=[0, 1], timestamp=lambda time: "\ud800" if time else "")])

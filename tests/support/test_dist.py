@@ -195,7 +195,7 @@ def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -
     info = bare.info()
     assert (info["extension"], info["machine"]) == ("built", "Linux aarch64")
     draw(bare)
-    tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/images/test_native_walk.py"]
+    tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/images/test_native_patches.py"]
     assert " passed" in run(
         *bare.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT, env=bare.variables
     )

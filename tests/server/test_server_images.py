@@ -1,0 +1,64 @@
+"""Large images in a service: few take memory at once, others do not wait for them, and broken ones are refused."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import hostile_images as hostile
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmpos.client import Client
+from mmpos.errors import LimitExceededError, ServiceOverloadedError
+from mmpos.images import ImageProcessor, decode
+from mmpos.sequence.builder import SequenceBuilder
+from mmpos_server import sequence_service
+from mmpos_server.config import ServerConfig
+from mmpos_server.testing import running
+
+PHOTO = hostile.encoded(Image.effect_noise((300, 400), 9).convert("RGB"), "JPEG")
+LARGE = hostile.encoded(Image.new("RGB", (1100, 1000), "red"), "PNG")
+
+
+def server(**concurrency: int) -> ServerConfig:
+    settings = {"profiles": {"default": {"images": {"backend": "pillow"}}}, "clients": {"max_share": 0}}
+    return ServerConfig.model_validate({**settings, "concurrency": concurrency})
+
+
+def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done, samples = threading.Semaphore(0), threading.Event(), decode.samples
+
+    def slow(image: Image.Image) -> decode.Samples:
+        if image.width > 1000:
+            begun.release()
+            assert done.wait(60)
+        return samples(image)
+
+    monkeypatch.setattr(decode, "samples", slow)
+    monkeypatch.setattr(sequence_service, "_HEAVY_PIXELS", 10**6)
+    with (
+        running(server(max_in_flight_heavy=3)) as address,
+        ThreadPoolExecutor(3) as threads,
+        Client(address, timeout=120, attempts=1) as client,
+    ):
+        large = [threads.submit(client.build, ["a", LARGE]) for _ in range(3)]
+        assert all(begun.acquire(timeout=60) for _ in range(2))
+        assert not begun.acquire(timeout=0.2), "more than two threads decode large images"
+        with pytest.raises(ServiceOverloadedError, match="max_in_flight_heavy: got 3 taken of 3"):
+            client.build(["a", LARGE])
+        assert client.build(["a", PHOTO]).grid_thw.tolist() == [[1, 14, 11]]
+        done.set()
+        local = SequenceBuilder(images=ImageProcessor("pillow")).build(["a", LARGE])
+        for sequence in (call.result(60) for call in large):
+            np.testing.assert_array_equal(sequence.patches, local.patches)
+            assert sequence.image_hashes == local.image_hashes
+
+
+def test_hostile_images_are_the_fault_of_the_caller() -> None:
+    hostiles = [hostile.jpeg_of_scans(5000), hostile.png_of_chunks(60_000), hostile.gif_of_blocks(60_000), PHOTO]
+    with running(server()) as address, Client(address, timeout=120) as client:
+        results = client.build_batch([["a", image] for image in hostiles], errors="return")
+    assert [type(result) for result in results[:3]] == [LimitExceededError] * 3
+    assert not isinstance(results[3], Exception)

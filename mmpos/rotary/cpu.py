@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.positions.rows import DENOMINATOR, OFFSET
+from mmpos.positions.table_rows import DENOMINATOR, OFFSET
 from mmpos.rotary import reference
 from mmpos.rotary.reference import Norm, RotationArguments
 from mmpos.support import native

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
-from mmpos.positions.rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.rows import AXES
+from mmpos.positions.table_rows import AXES
 from mmpos.support.checks import boolean, instance
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)

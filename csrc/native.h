@@ -138,6 +138,5 @@ PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_split(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_sums(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

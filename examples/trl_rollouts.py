@@ -41,7 +41,7 @@ def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
     said = whole[:, batch["input_ids"].shape[1] :]
     whole = whole[:, :-1]  # the last token was never read
     mask = torch.cat([batch["attention_mask"], said[:, :-1].ne(PAD).long()], dim=1)
-    digests = mmpos.fingerprint(torch.cat(used, dim=2), attention_mask=mask)
+    fingerprints = mmpos.fingerprint(torch.cat(used, dim=2), attention_mask=mask)
     patches = batch["image_grid_thw"].prod(dim=1).tolist()
     rows = zip(whole, mask.bool(), said, batch["image_grid_thw"], batch["pixel_values"].split(patches), strict=True)
     prompt = batch["input_ids"].shape[1]
@@ -51,10 +51,10 @@ def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
             "labels": [IGNORED] * int(real[:prompt].sum()) + tokens[prompt:][real[prompt:]].tolist(),
             "image_grid_thw": grid[None].tolist(),
             "pixel_values": pixels.tolist(),
-            "fingerprint": digest.hex(),
+            "fingerprint": fingerprint,
             "reward": sum(ord("a") <= byte <= ord("z") for byte in answer.tolist()) / int((answer != PAD).sum()),
         }
-        for (tokens, real, answer, grid, pixels), digest in zip(rows, digests, strict=True)
+        for (tokens, real, answer, grid, pixels), fingerprint in zip(rows, fingerprints, strict=True)
     ]
 
 
@@ -78,7 +78,7 @@ class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         """Compare fingerprints, then compute TRL's loss."""
-        want = [bytes.fromhex(digest) for digest in inputs.pop("fingerprints")]
+        want = inputs.pop("fingerprints")
         if self.mistake:
             inputs["position_ids"] = inputs["position_ids"][:1].repeat(4, 1, 1)
         ids = inputs["position_ids"][1:]  # the first is the text row

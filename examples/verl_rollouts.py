@@ -35,15 +35,15 @@ def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
     whole = positions.window(range(len(prompts)), [0] * len(prompts), positions.lengths + lengths)
     return DataProto.from_dict(
         tensors={"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(ids).transpose(0, 1).contiguous()},
-        non_tensors={"fingerprint": np.array([digest.hex() for digest in mmpos.fingerprint(whole)], object)},
+        non_tensors={"fingerprint": np.array(mmpos.fingerprint(whole), object)},
     )
 
 
 def check(data: DataProto) -> None:
     """Compare positions with those of the rollout, before a loss is computed of them."""
     ids = data.batch["position_ids"][:, 1:].transpose(0, 1)  # the first row is no axis
-    digests = [digest.hex() for digest in mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])]
-    wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if digests[row] != want]
+    fingerprints = mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])
+    wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if fingerprints[row] != want]
     if wrong:
         raise ValueError(f"rows {wrong} have other positions than their rollouts")
 

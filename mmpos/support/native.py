@@ -103,12 +103,6 @@ class Core(Protocol):
     ) -> tuple[int, int, bool, bool] | None:  # fmt: skip
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
-    def sums(
-        self, source: Array, placed: bool, runs: Array, over: Array | None, powers: Array, factors: Array, out: Array,
-        wide: bool, /,
-    ) -> bool:  # fmt: skip
-        """Add the sum of every run of ids, or of every segment of a placed table, to its document's fingerprint."""
-
 
 def int64(data: bytes) -> IntArray:
     """Read int64 numbers from bytes; read-only, not copied."""

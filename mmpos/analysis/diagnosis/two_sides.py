@@ -10,13 +10,21 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.diagnosis import Diagnosis, different, starts, without_padding
-from mmpos.analysis.diagnosis.mistakes import Case
-from mmpos.analysis.fingerprint import fingerprint, read_ids
+from mmpos.analysis.diagnosis.comparison import Comparison
+from mmpos.analysis.diagnosis.diagnosis import (
+    Diagnosis,
+    different,
+    first_difference,
+    fractions_of,
+    starts,
+    without_padding,
+)
+from mmpos.analysis.diagnosis.shapes import table_of_ids
+from mmpos.analysis.fingerprint import read_ids
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable
-from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, naming
+from mmpos.positions.table_rows import FIRST_TOKEN
+from mmpos.support.checks import Array, IntArray, counted, naming
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["Positions", "same_positions"]
@@ -30,7 +38,7 @@ _ARGUMENTS = ("position_ids", "attention_mask", "cu_seqlens", "denominators")
 def same_positions(a: Positions, b: Positions) -> Diagnosis:
     """Compare the positions of documents, and name the first difference and the mistake behind it.
 
-    They are equal where ``mmpos.fingerprint`` gives equal digests. Otherwise the diagnosis has document, token, axis,
+    They are equal where ``mmpos.fingerprint`` gives equal ones. Otherwise the diagnosis has document, token, axis,
     the ids of a as got, those of b as want, and the cause: documents in another order or of other lengths, or a mistake
     that ``mmpos.diagnose`` finds without a scheme.
 
@@ -58,13 +66,13 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
             one_row_more = noun == "axis" and abs(count - wanted) == 1 and not isinstance(longer, PositionTable)
             hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]" if one_row_more else ""
             raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as b has{hint}")
-    wrong = [d for d, (one, other) in enumerate(zip(got.digests, want.digests, strict=True)) if one != other]
+    wrong = [d for d, (one, other) in enumerate(zip(got.fingerprints, want.fingerprints, strict=True)) if one != other]
     if not wrong:
         return Diagnosis(True, want.label, want.positions.num_tokens, want.positions.num_documents)
     if (got.lengths != want.lengths).any():
         diagnosis = _of_other_lengths(got, want)
     else:
-        case = Case(got.ids, want.positions, want.starts)
+        case = Comparison(got.ids, want.positions, want.starts)
         if not case.wrong.any():
             raise InvalidInputError(
                 f"a: got fractions in documents[{wrong[0]}] that float64 cannot tell from b's, want others"
@@ -73,9 +81,9 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     if not isinstance(b, PositionTable) and diagnosis.want:
         length = want.lengths[diagnosis.document or 0]
         diagnosis = replace(diagnosis, what=f"one of {counted(int(length), 'token')}")
-    if sorted(got.digests) != sorted(want.digests):
+    if sorted(got.fingerprints) != sorted(want.fingerprints):
         return diagnosis
-    other = want.digests.index(got.digests[wrong[0]])
+    other = want.fingerprints.index(got.fingerprints[wrong[0]])
     return replace(
         diagnosis,
         cause=f"documents stand in another order: documents[{wrong[0]}] has the ids of documents[{other}]",
@@ -91,7 +99,7 @@ class _Side:
     Args:
         ids: (axes, tokens) ids as they came.
         lengths: (documents,) tokens of each document.
-        digests: the fingerprints of the documents.
+        fingerprints: those of the documents.
         label: what a diagnosis calls the positions.
         positions: the table of them.
         starts: (documents,) first id of each document.
@@ -99,7 +107,7 @@ class _Side:
 
     ids: Array
     lengths: IntArray
-    digests: list[bytes]
+    fingerprints: list[str]
     label: str
     positions: PositionTable
     starts: IntArray
@@ -108,8 +116,8 @@ class _Side:
 def _read(name: str, side: Positions) -> _Side:
     if isinstance(side, PositionTable):
         positions = without_padding(side)
-        digests, first = fingerprint(positions), starts(positions)
-        return _Side(positions.dense(), positions.lengths, digests, positions.scheme, positions, first)
+        prints, first = read_ids(positions).fingerprints(), starts(positions)
+        return _Side(positions.dense(), positions.lengths, prints, positions.scheme, positions, first)
     arguments: dict[str, Any] = {"position_ids": side}
     if isinstance(side, Mapping):
         arguments = dict(side)
@@ -117,74 +125,47 @@ def _read(name: str, side: Positions) -> _Side:
             got = ", ".join(map(str, arguments)) or "none"
             raise InvalidInputError(f"{name}: got the arguments {got}, want position_ids, and of {_ARGUMENTS[1:]}")
     with naming(name, joint="."):
-        digests = fingerprint(**arguments)
-        dense = read_ids(**arguments)
-        numerators, denominators = dense.fractions()
-        ids = dense.array[:, dense.runs.columns]
-        if dense.denominators is not None:
-            ids = ids / denominators
-        positions = _table(numerators, denominators, dense.runs.lengths)
+        exact = read_ids(**arguments)
+        ids = exact.numerators if exact.denominators is None else exact.numerators / exact.denominators
+        positions = table_of_ids(exact.numerators, exact.denominators, exact.lengths, "b")
     first = np.zeros(positions.num_documents, np.int64)
     full = positions.lengths > 0
     first[full] = np.floor(ids[0, positions.documents[FIRST_TOKEN, full]])
-    return _Side(ids, positions.lengths, digests, name, positions, first)
-
-
-def _table(numerators: IntArray, denominators: IntArray, lengths: IntArray) -> PositionTable:
-    """A table with a column for every token."""
-    tokens = numerators.shape[1]
-    over = np.lcm.reduce(denominators, axis=0)
-    if (over > INT32_MAX).any() or (over < 1).any():
-        raise InvalidInputError("position_ids: got fractions of a token without a common denominator below 2**31")
-    table = np.zeros((AXES + 4 * len(numerators), tokens), np.int64)
-    table[[HEIGHT, WIDTH]] = 1
-    table[OFFSET], table[DENOMINATOR] = np.arange(tokens), over
-    table[AXES::4] = numerators * (over // denominators)
-    table[AXES + 3 :: 4] = 1  # which no token takes, so that id 0 is not padding
-    documents = np.full((4, lengths.size), NO_POSITION)
-    documents[: FIRST_TOKEN + 1] = lengths.cumsum() - lengths
-    return PositionTable(table, documents, tokens, bool((over > 1).any()), "b")
+    return _Side(ids, positions.lengths, exact.fingerprints(), name, positions, first)
 
 
 def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:
     """The first difference of the first document that has another number of tokens than it should."""
-    document = int((got.lengths != want.lengths).argmax())
-    both, most = np.minimum(got.lengths, want.lengths), np.maximum(got.lengths, want.lengths)
-    owner, index = ragged_arange(both)
-    mine = index + (got.lengths.cumsum() - got.lengths)[owner]
-    theirs = index + want.positions.documents[FIRST_TOKEN][owner]
-    wrong = (got.ids[:, mine] != want.positions.dense()[:, theirs]).any(axis=0)
-    (here,) = (wrong & (owner == document)).nonzero()
-    token = int(index[here[0]]) if here.size else int(both[document])
+    first = int((got.lengths != want.lengths).argmax())
+    most = np.maximum(got.lengths, want.lengths)
+    document, index = ragged_arange(most)
+    wrong = (index >= got.lengths[document]) | (index >= want.lengths[document])
+    mine, theirs = (index + (side.lengths.cumsum() - side.lengths)[document] for side in (got, want))
+    both = np.flatnonzero(~wrong)
+    unlike = got.ids[:, mine[both]] != want.positions.dense()[:, theirs[both]]
+    wrong[both] = unlike.any(axis=0)
+    at = int((wrong & (document == first)).argmax())
     ids: tuple[int | float, ...] = ()
     exact: tuple[Fraction, ...] = ()
-    axis = None
-    if token < got.lengths[document]:
-        ids = tuple(got.ids[:, int((got.lengths.cumsum() - got.lengths)[document]) + token].tolist())
     what = "one token too many"
-    if token < want.lengths[document]:
-        at = int(want.positions.documents[FIRST_TOKEN, document]) + token
-        numerators, over = want.positions.slice(at, at + 1).rationals()
-        exact = tuple(Fraction(value, int(over[0])) for value in numerators[:, 0].tolist())
-        what = want.positions.describe(at)
-    if ids and exact:
-        axis = next(axis for axis, (one, other) in enumerate(zip(ids, exact, strict=True)) if one != float(other))
-    tokens = f"{counted(int(got.lengths[document]), 'token')} and should have {want.lengths[document]}"
-    count = int(wrong.sum() + (most - both).sum())
-    return Diagnosis(
-        equal=False,
+    if index[at] < got.lengths[first]:
+        ids = tuple(got.ids[:, mine[at]].tolist())
+    if index[at] < want.lengths[first]:
+        exact, what = fractions_of(want.positions, int(theirs[at])), want.positions.describe(int(theirs[at]))
+    axis = next((axis for axis, (one, other) in enumerate(zip(ids, exact, strict=False)) if one != float(other)), None)
+    tokens = f"{counted(int(got.lengths[first]), 'token')} and should have {want.lengths[first]}"
+    return first_difference(
+        want.positions,
+        wrong,
+        document,
+        index,
         scheme=want.label,
-        num_tokens=int(most.sum()),
-        num_documents=most.size,
-        different_tokens=count,
-        different_documents=np.union1d(owner[wrong], (most > both).nonzero()[0]).size,
-        document=document,
-        token=token,
+        document=first,
+        token=int(index[at]),
         what=what,
         axis=axis,
         got=ids,
         want=exact,
-        cause=f"documents[{document}] has {tokens}",
+        cause=f"documents[{first}] has {tokens}",
         remedy="give both sides the same tokens, and a mask of those that are padding",
-        explained=count,
     )

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from mmpos.errors import MmposError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property

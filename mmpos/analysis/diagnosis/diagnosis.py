@@ -15,8 +15,8 @@ from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.analysis.diagnosis.shapes import Array, Dump, read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import DELTA, NEXT_POSITION
 from mmpos.positions.table import PositionTable, Side
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
 from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, integer, per_document

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.deviation import Deviation, Ids
-from mmpos.positions.rows import FIRST_TOKEN, axis_names
+from mmpos.positions.table_rows import FIRST_TOKEN, axis_names
 from mmpos.schemes import (
     SCHEMES,
     Grid2D,
@@ -26,7 +26,7 @@ from mmpos.schemes import (
     Scheme,
     TextRuns,
 )
-from mmpos.segments.kinds import CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import CLIP, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 
@@ -76,7 +76,7 @@ class Mistaken(Scheme):
     right: Scheme
 
     def __post_init__(self) -> None:
-        for name in ("axes", "fractional", "frames", "text", "row_separators", "clips", "tiles", "resumable"):
+        for name in ("axes", "fractional", "frames", "text", "row_separators", "kinds", "resumable"):
             object.__setattr__(self, name, getattr(self.right, name))
 
     def unit(self, grids: Grids) -> IntArray | None:
@@ -113,11 +113,7 @@ class OtherAdvance(Mistaken):
 
 
 def _tokens_of(right: Scheme, grids: Grids) -> IntArray:
-    tokens = grids.tokens
-    if grids.clip is not None and grids.thumbnail is not None and grids.tile is not None:
-        markers = 2 * CLIP_MARKERS * grids.clip + CROP_MARKERS * (grids.thumbnail | grids.tile)
-        tokens = tokens + markers + (0 if grids.extra_tokens is None else grids.extra_tokens)
-    return tokens
+    return grids.tokens
 
 
 def _longest_side(right: Scheme, grids: Grids) -> IntArray:

@@ -22,8 +22,8 @@ from mmpos.analysis.diagnosis.diagnosis import (
 from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.analysis.fingerprint import read_ids
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.support.checks import Array, IntArray, counted, naming
 from mmpos.support.ragged import ragged_arange
 

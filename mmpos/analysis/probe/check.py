@@ -12,8 +12,8 @@ from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.analysis.probe.confidence import Reading
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable

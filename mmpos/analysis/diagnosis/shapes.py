@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Flags
+from mmpos.analysis.diagnosis.deviation import Flags
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
 from mmpos.positions.table_rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH

@@ -470,43 +470,6 @@ def test_a_decode_delta_that_is_lost() -> None:
     assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
 
 
-def test_a_stale_delta_of_another_request() -> None:
-    """mlx-vlm#1619, #1983: the delta of the request before is left on the model."""
-    two = SegmentTable.from_documents([[Text(9), Grid(8, 8), Text(20)], [Text(5), Grid(4, 6), Text(30)]])
-    table = place(two, "mrope-qwen3")
-    ids = table.dense()
-    ids[:, -10:] += table.deltas[0] - table.deltas[1]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), two, "mrope-qwen3")
-    assert (found.document, found.token) == (1, 49)
-    assert found.cause == ("the delta -56 of documents[0] is used for documents[1], from the first difference on")
-
-
-def test_a_prefix_hit_that_begins_at_zero() -> None:
-    """vllm#48835: what follows a cached prefix is placed as a prompt of its own."""
-    prompt = SegmentTable.from_documents([[Text(64), Text(40)]])
-    ids = np.tile(np.concatenate([np.arange(64), np.arange(40)]), (3, 1))
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), prompt, "mrope-qwen3")
-    assert found.token == 64
-    assert found.cause == "ids are reset inside a document: they begin anew at this token"
-
-
-def test_chunks_that_take_the_first_positions_of_the_prompt() -> None:
-    """mlx-vlm#1741: every chunk is given position_ids of the whole prompt, and takes its beginning."""
-    ids = IDS[:, np.arange(IDS.shape[1]) % 512]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == 512
-    assert found.cause == "from token 512 on ids are those of the document's beginning again"
-
-
-def test_drafts_one_place_too_far() -> None:
-    """vllm#54498: drafted tokens are placed off by one from the first of them on."""
-    ids = IDS.copy()
-    ids[:, -4:] += 1
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == ids.shape[1] - 4
-    assert found.cause == "from the first difference to the end of the document, ids are 1 too large"
-
-
 def test_drafts_of_several_steps() -> None:
     """Two windows: each begins with a token that is right; ids that are wrong blame no rotation."""
     segments = SegmentTable.from_documents([[Text(4), Grid(6, 9), Text(12)]])

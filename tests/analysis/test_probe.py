@@ -103,11 +103,12 @@ def random_ids(case: Case, tokens: int, seed: int) -> npt.NDArray[np.int64]:
     return ids
 
 
+@pytest.mark.parametrize("tokens", [12, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_random_ids_come_back_exactly(name: str, dtype: str) -> None:
+def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> None:
     case = CASES[name]
-    ids = random_ids(case, 12, seed=1)
+    ids = random_ids(case, tokens, seed=1)
     reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
     driven = np.isin(np.arange(case.rotary.axes), case.axis)
     known, wrong = told(reading, ids)
@@ -116,19 +117,6 @@ def test_random_ids_come_back_exactly(name: str, dtype: str) -> None:
         assert reading.known[driven].all()
     assert not reading.known[~driven].any()
     assert known + (reading.position_ids == UNKNOWN).sum() == ids.size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_two_thousand_random_ids_come_back_exactly(name: str, dtype: str) -> None:
-    case = CASES[name]
-    ids = random_ids(case, 2000, seed=2)
-    reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
-    driven = np.isin(np.arange(case.rotary.axes), case.axis)
-    assert told(reading, ids)[1] == 0
-    if (name, dtype) not in TOO_SLOW:
-        assert reading.known[driven].all()
 
 
 @pytest.mark.parametrize("name", ["1-D", "interleaved", "sections", "mrope-interleaved", "heads"])
@@ -142,7 +130,7 @@ def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
 
 
 SHORT = Case(Rotary(32, axes=1), np.zeros(16, np.int64), ladder(16, 1e4))
-NOISES = (0.04, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.17, 0.2, 0.25, 0.3)
+NOISES = (0.04, 0.07, 0.09, 0.1, 0.12, 0.17, 0.3)
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -90,8 +90,8 @@ class _Omni(Scheme):
 
     @property
     @abstractmethod
-    def marker_ids(self) -> int:
-        """Ids of the two markers before a clip, and of the two after it: 1 if they share one, else 2."""
+    def num_marker_ids(self) -> int:
+        """Number of ids that the two markers before a clip take, and the two after it: 1 if they share one, else 2."""
 
     @abstractmethod
     def merged(self, clips: Clips) -> Runs:
@@ -118,7 +118,7 @@ class _Omni(Scheme):
     def advance(self, grids: Grids) -> IntArray:
         content, unit = self._content(grids)
         if grids.clip is not None:
-            content[grids.clip] += (2 * self.marker_ids * unit)[grids.clip]
+            content[grids.clip] += (2 * self.num_marker_ids * unit)[grids.clip]
         return content
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
@@ -127,7 +127,7 @@ class _Omni(Scheme):
         # Transformers goes on after the last run of a clip, and decodes after the highest id, which may lie before it.
         highest, unit = self._content(grids, highest=True)
         scale = 1 if grids.unit is None else grids.unit // unit
-        return cursor + np.where(grids.clip, highest + self.marker_ids * unit, 0) * scale
+        return cursor + np.where(grids.clip, highest + self.num_marker_ids * unit, 0) * scale
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         steps, own = self._steps(grids)
@@ -145,7 +145,7 @@ class _Omni(Scheme):
             frames = np.where(patches, first // (height * width), 0)
             time, frame = self.frame_ids(owner, frames, steps[owner], own[owner]), 0 * frame
         # Markers of one id stand in a column, whose steps are not 0: a run at id 0 without steps is padding.
-        column = (content >= BEFORE) & (self.marker_ids == 1)
+        column = (content >= BEFORE) & (self.num_marker_ids == 1)
         pieces = Pieces(
             owner,
             tokens,
@@ -188,7 +188,7 @@ class _Omni(Scheme):
         """(runs,) ids from the cursor before a clip to its audio and video, or to the markers after them; else 0."""
         if grids.clip is None:
             return np.zeros_like(runs.owner)
-        inside = np.where(grids.clip, self.marker_ids * unit, 0)
+        inside = np.where(grids.clip, self.num_marker_ids * unit, 0)
         after = inside + self._content(grids)[0] * scale
         return np.where(
             runs.content == BEFORE, 0, np.where(runs.content == AFTER, after[runs.owner], inside[runs.owner])
@@ -254,7 +254,7 @@ class TMRope(_Omni):
             raise InvalidInputError(f"TMRope.seconds_per_chunk: got {seconds}, want one id of audio or more in a chunk")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "transformers" else 2
 
     def merged(self, clips: Clips) -> Runs:
@@ -319,7 +319,7 @@ class TMRopeQwen3(_Omni):
         object.__setattr__(self, "fractional", self.engine == "transformers")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "serving" else 2
 
     def merged(self, clips: Clips) -> Runs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from tokenize import TokenError  # numpy reads headers with it
@@ -29,6 +28,7 @@ from mmpos.cli.options import (
     scheme_option,
 )
 from mmpos.errors import InvalidInputError
+from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis
     from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
-
-
-class Padding(StrEnum):
-    """The side of a padded batch on which padding is."""
-
-    LEFT = "left"
-    RIGHT = "right"
 
 
 @app.command(
@@ -68,7 +61,7 @@ def check(
         int | None, typer.Option(help="Id of each document's first token: 0, or the model's.", show_default=False)
     ] = None,
     axes: Axes = None,
-    padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
+    padding: Annotated[Side, typer.Option(help="Where a padded batch has its padding.")] = "right",
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -79,7 +72,7 @@ def check(
     segments = SegmentTable.from_documents(specs.documents)
     how, first = _scheme_and_start(specs, scheme, axes, config)
     start = first if start is None else start
-    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding.value, tolerance=tolerance)
+    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding, tolerance=tolerance)
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)

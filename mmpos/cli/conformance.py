@@ -23,7 +23,7 @@ from mmpos.support.checks import counted
 from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
-    from mmpos.analysis.conformance import Report
+    from mmpos.analysis.conformance import Outcome
     from mmpos.rotary import Rotary
 
 conformance = typer.Typer(name="conformance", invoke_without_command=True)
@@ -224,7 +224,7 @@ def _line(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _text(result: Report) -> str:
+def _text(result: Outcome) -> str:
     """Write findings a line each, then reasons for what was declined, by case where none may be, and the summary."""
     lines = [str(finding) for finding in result.findings]
     if result.require_all:
@@ -243,7 +243,7 @@ def _text(result: Report) -> str:
     return "\n".join([*lines, f"{counted(sum(counts.values()), 'case')}: {told}."])
 
 
-def _json(result: Report) -> str:
+def _json(result: Outcome) -> str:
     return report.json_lines(
         {
             "passed": result.passed,

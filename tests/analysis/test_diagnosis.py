@@ -14,7 +14,7 @@ from oracle import settled
 
 import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
-from mmpos.analysis.diagnosis.comparison import Comparison
+from mmpos.analysis.diagnosis.deviation import Deviation
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
@@ -640,9 +640,9 @@ def test_one_wrong_id_is_noticed_where_it_is(specs: list[str], scheme: str, data
     assert diagnosis.got == tuple(ids[:, token].tolist())
 
 
-def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Comparison:
+def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Deviation:
     placed = mmpos.place(segments, scheme)
-    return Comparison(ids, placed, np.zeros(placed.num_documents, np.int64), 0.0, segments, get_scheme(scheme))
+    return Deviation(ids, placed, np.zeros(placed.num_documents, np.int64), 0.0, segments, get_scheme(scheme))
 
 
 @settings(settled, max_examples=4)
@@ -738,7 +738,7 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
             "ids: got shape (), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
         ),
         (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
-        (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a number >= 0"),
+        (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
         (np.zeros((2, 11)), {"tolerance": 10**400}, None),
         (np.zeros((2, 11)), {"padding_id": "x"}, "padding_id: got 'x', want an integer"),
         (np.zeros((2, 11)), {"scheme": "tie"}, None),

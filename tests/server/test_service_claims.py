@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from time import process_time
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from message_strategies import tensor
 from shared_objects import PREFIX, shared
-from victim import STATUSES, Answer, Victim, victim
+from victim import STATUSES, Answer, Victim
 
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos_server.config import Limits, Profiles, load
@@ -36,11 +36,10 @@ Claim = tuple[Callable[[], Any], str, str]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Victim]:
-    with victim(shared_memory=PREFIX) as found:
-        found.call("PositionService/Place", place(spans={"lengths": [1]}))
-        found.call("SequenceService/Build", build({"text": "a"}))
-        yield found
+def server(hardy: Victim) -> Victim:
+    hardy.call("PositionService/Place", place(spans={"lengths": [1]}))
+    hardy.call("SequenceService/Build", build({"text": "a"}))
+    return hardy
 
 
 def place(**query: Any) -> Any:
@@ -304,12 +303,6 @@ SHARED: dict[str, tuple[str, Claim]] = {
 }
 
 
-@pytest.mark.parametrize(("method", "claim"), SHARED.values(), ids=SHARED)
-def test_a_claim_about_shared_memory_is_refused_cheaply(server: Victim, method: str, claim: Claim) -> None:
-    with shared(bytes(1000), "claims"):
-        refused(server, method.replace("/", "Service/"), claim)
-
-
 def refused(server: Victim, method: str, claim: Claim) -> None:
     make, status, words = claim
     request = make().SerializeToString()
@@ -323,19 +316,19 @@ def refused(server: Victim, method: str, claim: Claim) -> None:
     assert cost.memory <= MEMORY + DECODE_MEMORY * size
 
 
-@pytest.mark.parametrize("claim", PLACE.values(), ids=PLACE)
-def test_a_claim_about_positions_is_refused_cheaply(server: Victim, claim: Claim) -> None:
-    refused(server, "PositionService/Place", claim)
+CLAIMS = {
+    **{name: ("Position/Place", claim) for name, claim in PLACE.items()},
+    **{f"{name} to build": ("Sequence/Build", claim) for name, claim in BUILD.items()},
+    # Even before torch is imported, which takes seconds.
+    **{f"{name} to rotate": ("Rotary/CosSin", claim) for name, claim in TURN.items()},
+    **{f"{name} elsewhere": claim for name, claim in SHARED.items()},
+}
 
 
-@pytest.mark.parametrize("claim", BUILD.values(), ids=BUILD)
-def test_a_claim_about_sequences_is_refused_cheaply(server: Victim, claim: Claim) -> None:
-    refused(server, "SequenceService/Build", claim)
-
-
-@pytest.mark.parametrize("claim", TURN.values(), ids=TURN)
-def test_a_claim_about_rotations_is_refused_cheaply(server: Victim, claim: Claim) -> None:
-    refused(server, "RotaryService/CosSin", claim)  # even before torch is imported, which takes seconds
+@pytest.mark.parametrize(("method", "claim"), CLAIMS.values(), ids=CLAIMS)
+def test_a_claim_is_refused_cheaply(server: Victim, method: str, claim: Claim) -> None:
+    with shared(bytes(1000), "claims"):
+        refused(server, method.replace("/", "Service/"), claim)
 
 
 @cache

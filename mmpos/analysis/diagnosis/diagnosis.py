@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,16 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Comparison, Flags
+from mmpos.analysis.diagnosis.deviation import Deviation, Flags
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.analysis.diagnosis.shapes import Array, Dump, read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import DELTA, NEXT_POSITION
 from mmpos.positions.table import PositionTable, Side
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integer, per_document
+from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, integer, per_document
 
 
 @dataclass(frozen=True)
@@ -177,12 +176,7 @@ def diagnose(
         InvalidInputError: ids that are no numbers, or of another shape than the documents.
         UnsupportedError, LimitExceededError: as for place.
     """
-    if (
-        isinstance(tolerance, bool)
-        or not isinstance(tolerance, int | float)
-        or not 0 <= tolerance <= sys.float_info.max
-    ):
-        raise InvalidInputError(f"tolerance: got {tolerance!r}, want a number >= 0")
+    tolerance = finite("tolerance", tolerance, minimum=0)
     if padding_id is not None:
         integer("padding_id", padding_id)
     whole, segments, how = _placed(documents, scheme, start)
@@ -192,7 +186,7 @@ def diagnose(
     positions = without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
-    case = Comparison(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
+    case = Deviation(came, positions, first_ids, tolerance, segments, how, dump.column, dump.length)
     if case.wrong.any():
         return different(case, rows=len(dump.ids))
     if text_row:
@@ -247,7 +241,7 @@ def starts(positions: PositionTable) -> IntArray:
     return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
-def different(case: Comparison, rows: int) -> Diagnosis:
+def different(case: Deviation, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
     token, found = case.first, find_cause(case)
     return first_difference(
@@ -263,7 +257,7 @@ def different(case: Comparison, rows: int) -> Diagnosis:
     )
 
 
-def _different_text_row(case: Comparison, text: Array) -> Diagnosis:
+def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
     """The first difference of a text row from tokens counted in their documents, where all other rows agree."""
     wrong = text != case.index
     token, cause = int(wrong.argmax()), None
@@ -316,7 +310,7 @@ class Cause:
     explained: int
 
 
-def find_cause(case: Comparison) -> Cause | None:
+def find_cause(case: Deviation) -> Cause | None:
     """The first mistake that gives every id that came; else the one that explains most.
 
     A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
@@ -339,6 +333,6 @@ def find_cause(case: Comparison) -> Cause | None:
     return best
 
 
-def _agrees(case: Comparison, ids: Array, tokens: slice | IntArray) -> Flags:
+def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
     """(tokens,) whether each token has the ids that a mistake gives."""
     return case.near(case.held(ids[..., tokens]), case.got[:, tokens])

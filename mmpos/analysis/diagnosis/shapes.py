@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Flags
+from mmpos.analysis.diagnosis.deviation import Flags
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable, Side
+from mmpos.positions.table_rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.support.checks import INT32_MAX, IntArray, host_array, one_of
 
 Array = npt.NDArray[Any]

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, Style, canvas, picture_path, picture_title, quiet_axes
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, GRID, NOUNS, PATCH
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, counted, instance

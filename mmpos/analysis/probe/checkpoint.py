@@ -238,22 +238,31 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
         except Exception as error:  # Transformers has one of every kind
             got = f"{model_type!r}, whose small model does not run ({type(error).__name__}: {error})"
             raise UnsupportedError(f"config.model_type: got {got}, want another") from error
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
-        if references:
-            np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
-        for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
-            path.chmod((folder / "config.json").stat().st_mode)
-        processor.save_pretrained(folder)
-        if hasattr(processor, "image_processor"):
-            processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
+        _save(folder, model, processor, references)
     if beside is not None:
-        for name in FILES:
-            if (beside / name).is_file():
-                shutil.copyfile(beside / name, folder / name)
-        if (beside / "preprocessor_config.json").is_file() and not (beside / "processor_config.json").is_file():
-            (folder / "processor_config.json").unlink(missing_ok=True)  # it would hide the one that was copied
+        _copy_files(beside, folder)
     return folder
+
+
+def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    if references:
+        np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
+    for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
+        path.chmod((folder / "config.json").stat().st_mode)
+    processor.save_pretrained(folder)
+    if hasattr(processor, "image_processor"):
+        processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
+
+
+def _copy_files(beside: Path, folder: Path) -> None:
+    """Copy tokenizer and preprocessor of a model in place of ours."""
+    there = {name for name in FILES if (beside / name).is_file()}
+    for name in there:
+        shutil.copyfile(beside / name, folder / name)
+    if "preprocessor_config.json" in there and "processor_config.json" not in there:
+        (folder / "processor_config.json").unlink(missing_ok=True)  # it would hide the one that was copied
 
 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:

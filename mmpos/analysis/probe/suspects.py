@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mmpos.errors import MmposError
-from mmpos.positions.rows import axis_names
+from mmpos.positions.table_rows import axis_names
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
 from mmpos.rotary.config import DEFAULT_THETA

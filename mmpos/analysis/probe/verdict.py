@@ -18,8 +18,8 @@ from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.traces import MOST
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rotary import Rotary
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable

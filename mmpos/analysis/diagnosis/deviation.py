@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from mmpos.errors import MmposError
 from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
@@ -22,7 +22,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Deviation:
     """Ids of tokens against those of a placed table, padding left out of both.
 
     Args:

@@ -127,16 +127,16 @@ def _report_text(report: SuiteReport) -> str:
 
 
 def _row(measurement: Measurement) -> dict[str, object]:
-    values = vars(measurement) | {"facts": {name: _rounded(value) for name, value in measurement.facts.items()}}
+    row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
     if measurement.point is not None:
-        values["point"] = [measurement.point.axis, measurement.point.value]
-    values["entries"] = [
+        row["point"] = [measurement.point.axis, measurement.point.value]
+    if measurement.facts:
+        row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
+    row["entries"] = [
         [e.name, e.role, *map(_rounded, (e.timing.median, e.timing.p20, e.timing.p80)), e.timing.turns]
         for e in measurement.entries
     ]
-    return {
-        name: values[name] for name in ("group", "name", "work", "unit", "point", "facts", "entries") if values[name]
-    }
+    return row
 
 
 def _rounded(value: float) -> float:
@@ -170,7 +170,8 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
     """Write a row per comparison, a column per contestant and fact; ours as multiples of the limit, peers of ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
-    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
+    of_limit = " (× limit)" if "limit" in roles.values() else ""
+    multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": ", the limit"}
     facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
     rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
     for m in measurements:

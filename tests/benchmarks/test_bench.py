@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -196,6 +197,15 @@ def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytes
     assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the extension in C, malloc tuned"
     named = replace(MACHINE, cpu="Intel(R) Xeon(R) 6 @ 2.0GHz", cores=1, gpu="H200")
     assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
+
+
+def test_the_stamp_counts_gpus_and_names_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H1, 580.65'\necho 'NVIDIA H1, 580.65'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = stamp("default")
+    assert (found.gpu, found.packages["GPU driver"]) == ("2 × NVIDIA H1", "580.65")
 
 
 def test_missing_peers_are_told_and_those_not_wanted_are_not_missing() -> None:

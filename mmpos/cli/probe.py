@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from mmpos.cli.analysis import read_array, read_config
-from mmpos.cli.commands import SPECS, app
+from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.probe import Meant, Reading, Verdict
     from mmpos.integrations.models.settings import ModelSettings
 
-probe = typer.Typer(name="probe", invoke_without_command=True, rich_markup_mode="rich")
-app.add_typer(probe)
-
-
-@probe.callback()
-def root(context: typer.Context) -> None:
-    """Find the positions that an engine really rotates by, from the keys in its cache."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+probe = group("probe", "Find the positions that an engine really rotates by, from the keys in its cache.")
 
 
 @probe.command()

@@ -372,6 +372,17 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
             ],
             UNMERGED,
         ),
+        # Text after nine patches goes on at the tenth token, and not after one and a half ids.
+        (
+            VIDEO,
+            "tmrope-qwen3",
+            [
+                [0, 1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 10, 11],
+                [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 10, 11],
+                [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 10, 11],
+            ],
+            AHEAD,
+        ),
     ],
 )
 def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(

@@ -38,7 +38,6 @@ def checkpoint(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write.", show_default=False)
     ],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a small checkpoint of an architecture, in which keys differ by their rotation alone.
 
@@ -47,7 +46,7 @@ def checkpoint(
     """
     from mmpos.analysis.probe import write_checkpoint
 
-    typer.echo(write_checkpoint(config, output, seed=seed))
+    typer.echo(write_checkpoint(config, output))
 
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]

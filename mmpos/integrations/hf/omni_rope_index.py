@@ -220,14 +220,11 @@ def _omni_segments(
             tokens = _text_without_marker(tokens, kind)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     heard = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
-    segments = SegmentTable.from_input_ids(
-        tokens.types,
-        Placeholders(IMAGE, VIDEO, _AUDIO),
+    segments = tokens.segments(
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge),
+        Placeholders(IMAGE, VIDEO, _AUDIO),
         audio_lengths=None if heard is None else heard[heard > 0],
-        cu_seqlens=tokens.cu_seqlens,
-        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
     )
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")

@@ -372,7 +372,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
         (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
-        (["plot", "ids", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
+        (["plot", "ids", *["3"] * 10, "-o", "ids.png"], "positions: got 10 documents, want at most 9"),
         (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
         (["plot", "ids", "3"], "Missing option '--output' / '-o'; mmpos plot ids --help tells more"),
         (["plot", "3"], "No such command '3'; mmpos plot --help tells more"),

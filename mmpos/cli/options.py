@@ -286,14 +286,15 @@ def _json(path: str, data: bytes) -> Specs:
     for d, parts in enumerate(documents):
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
-        read.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+        read.append([read_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
     scheme, axes = content.get("scheme"), content.get("axes")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
     return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
-def _part(name: str, part: object) -> Segment:
+def read_part(name: str, part: object) -> Segment:
+    """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; the name is that of errors."""
     other = _without_grid(name, part) if isinstance(part, dict) else None
     if other is not None:
         return other

@@ -81,7 +81,10 @@ CHECKS: list[Refusal] = [
     (lambda: checks.int_array("a", [True], (None,)), "a: got dtype bool, want integers"),
     (lambda: checks.int_array("a", [0, 1], (3,)), "a: got shape (2,), want (3,)"),
     (lambda: checks.int_array("a", 0, (None, 3)), "a: got shape (), want (n, 3)"),
-    (lambda: checks.int_array("a", np.uint64([2**63]), (None,)), f"a: got {2**63}, want integers within int64"),
+    (
+        lambda: checks.int_array("a", np.array([2**63], np.uint64), (None,)),
+        f"a: got {2**63}, want integers within int64",
+    ),
     (
         lambda: checks.int_array("a", np.ma.masked_array([0, 3], [False, True]), (None,)),
         "a: got a masked array, want an array without a mask, which would be lost",

@@ -37,7 +37,7 @@ gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: docs/gpu.md
 	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(if $(DRY),--dry)
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
-	PYTHONPATH=tests/helpers:tests/server $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
+	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
 systemd: $(VENV)/dev  ## the unit of deploy/ under a systemd in namespaces; as root, on a quiet machine
 	$(BIN)/pytest -q -m systemd tests/server/test_deploy.py

@@ -50,12 +50,12 @@ typedef int Expand(const Matrix *table, int64_t num_tokens, const Matrix *out, c
 #define V 16
 #define TARGET
 #define W(x) x##_16
-#include "kinds.h"
+#include "expand_vectors.h"
 
 #define V 32
 #define TARGET WIDE
 #define W(x) x##_32
-#include "kinds.h"
+#include "expand_vectors.h"
 
 /* expand(table, num_tokens, fractional, out, axes, wide) -> bool, whether out was filled.
  *

@@ -1,4 +1,4 @@
-/* The shape of a batch: from lists of Text, Audio and Grid, or from placeholder spans. */
+/* The shape of a batch: from lists of Text, Audio and Grid, from placeholder spans, or from arrays, which are checked. */
 
 #include "native.h"
 
@@ -221,4 +221,47 @@ PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         }
     }
     return answer(&buffers, result);
+}
+
+static int sound(const Vector *kind, const Matrix *extents, const Vector *offsets, const Vector *separator) {
+    if (extents->format != 'q' || extents->rows != 3 || extents->columns != kind->size || offsets->size < 1 ||
+        item(offsets, 0) != 0 || item(offsets, offsets->size - 1) != kind->size ||
+        (separator != NULL && separator->size != kind->size)) {
+        return 0;
+    }
+    for (int64_t d = 1; d < offsets->size; d++) {
+        if (item(offsets, d) <= item(offsets, d - 1)) {
+            return 0;
+        }
+    }
+    for (int64_t s = 0; s < kind->size; s++) {
+        uint8_t what = (uint8_t)kind->data[s * kind->stride];
+        int64_t frames = entry(extents, 0, s), height = entry(extents, 1, s);
+        int64_t extra = separator != NULL && separator->data[s * separator->stride] != 0;
+        if (what > AUDIO || (what != GRID && (frames != 1 || height != 1 || extra)) ||
+            tokens_of(frames, height, entry(extents, 2, s), extra) == 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table without
+ * clips, thumbnails and tiles. */
+PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Vector kind, offsets, separator;
+    Matrix extents;
+    (void)self;
+    if (!arguments("sound", 4, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    int separated = args[3] != Py_None;
+    int result = take_vector(&buffers, args[0], 'B', 0, &kind) && take_matrix(&buffers, args[1], 0, &extents) &&
+                 take_vector(&buffers, args[2], 'q', 0, &offsets) &&
+                 (!separated || take_vector(&buffers, args[3], '?', 0, &separator)) &&
+                 sound(&kind, &extents, &offsets, separated ? &separator : NULL);
+    release(&buffers);
+    return PyBool_FromLong(result);
 }

@@ -1,4 +1,4 @@
-/* Rows of the arrays that C and Python both know; a test compares them with mmpos/positions/rows.py. */
+/* Rows of the arrays that C and Python both know; a test compares them with mmpos/positions/table_rows.py. */
 
 #ifndef MMPOS_TABLE_H
 #define MMPOS_TABLE_H
@@ -9,7 +9,7 @@ enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES };   /* of a placed table 
 enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL };           /* of every axis of it, from AXES on */
 enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* of its documents */
 
-/* Of what split fills, Split.block: of segments, of texts, and of grids. */
+/* Of what split fills, TextsAndGrids.block: of segments, of texts, and of grids. */
 enum { DOCUMENT, LENGTH, TEXT_AT, TEXT_LENGTH, GRID_AT, GRID_FRAMES, GRID_HEIGHT, GRID_WIDTH, GRID_START, BLOCK_ROWS };
 
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }

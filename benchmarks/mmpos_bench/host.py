@@ -19,7 +19,7 @@ with needed_for("the host time of rotations", extra="all"):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from mmpos.rotary import apply_rotary, paged, rotate_and_store
+    from mmpos.rotary import Cache, apply_rotary, paged, rotate_and_store
     from mmpos.rotary.device import Implementation
     from mmpos.rotary.kernel import launching
     from mmpos_bench.layers import SHAPES, Layer, interleaved
@@ -97,7 +97,7 @@ def _calls(tokens: int, device: str) -> Mapping[str, Callable[[], object]]:
         "apply_rotary": lambda: apply_rotary(q, k, table, rotary, implementation=way),
         "apply_rotary in place": lambda: apply_rotary(q, k, table, rotary, implementation=way, inplace=True),
         "rotate_and_store": lambda: rotate_and_store(
-            q, k, v, table, rotary, keys, values, slots, implementation=way
+            q, k, v, table, rotary, Cache(keys, values, slots), implementation=way
         ),
     }  # fmt: skip
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TypedDict
 
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
@@ -21,7 +20,7 @@ with needed_for("the rotary suite", extra="all"):
     from torch import Tensor
     from torch.nn.functional import rms_norm
 
-    from mmpos.rotary import DevicePositions, apply_rotary, cos_sin, rotate_and_store
+    from mmpos.rotary import Cache, DevicePositions, Norm, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import Implementation, Positions
     from mmpos_bench.cuda import by_events, capture, no_waits
     from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
@@ -232,22 +231,14 @@ def _phases(layer: Layer) -> Contestant:
     return Contestant("cos and sin alone", call, prove, Role.PART)
 
 
-class _Norm(TypedDict):
-    """The arguments of a rotation that normalises heads before."""
-
-    q_norm_weight: Tensor
-    k_norm_weight: Tensor
-    norm_eps: float
-
-
 def normalised(layer: Layer, options: SuiteOptions) -> Lineup:
     """Line up rotations into new tensors after a norm of each head, against copies in new tensors."""
     drawn = torch.rand(2, layer.shape.head_dim, generator=layer.generator(7), device=layer.device) + 0.5
     weights = _both(drawn.to(layer.dtype).unbind())
-    norm: _Norm = {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "norm_eps": _EPS}
+    norm = Norm(*weights, _EPS)
 
     def at_once(q: Tensor, k: Tensor) -> Pair:
-        return _both(apply_rotary(q, k, layer.table, layer.rotary, **norm))
+        return _both(apply_rotary(q, k, layer.table, layer.rotary, norm=norm))
 
     def apart(q: Tensor, k: Tensor) -> Pair:
         return _both(apply_rotary(*_norms(q, k, weights), layer.table, layer.rotary))
@@ -278,14 +269,14 @@ def stored(layer: Layer, options: SuiteOptions) -> Lineup:
     slots = (order[:, None] * _BLOCK + torch.arange(_BLOCK)).flatten()[:tokens].to(layer.device)
     at = slots // _BLOCK, slots % _BLOCK
     weights = _both(torch.rand(2, dim, generator=layer.generator(2), device=layer.device).to(layer.dtype).unbind(0))
-    norm: _Norm = {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "norm_eps": _EPS}
+    norm = Norm(*weights, _EPS)
 
     def in_one_call() -> Tensor:
-        asked = layer.q, layer.k, v, layer.table, layer.rotary, keys, values, slots
-        return rotate_and_store(*asked, **norm)[0]
+        cache = Cache(keys, values, slots)
+        return rotate_and_store(layer.q, layer.k, v, layer.table, layer.rotary, cache, norm=norm)[0]
 
     def with_the_norm() -> Tensor:
-        return store(*_both(apply_rotary(layer.q, layer.k, layer.table, layer.rotary, **norm)))
+        return store(*_both(apply_rotary(layer.q, layer.k, layer.table, layer.rotary, norm=norm)))
 
     def separately() -> Tensor:
         return store(*_both(apply_rotary(*_norms(layer.q, layer.k, weights), layer.table, layer.rotary)))

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import MAX_AXES
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import MAX_AXES
 from mmpos.support.checks import INT32_MAX, INT32_MIN, Array, IntArray, counted, first_bad, host_array, int_array, shown
 
 __all__ = ["ExactIds", "fingerprint", "read_ids"]

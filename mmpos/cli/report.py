@@ -16,8 +16,8 @@ from rich.table import Table
 from mmpos.cli.options import Document, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.place import ids_consumed
-from mmpos.positions.rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable

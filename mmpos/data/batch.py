@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.rows import FIRST_SEGMENT
 from mmpos.positions.table import Layout, PositionTable
+from mmpos.positions.table_rows import FIRST_SEGMENT
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, real_positions
+from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import IntArray, integer
@@ -22,8 +22,8 @@ MAX_DISTANCE = 16
 class ClippedRelative(LearnedBias):
     """The bias of query i and key j is row clip(j − i, −K, K) + K of 2K + 1 rows: constant beyond ±K.
 
-    Shaw's rows are vectors a that stand beside keys, q·(k + a): ``key_scores``. As here, one number for each head and
-    row, it is the form of T5 and of Swin.
+    Shaw's rows are vectors a that stand beside keys, q·(k + a). As here, one number for each head and row, it is the
+    form of T5 and of Swin.
 
     Source: "Self-attention with relative position representations" (Shaw et al., 2018).
 
@@ -64,25 +64,3 @@ class ClippedRelative(LearnedBias):
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
         ahead = distances(query_positions, key_positions)
         return np.clip(ahead, -self.max_distance, self.max_distance) + self.max_distance
-
-    def key_scores(
-        self, q: npt.ArrayLike, vectors: npt.ArrayLike, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike
-    ) -> Float64Array:
-        """Compute the scores that Shaw's vectors add in one head: q_i · vectors[index of i and j], before the 1/√d.
-
-        Args:
-            q: (n, head_dim) queries.
-            vectors: (2K + 1, head_dim).
-            query_positions: (n,).
-            key_positions: (m,).
-
-        Returns:
-            (n, m) float64, new; (n, m, head_dim) vectors are never made.
-        """
-        index = self.index(query_positions, key_positions)
-        queries, rows = real_positions("q", q, 2), real_positions("vectors", vectors, 2)
-        if len(queries) != len(index):
-            raise InvalidInputError(f"q: got {len(queries)} rows, want {len(index)}, one for each of query_positions")
-        if rows.shape != (len(self.weights), queries.shape[1]):
-            raise InvalidInputError(f"vectors: got shape {rows.shape}, want {(len(self.weights), queries.shape[1])}")
-        return np.take_along_axis(queries @ rows.T, index, axis=1)

@@ -6,9 +6,11 @@ needed.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, BinaryIO, Protocol, cast
+from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,7 @@ __all__ = [
     "guarded",
     "open_source",
     "pillow",
+    "read_data_url",
     "resize",
     "samples",
     "to_rgb",
@@ -59,6 +63,8 @@ MOST_SCANS = 100
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 
 _STRIP_PIXELS = 2**17
+
+_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 _WANT = (
     "a path, the bytes of a file, a Pillow image, a numpy array (h, w[, 1 | 3 | 4]), "
@@ -95,6 +101,34 @@ class Source(Protocol):
 
     def read(self, backend: str) -> tuple[Samples, str]:
         """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash."""
+
+
+def read_data_url(name: str, url: str) -> bytes:
+    """Decode a data: URL of an image as RFC 2397 has it: percent-encoded, and base64 if it says so.
+
+    Args:
+        name: of the image, for errors.
+        url: begins with data: in letters of either case.
+
+    Raises:
+        InvalidInputError: the URL is broken or of something else.
+    """
+    head, comma, payload = url[5:].partition(",")
+    media, *parameters = head.split(";")
+    got = f"{name}: got the data URL {url[:80]!r}"
+    if not comma:
+        raise InvalidInputError(f"{got}, want a comma before the data")
+    if media and not media.lower().startswith("image/"):
+        raise InvalidInputError(f"{got}, want one of image/…")
+    if not payload.isascii() or _BROKEN_ESCAPE.search(payload):
+        raise InvalidInputError(f"{got}, want ASCII, and two hex digits after each %")
+    data = unquote_to_bytes(payload)
+    if not parameters or parameters[-1].lower() != "base64":
+        return data
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise InvalidInputError(f"{got}, want base64 ({error})") from error
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.segments.kinds import CLIP, GRID, NOUNS, PAD, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array, integer, text

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.rows import (
+from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import (
     AXES,
     DENOMINATOR,
     HEIGHT,
@@ -23,9 +24,8 @@ from mmpos.positions.rows import (
     check_next,
     id_bounds,
 )
-from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
-from mmpos.segments.kinds import AUDIO, CLIP, GRID, PAD, TEXT, THUMBNAIL, TILE, Grid, Text
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, NOUNS, PAD, TEXT, THUMBNAIL, Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
@@ -33,7 +33,7 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_do
 __all__ = ["ids_consumed", "place"]
 
 BLOCK_ROWS = 9
-"""Rows of Split.block, as csrc/table.h numbers them."""
+"""Rows of TextsAndGrids.block, as csrc/table.h numbers them."""
 
 
 def place(
@@ -76,7 +76,7 @@ def place(
     return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
-def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: bool) -> None:
+def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, strict: bool) -> None:
     """Raise for the first segment that the scheme does not take."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
@@ -85,10 +85,10 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
         return
     if strict and split.touching:
         _check_touching(scheme, segments)
-    if not scheme.clips:
-        _refuse(scheme, segments, segments.kind == CLIP, "a clip", "its video and its audio apart")
-    if not scheme.tiles:
-        _refuse(scheme, segments, segments.kind == THUMBNAIL, "a thumbnail", "a grid between texts")
+    if split.grids.kind is not None:
+        for kind, want in ((CLIP, "its video and its audio apart"), (THUMBNAIL, "a grid between texts")):
+            if kind not in scheme.kinds:
+                _refuse(scheme, segments, segments.kind == kind, f"a {NOUNS[kind]}", want)
     if not scheme.frames and split.moving:
         # Where the axes are a parameter, three of them take frames.
         want = "one grid per frame, or axes=3" if vars(scheme).get("axes") == 2 else "one grid per frame"
@@ -119,7 +119,7 @@ def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
     return d, segment - int(segments.segment_offsets[d])
 
 
-class Split(NamedTuple):
+class TextsAndGrids(NamedTuple):
     """A batch split into its texts, audio among them, and its grids, all with patches among them.
 
     Args:
@@ -157,8 +157,8 @@ class Cursors(NamedTuple):
     end: IntArray
 
 
-def _split(segments: SegmentTable, start: IntArray) -> Split:
-    """Split a batch: in C where it was built, or the same in numpy."""
+def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
+    """TextsAndGrids a batch: in C where it was built, or the same in numpy."""
     kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
     separator = segments.row_separator
     if native.core is not None:
@@ -169,7 +169,7 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
             document, lengths, text, grid = block[0], block[1], block[2, :texts], block[4, :grids]
             runs = TextRuns(block[3, :texts], text, document, start)
             of_grids = _grids(block[5:8, :grids], block[8, :grids], document, segments, grid)
-            return Split(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
+            return TextsAndGrids(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
     is_text = (kind == TEXT) | (kind == AUDIO)
     (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
@@ -178,10 +178,10 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
     (plain,) = (kind == GRID).nonzero()
     touch = (plain[1:] - plain[:-1] == 1) & (document[plain[1:]] == document[plain[:-1]])
     moving = bool((of_grids.frames > 1).any())
-    return Split(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
+    return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
 
 
-def _with_units(scheme: Scheme, split: Split) -> Split:
+def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
     """Find the common denominator of the ids that the grids of each document consume; none where all are whole."""
     unit = scheme.unit(split.grids) if split.grid.size else None
     if unit is None or unit.max() <= 1:
@@ -198,7 +198,7 @@ def _with_units(scheme: Scheme, split: Split) -> Split:
     return split._replace(runs=runs, grids=grids, block=None, units=units)
 
 
-def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
+def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cursors:
     """Sum up over segments how far every text and every grid moves the cursor, as the scheme says."""
     kind, offsets, start = segments.kind, segments.segment_offsets, split.start
     of_text = scheme.advance_text(split.runs)
@@ -220,7 +220,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
 
 
 def _fine_cursors(
-    scheme: Scheme, segments: SegmentTable, split: Split, of_text: IntArray, of_grids: IntArray | int
+    scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, of_text: IntArray, of_grids: IntArray | int
 ) -> Cursors:
     """Sum up over segments in the units of their documents."""
     assert split.units is not None
@@ -250,20 +250,16 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
 
 def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
-    plain = extents.shape[1] == np.count_nonzero(segments.kind == GRID)
-    if separators is None and seconds is None and plain:
-        return Grids(extents, start, document[grid])
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
-    if plain:
-        return Grids(extents, start, document[grid], separator, time)
     kind = segments.kind[grid]
+    if kind.max(initial=GRID) == GRID:
+        return Grids(extents, start, document[grid], separator, time)
     extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]
-    kinds = (kind == CLIP, kind == THUMBNAIL, kind == TILE)
-    return Grids(extents, start, document[grid], separator, time, *kinds, extra)
+    return Grids(extents, start, document[grid], separator, time, kind, extra)
 
 
-def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Cursors) -> PositionTable:
+def _placed(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, cursors: Cursors) -> PositionTable:
     """Build the table from what the scheme says of texts and grids: in C, or the same in numpy."""
     of_text = scheme.place_text(split.runs, cursors.text)
     of_grids = scheme.place(split.grids, cursors.grid) if split.grid.size else None
@@ -293,7 +289,7 @@ def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Curso
 def _placed_in_c(
     scheme: Scheme,
     segments: SegmentTable,
-    split: Split,
+    split: TextsAndGrids,
     of_text: Placement,
     of_grids: Placement | None,
     end: IntArray,
@@ -324,7 +320,7 @@ def _numbers(placement: Placement | None, fractional: bool) -> tuple[object, ...
 
 
 def _columns(
-    scheme: Scheme, segments: SegmentTable, split: Split, of_text: Placement, of_grids: Placement | None
+    scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, of_text: Placement, of_grids: Placement | None
 ) -> tuple[IntArray, IntArray]:
     """Make the columns of the table, with lengths in the OFFSET row, and the document of each."""
     columns = np.zeros((AXES + 4 * scheme.axes, split.document.size), np.int64)
@@ -366,7 +362,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
                 columns[AXES + 4 * axis + i, where] = _integers(scheme, name, values)
 
 
-def _real_tokens(segments: SegmentTable, split: Split) -> IntArray:
+def _real_tokens(segments: SegmentTable, split: TextsAndGrids) -> IntArray:
     """(documents,) tokens without padding."""
     return np.add.reduceat(split.lengths * (segments.kind != PAD), segments.segment_offsets[:-1])
 

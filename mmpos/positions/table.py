@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
-from mmpos.positions.rows import (
+from mmpos.positions.table_rows import (
     AXES,
     DELTA,
     DENOMINATOR,
@@ -29,7 +29,6 @@ from mmpos.positions.rows import (
     cut,
     padding_column,
     text_columns,
-    true_ranges,
 )
 from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable, token_types
@@ -48,7 +47,7 @@ from mmpos.support.checks import (
     one_of,
     per_document,
 )
-from mmpos.support.ragged import insert_padding, ragged_arange
+from mmpos.support.ragged import insert_padding, ragged_arange, true_runs
 
 __all__ = ["LAYOUTS", "Layout", "PositionTable", "Side"]
 
@@ -372,7 +371,7 @@ class PositionTable:
         if (mask.dtype != np.bool_ and mask.size) or mask.shape != (self.num_tokens,):
             got = f"{mask.dtype} {mask.shape}"
             raise InvalidInputError(f"mask: got {got}, want bool ({self.num_tokens},), one per token")
-        kept = self.take(*true_ranges(mask.astype(np.bool_, copy=False)))
+        kept = self.take(*true_runs(mask.astype(np.bool_, copy=False)).T)
         documents = kept.documents.copy()
         lost = self.real_lengths - kept.real_lengths
         documents[DELTA] += np.where(self.resumable, lost, 0)
@@ -563,7 +562,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
     def per_token(self, values: Array) -> IntArray:
         """Repeat the number or flag of every segment for its tokens: (tokens,) int64, new."""
-        return expand.per_token(self.table, self.num_tokens, values)
+        return values.astype(np.int64).repeat(self.segment_lengths)
 
     def __repr__(self) -> str:
         documents, segments = counted(self.num_documents, "document"), counted(self.num_segments, "segment")

@@ -16,21 +16,23 @@ from mmpos.support.extras import lazy_names
 if TYPE_CHECKING:
     from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
-    from mmpos.rotary.embedding import RotaryEmbedding
+    from mmpos.rotary.paged import Cache
     from mmpos.rotary.qkv import QKV, split_qkv
+    from mmpos.rotary.reference import Norm
     from mmpos.rotary.rerotation import rerotate
 
 __all__ = [
     "NTK",
     "QKV",
+    "Cache",
     "DevicePositions",
     "DynamicNTK",
     "Linear",
     "Llama3",
     "LongRoPE",
+    "Norm",
     "PRoPE",
     "Rotary",
-    "RotaryEmbedding",
     "Scaling",
     "YaRN",
     "angles",
@@ -45,9 +47,10 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         "mmpos.rotary",
         {
+            "Cache": "paged",
             "DevicePositions": "device",
+            "Norm": "reference",
             "QKV": "qkv",
-            "RotaryEmbedding": "embedding",
             "angles": "apply",
             "apply_rotary": "apply",
             "cos_sin": "apply",

@@ -9,7 +9,16 @@ from types import MappingProxyType
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted, even, integer
 
-__all__ = ["ALLOCATIONS", "MAX_HEADS", "MAX_HEAD_DIM", "STILL", "Layout", "allocate", "default_axes", "default_section"]
+__all__ = [
+    "ALLOCATIONS",
+    "MAX_HEADS",
+    "MAX_HEAD_DIM",
+    "STILL",
+    "PairLayout",
+    "allocate",
+    "default_axes",
+    "default_section",
+]
 
 MAX_HEAD_DIM = 2**16
 """Most channels of a head."""
@@ -22,7 +31,7 @@ STILL = -1
 
 
 @dataclass(frozen=True)
-class Layout:
+class PairLayout:
     """The axis and the frequency of every pair.
 
     Args:
@@ -36,34 +45,34 @@ class Layout:
     rungs: tuple[int, ...]
 
 
-def _shared(axis: Sequence[int], axes: int) -> Layout:
+def _shared(axis: Sequence[int], axes: int) -> PairLayout:
     """Share one ladder among all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
-    return Layout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
+    return PairLayout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
 
 
-def _interleaved(axes: int, pairs: int) -> Layout:
+def _interleaved(axes: int, pairs: int) -> PairLayout:
     """Give pair j to axis j mod axes (HunyuanImage-3.0)."""
     return _shared([j % axes for j in range(pairs)], axes)
 
 
-def _split(axes: int, pairs: int) -> Layout:
+def _split(axes: int, pairs: int) -> PairLayout:
     """Cut contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
     return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)], axes)
 
 
-def _axial(axes: int, pairs: int) -> Layout:
+def _axial(axes: int, pairs: int) -> PairLayout:
     """Give each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
     if pairs % axes:
         raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}, or axes_dim")
     return _ladders([pairs // axes] * axes, pairs)
 
 
-def _ladders(sizes: Sequence[int], pairs: int) -> Layout:
+def _ladders(sizes: Sequence[int], pairs: int) -> PairLayout:
     """Give each axis its own full ladder of so many frequencies, one block per axis (FLUX, Wan, HunyuanVideo)."""
     return replace(_sections(sizes, pairs), rung=tuple(j for size in sizes for j in range(size)), rungs=tuple(sizes))
 
 
-def _pixtral(axes: int, pairs: int) -> Layout:
+def _pixtral(axes: int, pairs: int) -> PairLayout:
     """Give even θ to rows, then odd θ to columns, of one ladder (Pixtral): the pairs change order with their θ."""
     if axes != 2:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
@@ -73,12 +82,12 @@ def _pixtral(axes: int, pairs: int) -> Layout:
     return replace(_shared(axis, axes), rung=(*range(0, pairs, 2), *range(1, pairs, 2)))
 
 
-def _sections(section: Sequence[int], pairs: int) -> Layout:
+def _sections(section: Sequence[int], pairs: int) -> PairLayout:
     """Cut contiguous blocks of these sizes (Qwen2-VL)."""
     return _shared([a for a, count in enumerate(section) for _ in range(count)], len(section))
 
 
-def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
+def _mrope_interleaved(section: Sequence[int], pairs: int) -> PairLayout:
     """Give pairs 1, 4, 7, … to rows, 2, 5, 8, … to columns up to their sections, the rest to frames (Qwen3-VL)."""
     axis = [0] * pairs
     for a in (1, 2):
@@ -91,10 +100,10 @@ def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
     return _shared(axis, 3)
 
 
-_BY_AXES: Mapping[str, Callable[[int, int], Layout]] = MappingProxyType(
+_BY_AXES: Mapping[str, Callable[[int, int], PairLayout]] = MappingProxyType(
     {"interleaved": _interleaved, "split": _split, "axial": _axial, "pixtral": _pixtral}
 )
-_BY_SECTION: Mapping[str, Callable[[Sequence[int], int], Layout]] = MappingProxyType(
+_BY_SECTION: Mapping[str, Callable[[Sequence[int], int], PairLayout]] = MappingProxyType(
     {"sections": _sections, "mrope-interleaved": _mrope_interleaved}
 )
 HEADS = "heads"
@@ -111,7 +120,7 @@ def allocate(
     section: Sequence[int] | None,
     axes_dim: Sequence[int] | None = None,
     head_axes: Sequence[int] | None = None,
-) -> Layout:
+) -> PairLayout:
     """Lay out an allocation over this many pairs.
 
     Args:
@@ -152,7 +161,7 @@ def allocate(
     return _BY_SECTION[allocation](section, pairs)
 
 
-def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
+def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> PairLayout:
     """Lay out a ladder with a number of channels for every axis, block after block or in the order of a vector."""
     got = list(axes_dim)
     if isinstance(allocation, str) and allocation != "axial":
@@ -174,7 +183,7 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
     return replace(layout, axis=tuple(allocation), rung=tuple(next(rungs[axis]) for axis in allocation))
 
 
-def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> Layout:
+def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> PairLayout:
     """Give every head the whole ladder, for one axis (MHRoPE)."""
     if not 1 <= len(head_axes) <= MAX_HEADS:
         got = counted(len(head_axes), "axis")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -17,28 +16,25 @@ from mmpos.rotary.device import (
     PositionIds,
     Positions,
     cache_of,
-    check_axes,
     check_heads,
     constants,
-    ids_beside,
+    ids_on,
     number_of,
-    position_ids,
+    rotation_of,
 )
 from mmpos.rotary.memory import check_inference, check_inplace, check_written
-from mmpos.rotary.paged import NO_SCALES, CacheLayout, Scales, scale_of_cache, scale_of_queries
+from mmpos.rotary.paged import Cache, Scales, Stored
 from mmpos.rotary.reference import (
     FLOATS,
-    NONE,
-    REFERENCE,
+    NO_NORM,
     Norm,
-    NormOrder,
     RotationArguments,
     check_no_tangent,
-    norm_of,
+    checked_norm,
 )
 from mmpos.support.checks import boolean, instance, one_of
 
-__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_with"]
+__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
@@ -51,14 +47,10 @@ def apply_rotary(
     rotary: Rotary,
     *,
     layout: Layout | None = None,
+    norm: Norm | None = None,
+    cos_sin: Tensor | None = None,
     inplace: bool = False,
     conjugate: bool = False,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    norm_order: NormOrder = "before",
-    cos_sin: Tensor | None = None,
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -69,36 +61,22 @@ def apply_rotary(
     every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
-    With weights each head x is first x / √(mean(x²) + norm_eps) · (weight + norm_weight_offset), over all its channels,
-    in the same launch and without a rounding between; with ``norm_order="after"`` x is the rotated head instead.
-    Source: arXiv 1910.07467 (RMSNorm).
-
-    With ``cos_sin`` each pair reads cos φ and sin φ from the row of the id on its axis, as vLLM's and SGLang's kernels
-    do, and they become float32 as they are; frequencies, scaling and precision of the rotary play no part.
-
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
             float32, bfloat16 or float16, any strides: a view of a fused qkv is not copied.
         k: likewise with num_kv_heads, or None.
         positions: DevicePositions (nothing is copied), a PositionTable (one small copy), or dense ids, integer or
             float64, of shape (axes, tokens) or (axes, batch, seq).
-        rotary: frequencies, and how they are allotted to axes and channels; with head_axes, one for each head of k, and
-            q has a multiple of them.
+        rotary: frequencies, and how they are allotted to axes and channels and heads.
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
+        norm: of each head, before the rotation or after it, in the same launch and without a rounding between.
+        cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an engine's own cache, read instead of the
+            rotary's frequencies: row i has cos of all pairs and then sin for id i, an integer. An id without a row is
+            an error where ids are read, on the host and with ``validate``; unread, its pairs become NaN.
         inplace: write into q and k instead of new tensors; not while they require gradients.
         conjugate: rotate by the negative angles, which undoes a rotation; a norm keeps its order.
-        q_norm_weight: (head_dim,) of the norm of q, float32, bfloat16 or float16; None does not normalise q.
-        k_norm_weight: likewise of k.
-        norm_eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
-        norm_weight_offset: added to the weights; Gemma's are 1.0 less than what multiplies.
-        norm_order: whether heads are normalised "before" they are rotated or "after".
-        cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an engine's own cache: row i has cos of all
-            pairs and then sin for id i; None computes them. Ids must be integers, and the rotary's pair j must have the
-            j-th frequency, as every allocation but "axial" and "pixtral" gives it. An id without a row is an error
-            where ids are read, on the host and with ``validate``; unread, on a device, its pairs become NaN.
-        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
-            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, for a norm,
-            whose sum has an order of its own in each, and for "hf", whose cos and sin are those of libraries.
+        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension in C on a
+            CPU; all give the same bits but for NaN, for a norm and for "hf", whose cos and sin are those of libraries.
         validate: also check dense ids that lie on a device, and with ``cos_sin`` those of a table, which waits for it.
 
     Returns:
@@ -108,55 +86,18 @@ def apply_rotary(
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
         UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
     """
-    return rotate_with(
-        None,
-        q,
-        k,
-        positions,
-        rotary,
-        layout=layout,
-        inplace=inplace,
-        conjugate=conjugate,
-        norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order),
-        implementation=implementation,
-        validate=validate,
-        cos_sin=cos_sin,
-    )
-
-
-def rotate_with(
-    frequencies: tuple[Tensor, Tensor] | None,
-    q: Tensor,
-    k: Tensor | None,
-    positions: Positions,
-    rotary: Rotary,
-    *,
-    layout: Layout | None,
-    inplace: bool,
-    conjugate: bool,
-    norm: Norm,
-    implementation: Implementation,
-    validate: bool,
-    cos_sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
+    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, k4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
+    rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
         if k is q:  # here, where a graph that is being traced sees it too
             raise InvalidInputError("k: got the memory of q, want inplace=False")
-        check_inplace(q, k, norm)
-        if norm is NONE:
-            operators.rotate_(q4, keys, *rotation)
-        else:
-            operators.norm_rotate_(q4, keys, *norm, *rotation)
+        check_inplace(q, k, checked)
+        operators.rotate_(q4, keys, *checked, *rotation)
         return q, k
-    if norm is NONE:
-        q_out, k_out = operators.rotate(q4, keys, *rotation)
-    else:
-        q_out, k_out = operators.norm_rotate(q4, keys, *norm, *rotation)
+    q_out, k_out = operators.rotate(q4, keys, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
 
 
@@ -166,21 +107,11 @@ def rotate_and_store(
     v: Tensor,
     positions: Positions,
     rotary: Rotary,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
+    cache: Cache,
     *,
-    cache_layout: CacheLayout = "NHD",
     layout: Layout | None = None,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    norm_order: NormOrder = "before",
+    norm: Norm | None = None,
     cos_sin: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_scale: Tensor | None = None,
     return_k: bool = False,
     inplace: bool = False,
     implementation: Implementation = "auto",
@@ -188,78 +119,47 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k, and write k and v into a paged cache: in one launch on a GPU, for inference.
 
-    The rotation and the norm are those of ``apply_rotary``, to the bit. Slot s of a cache is offset
-    s mod block_size of block s // block_size. A token whose slot is negative is rotated and not stored, and so is
-    one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
-    large. A slot for several tokens is an error where slots are read: on the host, and with ``validate``; unread, on a
-    device or in a compiled graph, it gets some elements of each. Sources: vLLM's reshape_and_cache_flash,
-    FlashInfer's append_paged_kv_cache.
+    The rotation and the norm are those of ``apply_rotary``, to the bit.
 
     Args:
-        q: as for ``apply_rotary``.
-        k: likewise.
-        v: likewise, with num_kv_heads as k; its head_dim may be another one.
-        positions: as for ``apply_rotary``, of every token, stored or not.
-        rotary: likewise.
-        key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
-            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, or with k_scale in float8_e4m3fn or
-            float8_e5m2, any strides: a view of what holds k and v together, or all layers, is written where it lies.
-        value_cache: likewise, with the head_dim of v, and v_scale.
-        slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
-        cache_layout: "NHD" or "HND".
-        layout: of q, k and v, as for ``apply_rotary``.
-        q_norm_weight: (head_dim,) of a norm of each head of q, as for ``apply_rotary``.
-        k_norm_weight: likewise of k.
-        norm_eps: added to the mean of squares.
-        norm_weight_offset: added to both weights: 1 for Gemma's.
-        norm_order: "before" or "after" the rotation.
-        cos_sin: an engine's cache of cos and sin, as for ``apply_rotary``.
-        k_scale: float32 by which k is divided before it is rounded to a cache of 8 bits: () or (1,) for all, or
-            (num_kv_heads,). Of the cache's shape without head_dim they are not read but written: each key that is
-            stored gets its own, its largest magnitude by the largest number of the cache's dtype.
-        v_scale: likewise of v.
-        q_scale: float32 of the shape of q without head_dim, to which a scale for each query is written; q then comes
-            back as float8_e4m3fn.
+        q: as for ``apply_rotary``, and so are k, positions, rotary, layout, norm, cos_sin and implementation.
+        k: rotated and written to the cache.
+        v: written to the cache; likewise with num_kv_heads as k; its head_dim may be another one.
+        positions: of every token, stored or not.
+        rotary: frequencies, and how they are allotted to axes and channels.
+        cache: where k and v go, and their scales where it has 8 bits.
+        layout: of q, k and v.
+        norm: of each head of q and k.
+        cos_sin: an engine's cache of cos and sin.
         return_k: also give rotated k outside of the cache, as attention over the prompt itself may want it.
         inplace: write rotated q into q, and with ``return_k`` k into k, instead of new tensors.
-        implementation: as for ``apply_rotary``.
+        implementation: "auto", "triton" or "reference".
         validate: also check ids, slots and scales that lie on a device, which waits for the device.
 
     Returns:
         q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came, but for a q of 8 bits.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or
-            of validated ones, that the caches do not have or that an earlier token has; scales there that are not
-            finite and positive.
+        InvalidInputError: something does not fit, slots and scales too where they are read: on the host, or validated.
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
-    norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order)
+    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
     if k4 is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
-    rotation = _arguments(q4, k4, positions, rotary, None, False, implementation, validate, cos_sin)
-    given = {"k_scale": k_scale, "v_scale": v_scale}
-    caches = _caches(key_cache, value_cache, cache_layout, k4, v4, given)
-    tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    scales = NO_SCALES
-    if not (k_scale is None and v_scale is None and q_scale is None):
-        scales = _scales(given, (key_cache, value_cache), caches, cache_layout, validate)
-        if q_scale is not None:
-            scales = scales._replace(q_computed=_query_scale(q_scale, q, layout, inplace))
-        given["q_scale"] = q_scale
-        tensors |= {name: scale for name, scale in given.items() if scale is not None}
-    check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
-    slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
-    written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
-    check_written(tensors, written)
+    rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
+    tensors = {"q": q, "k": k, "v": v}
+    check_inference(tensors | {"norm.q_weight": checked.q_weight, "norm.k_weight": checked.k_weight})
+    stored = _stored(cache, k4, v4, return_k, validate, _query_scale(cache, q, layout, inplace))
+    written = ("key_cache", "value_cache", *stored.scales.written, *("qk" if return_k else "q") * inplace)
+    check_written(tensors | cache.tensors(), written)
     if inplace:
-        operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
+        operators.rotate_and_store_(q4, k4, *stored.arguments(), *checked, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.rotate_and_store(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
+    q_out, k_out = operators.rotate_and_store(q4, k4, *stored.arguments(), *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -288,10 +188,10 @@ def cos_sin(
         UnsupportedError: "torchtitan" of a rotary with head_axes.
     """
     one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
-    ids = _ids_on(rotary, positions, device)
+    ids = _ids_for_tables(rotary, positions, device)
     if layout == "torchtitan":
         _check_heads_turn_alike("layout 'torchtitan'", rotary)
-    cos, sin = reference.cos_sin(_rotation(ids, rotary, constants(rotary, ids.tensor.device)), ids.tokens)
+    cos, sin = reference.cos_sin(rotation_of(ids, rotary), ids.tokens)
     if layout == "torchtitan" and rotary.pairing == "adjacent":
         return ids.as_rows(torch.complex(cos, sin))
     cos, sin = _per_head(cos, rotary), _per_head(sin, rotary)
@@ -325,7 +225,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
             "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
         )
     _check_heads_turn_alike("angles", rotary)
-    ids = _ids_on(rotary, positions, device)
+    ids = _ids_for_tables(rotary, positions, device)
     frequencies, pair_axis = constants(rotary, ids.tensor.device)
     fixed = reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
     wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
@@ -333,13 +233,11 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
 
-def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:
+def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     if device is None:
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
-    ids = position_ids(positions, torch.device(device))
-    check_axes(ids, rotary)
-    return ids
+    return ids_on(positions, rotary, torch.device(device))
 
 
 def _check_heads_turn_alike(what: str, rotary: Rotary) -> None:
@@ -362,41 +260,27 @@ def _arguments(
     k: Tensor | None,
     positions: Positions,
     rotary: Rotary,
-    frequencies: tuple[Tensor, Tensor] | None,
+    cos_sin: Tensor | None,
     conjugate: bool,
     implementation: Implementation,
     validate: bool,
-    cos_sin: Tensor | None,
 ) -> RotationArguments:
-    """Check that positions and frequencies fit (batch, seq, heads, head_dim), and return them for the operators."""
+    """Check that positions and rotary fit (batch, seq, heads, head_dim), and return them for the operators."""
     boolean("validate", validate)
     if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
-    check_heads("q", q, rotary, shared=True)
-    if k is not None:
-        check_heads("k", k, rotary)
-    ids = ids_beside(q, "q", positions, rotary, validate)
+    if rotary.head_axes is not None:
+        check_heads("q", q, len(rotary.head_axes), shared=True)
+        if k is not None:
+            check_heads("k", k, len(rotary.head_axes))
+    ids = ids_on(positions, rotary, q.device, validate, like="q")
     _check_tokens(ids, q)
     number = number_of(implementation, q.device)
-    turns, pair_axis = constants(rotary, q.device) if frequencies is None else frequencies
-    if turns.device != q.device:
-        raise InvalidInputError(f"q: got a tensor on {q.device}, want {turns.device} as the frequencies")
-    rotation = _rotation(ids, rotary, (turns, pair_axis), conjugate, number)
+    rotation = rotation_of(ids, rotary, conjugate, number)
     if cos_sin is None:
         return rotation
     # The factor is in the cache already.
     return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
-
-
-def _rotation(
-    ids: PositionIds,
-    rotary: Rotary,
-    frequencies: tuple[Tensor, Tensor],
-    conjugate: bool = False,
-    implementation: int = REFERENCE,
-) -> RotationArguments:
-    adjacent, factor = rotary.pairing == "adjacent", rotary.attention_factor
-    return RotationArguments(ids.tensor, *frequencies, ids.mode, adjacent, factor, conjugate, implementation)
 
 
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
@@ -479,44 +363,27 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
     return v4
 
 
-def _caches(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_layout: CacheLayout,
-    k: Tensor,
-    v: Tensor,
-    scales: Mapping[str, Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Check both caches and view them as (blocks, block_size, heads, head_dim)."""
-    one_of("cache_layout", cache_layout, ("NHD", "HND"))
-    k_scaled, v_scaled = (scales[name] is not None for name in ("k_scale", "v_scale"))
-    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k), k_scaled)
-    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v), v_scaled)
+def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool, q_scale: Tensor | None) -> Stored:
+    """Check a cache, its slots and its scales for (batch, seq, heads, head_dim) k and v."""
+    keys, values = paged.pages_of(cache, "k", k), paged.pages_of(cache, "v", v)
     if keys.shape[:2] != values.shape[:2]:
         raise InvalidInputError(
             f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
             f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
         )
-    return keys, values
-
-
-def _scales(
-    scales: Mapping[str, Tensor | None],
-    caches: tuple[Tensor, Tensor],
-    pages: tuple[Tensor, Tensor],
-    cache_layout: CacheLayout,
-    validate: bool,
-) -> Scales:
-    """Check the scales of k and v and return them, with None for those of q."""
-    (k_scale, k_computed), (v_scale, v_computed) = (
-        (None, None) if scale is None else scale_of_cache(name, scale, cache, view, cache_layout, validate)
-        for (name, scale), cache, view in zip(scales.items(), caches, pages, strict=True)
+    k_scale, k_computed = paged.scale_of_cache("k_scale", cache.k_scale, cache.key_cache, keys, cache.layout, validate)
+    v_scale, v_computed = paged.scale_of_cache(
+        "v_scale", cache.v_scale, cache.value_cache, values, cache.layout, validate
     )
-    return Scales(k_scale, v_scale, k_computed, v_computed, None)
+    slots = paged.slots_of(cache.slot_mapping, k.shape[0], k.shape[1], keys, validate)
+    return Stored(v, keys, values, slots, return_k, Scales(k_scale, v_scale, k_computed, v_computed, q_scale))
 
 
-def _query_scale(q_scale: Tensor, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor:
-    """Check where scales of queries go and view it as (batch, seq, heads)."""
+def _query_scale(cache: Cache, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor | None:
+    """Check a cache and where the scales of queries go, and view that as (batch, seq, heads)."""
+    scale = instance("cache", cache, Cache, "mmpos.rotary.Cache").q_scale
+    if scale is None:
+        return None
     if inplace:
         raise InvalidInputError("q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn")
-    return _as_bshd(scale_of_queries(q_scale, q).unsqueeze(-1), layout).squeeze(-1)
+    return _as_bshd(paged.scale_of_queries(scale, q).unsqueeze(-1), layout).squeeze(-1)

@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.allocation import ALLOCATIONS, MAX_HEAD_DIM, STILL, Layout, allocate, default_axes, default_section
+from mmpos.rotary.allocation import (
+    ALLOCATIONS,
+    MAX_HEAD_DIM,
+    STILL,
+    PairLayout,
+    allocate,
+    default_axes,
+    default_section,
+)
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
     Arithmetic,
@@ -202,7 +210,7 @@ class Rotary:
         return np.array(self._pairs(Float32(power)), np.float32)
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> PairLayout:
         section, channels = self.mrope_section, self.axes_dim
         return allocate(self.allocation, self.axes, self.num_pairs, section, channels, self.head_axes)
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.positions.rows import DENOMINATOR, OFFSET
+from mmpos.positions.table_rows import DENOMINATOR, OFFSET
 from mmpos.rotary import reference
-from mmpos.rotary.reference import NONE, Block, Norm, RotationArguments, Turn
+from mmpos.rotary.reference import Norm, RotationArguments
 from mmpos.support import native
 
 Array = npt.NDArray[Any]
@@ -37,42 +37,25 @@ BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
 """Dtypes by which numpy, which has no bfloat16, shows a tensor to the extension."""
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Check whether the extension is there and rotates such tensors."""
-    return native.core is not None and all(x.device.type == "cpu" and x.dtype in BITS for x in tensors)
+def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm) -> bool:
+    """Normalise and rotate by the extension, where it is there and takes the tensors; whether it did."""
+    if native.core is None or norm.after or q.device.type != "cpu" or q.dtype not in BITS:
+        return False
+    angles = angles_of(rotation, q.shape[0] * q.shape[1])
+    return angles is not None and rotate(q, k, q_out, k_out, angles, rotation, norm)
 
 
 def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
     """Return the angles of tokens as the extension takes them, of all groups of heads; None for a table it does not."""
-    if rotation.as_hf or rotation.cache_rows:
+    if rotation.frequencies.is_floating_point():  # those of Transformers, or an engine's cache
         cos, sin = reference.cos_sin(rotation, tokens)
         return cos.numpy(), sin.numpy()
     positions: Array = rotation.positions.numpy()
     ids = _ids_of(positions, rotation.axes, tokens, rotation.fractional) if rotation.is_table else positions
     if ids is None:
         return None
-    words, pair_axis = rotation.frequencies.numpy(), np.atleast_2d(rotation.pair_axis.numpy())
+    words, pair_axis = rotation.frequencies.numpy(), rotation.pair_axis.view(-1, rotation.pair_axis.shape[-1]).numpy()
     return ids, rotation.fractional, words, pair_axis, COEFFICIENTS, rotation.attention_factor
-
-
-def turning(angles: Angles, seq: int, rotation: RotationArguments, otherwise: Callable[[], Turn]) -> Turn:
-    """Return the function that turns blocks of (batch, seq) tokens in C, or as otherwise says where C declines."""
-
-    def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
-        none, start = value[:, :, :0], block[0].start * seq + block[1].start
-        part = _part(angles, slice(start, start + value.shape[0] * value.shape[1]))
-        if not rotate(value, none, value, none, part, rotation):
-            otherwise()(value, scratch, block)
-
-    return turn
-
-
-def _part(angles: Angles, tokens: slice) -> Angles:
-    """Return the angles of some of the tokens."""
-    if len(angles) == 2:
-        return tuple(table[tokens] for table in angles)
-    positions, *rest = angles
-    return positions[:, tokens], *rest
 
 
 def _of_group(angles: Angles, group: int) -> Angles:
@@ -96,7 +79,7 @@ def _ids_of(table: Array, axes: int, tokens: int, fractional: bool) -> Array | N
 
 
 def rotate(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, rotation: RotationArguments, norm: Norm = NONE
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, rotation: RotationArguments, norm: Norm
 ) -> bool:
     """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
@@ -123,8 +106,10 @@ def rotate(
         starts = np.flatnonzero((axes[1:] != axes[:-1]).any(axis=1)) + 1  # neighbours that turn alike go together
         cut = zip(*(np.split(x, starts * (x.shape[2] // len(axes)), axis=2) for x in tensors), strict=True)
         groups = [(heads, _of_group(angles, group)) for group, heads in zip([0, *starts], cut, strict=True)]
-    weights = (w for x, w in zip((q, k), norm.weights(), strict=True) if x.shape[2])
-    scaling = None if norm is NONE else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
+    scaling = None
+    if not norm.is_none:
+        weights = (w for x, w in zip((q, k), norm.weights(), strict=True) if x.shape[2])
+        scaling = norm.eps, *(w if w is None else w.detach().numpy() for w in weights)
     threads = torch.get_num_threads()  # asked once: another thread may set it
     workers = min(threads, (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
-from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
@@ -31,13 +31,12 @@ __all__ = [
     "PositionIds",
     "Positions",
     "cache_of",
-    "check_axes",
     "check_heads",
     "constants",
     "frequencies_of",
-    "ids_beside",
+    "ids_on",
     "number_of",
-    "position_ids",
+    "rotation_of",
 ]
 
 
@@ -127,11 +126,13 @@ class DevicePositions:
 
 
 def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the table with unused columns behind it, which begin at the token count and are reached by no token."""
+    """Copy the table, with unused columns behind it, which begin at the token count and are reached by no token."""
     if not isinstance(positions, PositionTable):
         raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
-    used = positions.num_segments
-    reserved = max(used, 1) if capacity is None else integer("capacity", capacity, minimum=1)
+    used = positions.table.shape[1]
+    if capacity is None and used:
+        return positions.table.copy()
+    reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
     if used > reserved:
         raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
     columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
@@ -141,8 +142,10 @@ def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple
 
 
 def _row_length(positions: PositionTable) -> int:
-    lengths = positions.lengths
-    return int(lengths[0]) if lengths.size and (lengths == lengths[0]).all() else 0
+    """Return the tokens of every document where they are equal, else 0."""
+    starts = positions.documents[FIRST_TOKEN].tolist()
+    length = positions.num_tokens // max(len(starts), 1)
+    return length if length and starts == list(range(0, positions.num_tokens, length)) else 0
 
 
 Positions = DevicePositions | PositionTable | Tensor
@@ -170,68 +173,54 @@ class PositionIds(NamedTuple):
         return x.reshape(*self.shape, *x.shape[1:])
 
 
-def position_ids(
-    positions: Positions, device: torch.device, validate: bool = False, name: str = "positions"
+def ids_on(
+    positions: Positions,
+    rotary: Rotary,
+    device: torch.device,
+    validate: bool = False,
+    name: str = "positions",
+    like: str | None = None,
 ) -> PositionIds:
-    """Return positions of any sort as one tensor; a PositionTable is copied to the device.
+    """Return positions of any sort, checked to have a rotary's axes, as one tensor; a table is copied to the device.
 
     Args:
         positions: DevicePositions, a PositionTable, or dense ids.
+        rotary: whose axes they must have.
         device: where a PositionTable goes.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
-        name: of the argument, for messages.
+        name: of the positions, for messages.
+        like: the name of a tensor that lies on the device, as they must; None for positions that may lie elsewhere.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
     if isinstance(positions, DevicePositions):
         mode = reference.TABLE_FRACTIONAL if positions.fractional else reference.TABLE_INTEGER
         tokens, seq = positions.num_tokens, positions.row_length
-        return PositionIds(positions.table, mode, positions.axes, tokens, (tokens // seq, seq) if seq else (tokens,))
-    if not isinstance(positions, Tensor):
+        shape = (tokens // seq, seq) if seq else (tokens,)
+        ids = PositionIds(positions.table, mode, positions.axes, tokens, shape)
+    elif isinstance(positions, Tensor):
+        ids = _dense_ids(positions, validate, name)
+    else:
         raise InvalidInputError(
             f"{name}: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
         )
-    return _dense_ids(positions, validate, name)
-
-
-def ids_beside(
-    x: Tensor, like: str, positions: Positions, rotary: Rotary, validate: bool, name: str = "positions"
-) -> PositionIds:
-    """Return positions as ``position_ids`` does, checked to have a rotary's axes and to lie where a tensor does.
-
-    Args:
-        x: the tensor.
-        like: its name, for messages.
-        positions: DevicePositions, a PositionTable, or dense ids.
-        rotary: whose axes they must have.
-        validate: also check dense ids that lie on a device.
-        name: of the positions, for messages.
-    """
-    ids = position_ids(positions, x.device, validate, name)
-    if ids.tensor.device != x.device:
-        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {x.device} as {like}")
-    check_axes(ids, rotary, name)
+    if like is not None and ids.tensor.device != device:
+        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {device} as {like}")
+    if ids.axes != rotary.axes:
+        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
     return ids
 
 
-def check_axes(ids: PositionIds, rotary: Rotary, name: str = "positions") -> None:
-    """Refuse ids of another number of axes than a rotary has."""
-    if ids.axes != rotary.axes:
-        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
-
-
-def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
+def check_heads(name: str, x: Tensor, want: int, *, shared: bool = False) -> None:
     """Refuse a tensor with other heads, (…, heads, head_dim), than a rotary has axes for.
 
     Args:
         name: of the tensor, for messages.
         x: q, k, or a cache of k.
-        rotary: whose head_axes are one for each kv head.
+        want: heads of k.
         shared: whether several heads share a kv head, as those of q do.
     """
-    if rotary.head_axes is None:
-        return
-    heads, want = x.shape[-2], len(rotary.head_axes)
+    heads = x.shape[-2]
     if heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
         raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as head_axes in rotary")
@@ -264,11 +253,23 @@ def _alike(head_axes: Sequence[int]) -> int:
 
 
 @cache
-def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keep tensors for good, a few kilobytes each: a captured CUDA graph holds their addresses."""
+def _constants(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keep tensors for good, a few kilobytes each: a captured CUDA graph holds their addresses.
+
+    A rotary is its text here, since some versions of torch take no other objects for constants of a graph.
+    """
     with torch.inference_mode(False):  # whoever comes first, training may come next
-        frequencies, pair_axis = frequencies_of(rotary)
+        frequencies, pair_axis = frequencies_of(Rotary.from_dict(json.loads(text)))
         return frequencies.to(device), pair_axis.to(device)
+
+
+def _constants_in_graphs(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _constants(text, device)
+
+
+_constants_of: Any = _constants_in_graphs
+# The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
+_constants_of._dynamo_marked_constant = True
 
 
 def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -277,17 +278,17 @@ def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
         return _constants_of(rotary.text, device)
     # Under a FakeTensorMode all that is made has a shape alone, which must not be kept for those who come later.
     faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return (_constants.__wrapped__ if faked else _constants)(rotary, device)
+    return (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
 
 
-def _made_from_text(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the same of a text, since some versions of torch take no other objects for constants of a graph."""
-    return _constants(Rotary.from_dict(json.loads(text)), device)
-
-
-_constants_of: Any = _made_from_text
-# The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
-_constants_of._dynamo_marked_constant = True
+def rotation_of(
+    ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
+) -> reference.RotationArguments:
+    """Return a rotation by ids as the operators take it."""
+    made, adjacent = constants(rotary, ids.tensor.device), rotary.pairing == "adjacent"
+    return reference.RotationArguments(
+        ids.tensor, *made, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation
+    )
 
 
 def _torch_power(base: float, exponents: Any) -> Any:
@@ -368,9 +369,9 @@ Implementation = Literal["auto", "reference", "triton"]
 
 def number_of(implementation: Implementation, device: torch.device) -> int:
     """Return the number of an implementation in the operators, if it can run on the device."""
-    one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":
         return reference.TRITON if device.type == "cuda" and _has_triton() else reference.AUTO
+    one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
     if implementation == "triton" and not _has_triton():

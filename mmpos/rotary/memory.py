@@ -29,7 +29,7 @@ def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
 def check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
     """Refuse to rotate in place what gradients go through, or what shares memory."""
     tensors = {"q": q} if k is None else {"q": q, "k": k}
-    weights = {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight}
+    weights = {"norm.q_weight": norm.q_weight, "norm.k_weight": norm.k_weight}
     for name, x in (weights | tensors).items():
         if x is not None and torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")

@@ -18,18 +18,16 @@ from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
 from mmpos.rotary.paged import NO_SCALES, Scales, Stored
-from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
-from mmpos.support import native
+from mmpos.rotary.reference import AUTO, NO_NORM, TRITON, Norm, RotationArguments
 
 __all__ = [
     "define_operator",
-    "norm_rotate",
-    "norm_rotate_",
     "rerotate_",
     "rotate",
     "rotate_",
     "rotate_and_store",
     "rotate_and_store_",
+    "rotate_backward",
 ]
 
 _ROTATION = (
@@ -48,175 +46,110 @@ _STORE = (
 """Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens;
 then Scales."""
 
-# The rotation.
+# The rotation, and the norm before or after it.
 
 
 def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _run(q, k, q_out, k_out, RotationArguments(*arguments))
+    _run(q, k, q_out, k_out, *_norm_and_rotation(arguments))
     return q_out, k_out
 
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    _run(q, k, q, k, RotationArguments(*arguments))
-    _mark_written(q, k)
-
-
-def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments) -> None:
-    batch, seq = q.shape[:2]
-    if rotation.implementation == TRITON:
-        from mmpos.rotary import kernel
-
-        kernel.launch_rotate(q, k, q_out, k_out, rotation)
-    elif batch * seq and not _rotated_in_c(q, k, q_out, k_out, rotation):
-        cos, sin = (x.unflatten(0, (batch, seq)) for x in reference.cos_sin(rotation, batch * seq))
-        sin = -sin if rotation.conjugate else sin
-        reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
-
-
-def _rotated_in_c(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
-) -> bool:
-    """Normalise and rotate by the extension where that is wanted, there and takes the tensors; whether it did."""
-    if rotation.implementation != AUTO or norm.after or not cpu.takes(q, k, q_out, k_out):
-        return False
-    angles = cpu.angles_of(rotation, q.shape[0] * q.shape[1])
-    return angles is not None and cpu.rotate(q, k, q_out, k_out, angles, rotation, norm)
-
-
-def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, positions, frequencies, pair_axis, *ctx.numbers = inputs
-    ctx.save_for_backward(positions, frequencies, pair_axis)
-
-
-def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
-    rotation = RotationArguments(*ctx.saved_tensors, *ctx.numbers)
-    needs_q, needs_k = ctx.needs_input_grad[:2]
-    q_back, k_back = rotate(
-        q_grad if needs_q else _without_heads(q_grad),
-        k_grad if needs_k else _without_heads(k_grad),
-        *rotation.reversed(),
-    )
-    return q_back if needs_q else None, k_back if needs_k else None, *(None,) * len(rotation)
-
-
-# The norm before or after it.
-
-
-def _norm_rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _run_norm(q, k, q_out, k_out, *_norm_and_rotation(arguments))
-    return q_out, k_out
-
-
-def _norm_rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    _run_norm(q, k, q, k, *_norm_and_rotation(arguments))
+    _run(q, k, q, k, *_norm_and_rotation(arguments))
     _mark_written(q, k)
 
 
 def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
-    q_weight, k_weight, eps, offset, after, *rotation = arguments
-    norm = NONE if q_weight is None and k_weight is None else Norm(q_weight, k_weight, eps, offset, after)
-    return norm, RotationArguments(*rotation)
+    count = len(NO_NORM)
+    return Norm(*arguments[:count]), RotationArguments(*arguments[count:])
 
 
-def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
+def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
+    batch, seq = q.shape[:2]
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
         kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
-    elif q.shape[0] * q.shape[1] and not _rotated_in_c(q, k, q_out, k_out, rotation, norm):
-        turn = _turn(q, rotation)
+    elif batch * seq and not (rotation.implementation == AUTO and cpu.rotated(q, k, q_out, k_out, rotation, norm)):
+        turn = reference.turning_of(rotation, batch, seq)
         for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
-            if weight is None:
-                reference.rotate_by(turn, x, out, 2 * rotation.num_pairs)
-            else:
-                reference.rotate_normalised(x, out, weight, norm, turn)
+            reference.rotate(x, out, turn, rotation.num_pairs, norm, weight)
 
 
-def _turn(q: Tensor, rotation: RotationArguments) -> reference.Turn:
-    """Return the function that turns blocks: in C where that is wanted and there, else in torch, to the same bits."""
-    batch, seq = q.shape[:2]
-
-    @cache
-    def plain() -> reference.Turn:
-        cos, sin = (x.unflatten(0, (batch, seq)) for x in reference.cos_sin(rotation, batch * seq))
-        return reference.turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
-
-    if rotation.implementation != AUTO or native.core is None or q.device.type != "cpu":
-        return plain()
-    angles = cpu.angles_of(rotation, batch * seq)
-    return plain() if angles is None else cpu.turning(angles, seq, rotation, otherwise=plain)
-
-
-def _norm_rotate_backward(
+def _rotate_backward(
     q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     norm, rotation = _norm_and_rotation(arguments)
-    back = rotation.reversed()
+    back, (batch, seq) = rotation.reversed(), q.shape[:2]
     outs = [torch.empty_like(x) if want else None for x, want in zip((q, k), wanted[:2], strict=True)]
     sums: list[Tensor | None] = [q.new_zeros(q.shape[3], dtype=torch.float32) if want else None for want in wanted[2:]]
-    if not q.shape[0] * q.shape[1]:
+    if not batch * seq:
         pass
     elif rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
         sums = kernel.launch_backward((q_grad, k_grad), (q, k), outs, wanted[2:], back, norm)
     else:
-        turn, turn_back = _turn(q, rotation) if norm.after else None, _turn(q, back)
+        turn = reference.turning_of(rotation, batch, seq) if norm.after else None
+        turn_back = reference.turning_of(back, batch, seq)
         for grad, x, out, weight, total in zip((q_grad, k_grad), (q, k), outs, norm.weights(), sums, strict=True):
             if weight is not None:
                 reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back, out, total)
             elif out is not None:
-                reference.rotate_by(turn_back, grad, out, 2 * rotation.num_pairs)
+                reference.rotate(grad, out, turn_back, rotation.num_pairs)
     weights = (norm.q_weight, norm.k_weight)
     gradients = *outs, *(None if x is None or w is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _save_norm_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, q_weight, k_weight, *ctx.of_norm, positions, frequencies, pair_axis = inputs[:10]
-    mode, adjacent, factor, conjugate, implementation = inputs[10:]
-    ctx.numbers = mode, adjacent, factor, conjugate, implementation
+    ctx.numbers = inputs[10:]
     # What is not normalised goes back without being there.
     kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
     ctx.save_for_backward(*kept, q_weight, k_weight, positions, frequencies, pair_axis)
 
 
-def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
     norm = Norm(q_weight, k_weight, *ctx.of_norm)
     rotation = RotationArguments(*tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:4])
-    outputs = list(grads)
-    inputs = [grad if x is None else x for grad, x in zip(grads, (q, k), strict=True)]
-    for i in range(2):
-        if not (wanted[i] or wanted[2 + i]):
-            outputs[i], inputs[i] = outputs[i][:, :, :0], inputs[i][:, :, :0]
-    if torch.is_grad_enabled():
-        gradients = _differentiable_gradients(outputs, inputs, norm, rotation)
+    # Nobody wants them of the one or the other: it has no heads.
+    kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
+    grads = tuple(x if wanted[i] or wanted[2 + i] else x[:, :, :0] for i, x in enumerate(grads))
+    if norm.is_none:
+        gradients = *rotate(*grads, *NO_NORM, *rotation.reversed()), None, None
+    elif torch.is_grad_enabled():
+        gradients = _differentiable_gradients(grads, kept, wanted, norm, rotation)
     else:
-        gradients = norm_rotate_backward(*outputs, *inputs, wanted, *norm, *rotation)
+        inputs = [grad if x is None else x for grad, x in zip(grads, kept, strict=True)]
+        gradients = rotate_backward(*grads, *inputs, wanted, *norm, *rotation)
     needed = (x if want else None for x, want in zip(gradients, wanted, strict=True))
     return *needed, *(None,) * (len(ctx.of_norm) + len(rotation))
 
 
 def _differentiable_gradients(
-    grads: Sequence[Tensor], inputs: Sequence[Tensor], norm: Norm, rotation: RotationArguments
-) -> tuple[Tensor | None, ...]:
-    """Compute the same gradients by operations that have gradients of their own, for derivatives of derivatives."""
-    dtype, weights = inputs[0].dtype, (norm.q_weight, norm.k_weight)
+    grads: Sequence[Tensor], kept: Sequence[Tensor | None], wanted: Sequence[bool], norm: Norm,
+    rotation: RotationArguments,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Compute the same gradients by those of torch's operations, for derivatives of derivatives."""
+    # What is turned alone may be anything: its gradient does not depend on it.
+    inputs = [
+        torch.zeros_like(grad, requires_grad=True) if x is None else x for grad, x in zip(grads, kept, strict=True)
+    ]
+    weights = (norm.q_weight, norm.k_weight)
+    outs: Sequence[Tensor] = [x.to(torch.float32) for x in inputs]
+    if norm.after:
+        outs = rotate(*outs, *NO_NORM, *rotation)
+    outs = [reference.normalised(x, weight, norm) for x, weight in zip(outs, weights, strict=True)]
+    if not norm.after:
+        outs = rotate(*outs, *NO_NORM, *rotation)
+    asked = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]
     wide = [grad.to(torch.float32) for grad in grads]
-    if norm.after:
-        inputs = rotate(*(x.to(torch.float32) for x in inputs), *rotation)
-    else:
-        wide = rotate(*wide, *rotation.reversed())
-    (q_grad, q_weight), (k_grad, k_weight) = (
-        reference.norm_gradients(grad, x, weight, norm) for grad, x, weight in zip(wide, inputs, weights, strict=True)
-    )
-    if norm.after:
-        q_grad, k_grad = (x.to(dtype) for x in rotate(q_grad, k_grad, *rotation.reversed()))
-    return q_grad, k_grad, q_weight, k_weight
+    found = iter(torch.autograd.grad(outs, asked, wide, create_graph=True))  # type: ignore[arg-type]
+    return tuple(next(found) if want else None for want in wanted)
 
 
 # The paged cache: for inference, without gradients.
@@ -252,10 +185,7 @@ def _run_store(
         kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
     elif scales.are_none:
         turned = k_out if stored.return_k else torch.empty_like(k)
-        if norm is NONE:
-            _run(q, k, q_out, turned, rotation)
-        else:
-            _run_norm(q, k, q_out, turned, norm, rotation)
+        _run(q, k, q_out, turned, norm, rotation)
         paged.write(stored.caches, (turned, stored.v), stored.slots)
     else:
         q_wanted, turned = _store_scaled(q, k, stored, norm, rotation)
@@ -272,10 +202,10 @@ def _store_scaled(
 ) -> tuple[Tensor, Tensor]:
     """Store k and v, and return q as it is wanted and k in float32, from which what is stored is rounded once."""
     full, scales = (q.to(torch.float32), k.to(torch.float32)), stored.scales
-    q_out, turned = rotate(*full, *rotation) if norm is NONE else norm_rotate(*full, *norm, *rotation)
+    q_out, turned = rotate(*full, *norm, *rotation)
     rows = []
     for x, pages, (scale, computed) in zip(
-        (turned, stored.v), stored.caches, (scales.of_k(), scales.of_v()), strict=True
+        (turned, stored.v), stored.caches, ((scales.k, scales.k_computed), (scales.v, scales.v_computed)), strict=True
     ):
         divisor = scale
         if computed is not None:
@@ -309,7 +239,7 @@ def _rerotate_plainly(
     keys = paged.read(pages, slots).unsqueeze(0)
     turned = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
     cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
-    reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
+    reference.rotate(turned, turned, reference.turning(cos, sin, stop.adjacent), stop.num_pairs)
     if turned is not keys:
         growth = turned.new_ones(()) if scales is None else paged.grown(turned, pages.dtype)
         turned = paged.quantised(turned, growth, pages.dtype)
@@ -325,7 +255,7 @@ def _fake_rotate(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _fake_norm_backward(
+def _fake_backward(
     _q_grad: Tensor, _k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     like = (q, k, *arguments[:2])
@@ -383,25 +313,19 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-rotate = define_operator(f"rotate(Tensor q, Tensor k, {_ROTATION}) -> (Tensor, Tensor)", _rotate, _fake_rotate)
-"""Rotate q and k into new tensors."""
-rotate_ = define_operator(f"rotate_(Tensor(a!) q, Tensor(b!) k, {_ROTATION}) -> ()", _rotate_in_place, _fake_in_place)
-"""Rotate q and k in place."""
-norm_rotate = define_operator(
-    f"norm_rotate(Tensor q, Tensor k, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)", _norm_rotate, _fake_rotate
-)
+rotate = define_operator(f"rotate(Tensor q, Tensor k, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)", _rotate, _fake_rotate)
 """Normalise and rotate q and k into new tensors."""
-norm_rotate_ = define_operator(
-    f"norm_rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()", _norm_rotate_in_place, _fake_in_place
+rotate_ = define_operator(
+    f"rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()", _rotate_in_place, _fake_in_place
 )
 """Normalise and rotate q and k in place."""
-norm_rotate_backward = define_operator(
-    f"norm_rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
+rotate_backward = define_operator(
+    f"rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _norm_rotate_backward,
-    _fake_norm_backward,
+    _rotate_backward,
+    _fake_backward,
 )
-"""Compute gradients of q, k and both weights; those that are not wanted are empty."""
+"""Compute gradients of q, k and both weights of a norm; those that are not wanted are empty."""
 rotate_and_store = define_operator(
     f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
     _store,
@@ -422,5 +346,4 @@ rerotate_ = define_operator(
 )
 """Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
 
-torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save_rotation, lib=_LIBRARY)
-torch.library.register_autograd("mmpos::norm_rotate", _norm_backward, setup_context=_save_norm_rotation, lib=_LIBRARY)
+torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save, lib=_LIBRARY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.support.checks import INT32_MAX
+from mmpos.rotary.memory import check_inference
+from mmpos.support.checks import INT32_MAX, one_of
 
 __all__ = [
     "EIGHT_BITS",
     "LEAST_SCALE",
     "NO_SCALES",
     "QUERY",
+    "Cache",
     "CacheLayout",
     "Scales",
     "SlotNames",
@@ -40,35 +42,71 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of 8 bits that a cache may have."""
 
 
-def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Tensor], scaled: bool = False) -> Tensor:
-    """View a cache as (blocks, block_size, heads, head_dim), whatever its layout and strides.
+class Cache(NamedTuple):
+    """A paged cache of k and v, and which of its slots a call writes.
+
+    Slot s is offset s mod block_size of block s // block_size. A token whose slot is negative is not stored, and so is
+    one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
+    large. A slot for several tokens is an error where slots are read; unread, on a device or in a compiled graph, it
+    gets some elements of each. Sources: vLLM's reshape_and_cache_flash, FlashInfer's append_paged_kv_cache.
 
     Args:
-        name: of the cache, for messages.
-        cache: (blocks, block_size, heads, head_dim) "NHD", (blocks, heads, block_size, head_dim) "HND", or
-            (slots, heads, head_dim), which is a block size of 1 in both.
-        layout: of a cache of four dimensions.
-        like: what is written into it, (batch, seq, heads, head_dim), and its name, k or v.
-        scaled: whether scales came with it.
+        key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
+            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, or with k_scale in float8_e4m3fn or
+            float8_e5m2, any strides: a view of what holds k and v together, or all layers, is written where it lies.
+        value_cache: likewise, with the head_dim of v, and v_scale.
+        slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
+        layout: "NHD" or "HND".
+        k_scale: float32 by which k is divided before it is rounded to a cache of 8 bits: () or (1,) for all, or
+            (num_kv_heads,). Of the cache's shape without head_dim they are not read but written: each key that is
+            stored gets its own, its largest magnitude by the largest number of the cache's dtype.
+        v_scale: likewise of v.
+        q_scale: float32 of the shape of q without head_dim, to which a scale for each query is written; q then comes
+            back as float8_e4m3fn.
     """
-    other, x = like
-    if not isinstance(cache, Tensor):
-        raise InvalidInputError(f"{name}: got {type(cache).__name__}, want a tensor of {x.dtype} as {other}")
-    if scaled and cache.dtype == x.dtype:
-        raise InvalidInputError(f"{other}_scale: got scales for a cache of {cache.dtype}, want None")
-    if cache.dtype != x.dtype and not (scaled and cache.dtype in EIGHT_BITS):
-        plainly = f"{x.dtype} as {other}"
-        if cache.dtype in EIGHT_BITS:
+
+    key_cache: Tensor
+    value_cache: Tensor
+    slot_mapping: Tensor
+    layout: CacheLayout = "NHD"
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    q_scale: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is read or written beside the slots, by name."""
+        names = ("key_cache", "value_cache", "k_scale", "v_scale", "q_scale")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+
+def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
+    """View the cache of k or v as (blocks, block_size, heads, head_dim), whatever its layout and strides.
+
+    Args:
+        cache: both.
+        like: which of the two.
+        x: what is written into it, (batch, seq, heads, head_dim).
+    """
+    name, pages = ("key_cache", cache.key_cache) if like == "k" else ("value_cache", cache.value_cache)
+    scaled = (cache.k_scale if like == "k" else cache.v_scale) is not None
+    one_of("cache.layout", cache.layout, ("NHD", "HND"))
+    if not isinstance(pages, Tensor):
+        raise InvalidInputError(f"{name}: got {type(pages).__name__}, want a tensor of {x.dtype} as {like}")
+    if scaled and pages.dtype == x.dtype:
+        raise InvalidInputError(f"{like}_scale: got scales for a cache of {pages.dtype}, want None")
+    if pages.dtype != x.dtype and not (scaled and pages.dtype in EIGHT_BITS):
+        plainly = f"{x.dtype} as {like}"
+        if pages.dtype in EIGHT_BITS:
             raise UnsupportedError(
-                f"{name}: got {cache.dtype}, which needs scales, want {other}_scale beside it, or {plainly}"
+                f"{name}: got {pages.dtype}, which needs scales, want {like}_scale beside it, or {plainly}"
             )
-        if cache.dtype.itemsize == 1:
+        if pages.dtype.itemsize == 1:
             names = " or ".join(map(str, EIGHT_BITS))
-            raise UnsupportedError(f"{name}: got {cache.dtype}, want {names} with {other}_scale, or {plainly}")
-        raise InvalidInputError(f"{name}: got {cache.dtype}, want {plainly}")
-    if cache.device != x.device:
-        raise InvalidInputError(f"{name}: got a tensor on {cache.device}, want {x.device} as {other}")
-    return as_pages(name, cache, layout, *x.shape[2:])
+            raise UnsupportedError(f"{name}: got {pages.dtype}, want {names} with {like}_scale, or {plainly}")
+        raise InvalidInputError(f"{name}: got {pages.dtype}, want {plainly}")
+    if pages.device != x.device:
+        raise InvalidInputError(f"{name}: got a tensor on {pages.device}, want {x.device} as {like}")
+    return as_pages(name, pages, cache.layout, *x.shape[2:])
 
 
 def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
@@ -79,6 +117,7 @@ def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, he
         inner = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {inner}) or (slots, {heads}, {head_dim})"
         raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
+    check_inference({name: cache})  # before slots are read, which forward mode has no memory of
     if _capacity(pages) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
     return pages
@@ -237,21 +276,9 @@ class Scales(NamedTuple):
 
     @property
     def written(self) -> list[str]:
-        """Names of those that are computed, as ``rotate_and_store`` has them."""
+        """Names of those that are computed, as ``Cache`` has them."""
         computed = zip(("k_scale", "v_scale", "q_scale"), self[2:], strict=True)
         return [name for name, scale in computed if scale is not None]
-
-    def of_q(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return those of q that are read, of which there are none, and that are computed."""
-        return None, self.q_computed
-
-    def of_k(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return those of k that are read, and that are computed."""
-        return self.k, self.k_computed
-
-    def of_v(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return those of v that are read, and that are computed."""
-        return self.v, self.v_computed
 
 
 NO_SCALES = Scales(None, None, None, None, None)
@@ -281,6 +308,10 @@ class Stored(NamedTuple):
     def caches(self) -> tuple[Tensor, Tensor]:
         """Those of k and of v."""
         return self.key_cache, self.value_cache
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return all of it in one row."""
+        return *self[:-1], *self.scales
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -314,13 +345,14 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def scale_of_cache(
-    name: str, scale: Tensor, cache: Tensor, pages: Tensor, layout: CacheLayout, validate: bool
+    name: str, scale: Tensor | None, cache: Tensor, pages: Tensor, layout: CacheLayout, validate: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the scales of a cache of 8 bits; their values are read only on a host, or with validate.
 
     Args:
         name: of the scales, for messages.
-        scale: (), (1,) or (heads,), which are read, or of the cache's shape without head_dim, which are written.
+        scale: (), (1,) or (heads,), which are read, or of the cache's shape without head_dim, which are written; None
+            for a cache of other dtypes.
         cache: as it came.
         pages: it as (blocks, block_size, heads, head_dim).
         layout: of the cache.
@@ -329,6 +361,8 @@ def scale_of_cache(
     Returns:
         (heads,) those that are read, or None, and (blocks, block_size, heads) those that are written, or None.
     """
+    if scale is None:
+        return None, None
     _check_float32(name, scale)
     if scale.device != pages.device:
         raise InvalidInputError(f"{name}: got a tensor on {scale.device}, want {pages.device} as the cache")
@@ -357,9 +391,11 @@ def scale_of_queries(scale: Tensor, q: Tensor) -> Tensor:
 
 
 def _check_float32(name: str, scale: Tensor) -> None:
+    """Check a tensor of scales, which gradients do not go through."""
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidInputError(f"{name}: got {got}, want a tensor of float32")
+    check_inference({name: scale})
 
 
 def _check_values(name: str, scale: Tensor) -> None:

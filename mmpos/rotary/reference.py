@@ -6,16 +6,16 @@ The kernel and the extension are judged by what is here, and it does all that th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.rows import AXES
-from mmpos.support.checks import one_of
+from mmpos.positions.table_rows import AXES
+from mmpos.support.checks import boolean, instance
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
@@ -299,70 +299,69 @@ LARGEST = 2.0**127
 """Beyond it float32 has infinity, times which a channel of zero is no number."""
 
 
-NormOrder = Literal["before", "after"]
-
-
 class Norm(NamedTuple):
     """RMSNorm of each head: x / √(mean(x²) + eps) · (weight + offset), over all its channels.
 
+    Source: arXiv 1910.07467 (RMSNorm).
+
     Args:
-        q_weight: (head_dim,) contiguous, or None where q is not normalised.
+        q_weight: (head_dim,) float32, bfloat16 or float16; None does not normalise q.
         k_weight: likewise of k.
-        eps: added to the mean of squares.
-        offset: added to the weights: 1.0 in Gemma.
+        eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
+        offset: added to the weights: 1.0 for Gemma's, which are 1.0 less than what multiplies.
         after: whether x is the head once it is rotated, instead of the head before.
     """
 
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    offset: float
-    after: bool
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+    after: bool = False
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is normalised."""
+        return self.q_weight is None and self.k_weight is None
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (head_dim,) float32 weights of q and of k, offset included."""
         return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
 
 
-def norm_of(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    offset: float,
-    order: NormOrder,
-) -> Norm:
-    """Check the arguments of a norm, which is ``NONE`` without weights.
+NO_NORM = Norm()
+
+
+def checked_norm(norm: Norm, q: object, k: object) -> Norm:
+    """Check that a norm fits q and k, and return it with contiguous weights; ``NO_NORM`` without any.
 
     Raises:
-        InvalidInputError: a weight does not fit q or k, a number is out of range, or the order is not known.
+        InvalidInputError: a weight does not fit q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
-    one_of("norm_order", order, ("before", "after"))
-    if q_weight is None and k_weight is None:
-        return NONE
-    if k is None and k_weight is not None:
-        raise InvalidInputError("k_norm_weight: got a weight without k, want None")
+    q_weight, k_weight, eps, offset, after = instance("norm", norm, Norm, "mmpos.rotary.Norm")
+    boolean("norm.after", after)
     if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
-        raise InvalidInputError(f"norm_eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+        raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
     if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
-        raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
-    weights = _checked("q", q, q_weight), _checked("k", k, k_weight)
-    return Norm(*weights, float(eps), float(offset), order == "after")
+        raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
+    if k is None and k_weight is not None:
+        raise InvalidInputError("norm.k_weight: got a weight without k, want None")
+    weights = _checked_weight("q", q, q_weight), _checked_weight("k", k, k_weight)
+    checked = Norm(*weights, float(eps), float(offset), after)
+    return NO_NORM if checked.is_none else checked
 
 
-def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
+def _checked_weight(name: str, x: object, weight: Tensor | None) -> Tensor | None:
     if weight is None or not isinstance(x, Tensor):
         return None  # what is no tensor is refused with q and k
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise InvalidInputError(f"{name}_norm_weight: got {got}, want a tensor of float32, bfloat16 or float16")
+        raise InvalidInputError(f"norm.{name}_weight: got {got}, want a tensor of float32, bfloat16 or float16")
     if weight.shape != x.shape[-1:]:
-        raise InvalidInputError(f"{name}_norm_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
+        raise InvalidInputError(f"norm.{name}_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
     if weight.device != x.device:
-        raise InvalidInputError(f"{name}_norm_weight: got a tensor on {weight.device}, want {x.device} as {name}")
-    check_no_tangent(f"{name}_norm_weight", weight)
+        raise InvalidInputError(f"norm.{name}_weight: got a tensor on {weight.device}, want {x.device} as {name}")
+    check_no_tangent(f"norm.{name}_weight", weight)
     return weight.contiguous()
 
 
@@ -379,10 +378,6 @@ def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
     return weight + offset if offset else weight
 
 
-NONE = Norm(None, None, 0.0, 0.0, False)
-"""No norm."""
-
-
 Block: TypeAlias = tuple[slice, slice]
 """Place of a block in batch and seq."""
 
@@ -390,21 +385,38 @@ Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
 """Turns float32 heads of a block in place, with scratch of the same shape; channels behind the pairs stay."""
 
 
-def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
-    """Rotate the first 2·pairs channels of each tensor into another, and copy the rest.
+def rotate(x: Tensor, out: Tensor, turn: Turn, pairs: int, norm: Norm = NO_NORM, weight: Tensor | None = None) -> None:
+    """Turn the first 2·pairs channels of heads and copy the rest; with a weight, normalise all of them before or after.
 
     Arithmetic is in float32 with one rounding at the end; products and sums are rounded one by one,
     as the kernel does it, so both give the same bits.
 
     Args:
-        tensors: pairs (x, out) of (batch, seq, heads, head_dim) in any floating dtype and strides; out may be x.
-        cos: (batch, seq, pairs) or (batch, seq, groups, pairs) float32.
-        sin: likewise.
-        adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
+        x: (batch, seq, heads, head_dim) in any floating dtype and strides.
+        out: likewise; it may be x.
+        turn: turns blocks.
+        pairs: pairs of channels that turn.
+        norm: the eps and order that go with the weight.
+        weight: (head_dim,) float32, what it is offset by included; None does not normalise.
     """
-    turn = turning(cos, sin, adjacent)
-    for x, out in tensors:
-        rotate_by(turn, x, out, 2 * cos.shape[-1])
+    width = 2 * pairs if weight is None else x.shape[-1]
+    if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
+        out[..., width:].copy_(x[..., width:])
+    for block, (value, scratch) in blocks(x[..., :width], 2):
+        value.copy_(x[block][..., :width])
+        if weight is None or norm.after:
+            turn(value, scratch, block)
+        if weight is not None:
+            value.mul_(_inverse_rms(value, scratch, norm.eps)).mul_(weight)
+            if not norm.after:
+                turn(value, scratch, block)
+        out[block][..., :width].copy_(value)
+
+
+def turning_of(rotation: RotationArguments, batch: int, seq: int) -> Turn:
+    """Return the function that turns blocks of (batch, seq) tokens by a rotation."""
+    cos, sin = (x.unflatten(0, (batch, seq)) for x in cos_sin(rotation, batch * seq))
+    return turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
 
 
 def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
@@ -423,16 +435,6 @@ def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
         value.mul_(cos[block]).add_(scratch.mul_(sin[block]))
 
     return turn
-
-
-def rotate_by(turn: Turn, x: Tensor, out: Tensor, width: int) -> None:
-    """Turn the first channels of a tensor, and copy the rest."""
-    if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
-        out[..., width:].copy_(x[..., width:])
-    for block, (value, scratch) in blocks(x[..., :width], 2):
-        value.copy_(x[block][..., :width])
-        turn(value, scratch, block)
-        out[block][..., :width].copy_(value)
 
 
 def blocks(x: Tensor, count: int) -> Iterator[tuple[Block, list[Tensor]]]:
@@ -468,31 +470,11 @@ def _concatenate(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
 
-def rotate_normalised(x: Tensor, out: Tensor, weight: Tensor, norm: Norm, turn: Turn) -> None:
-    """Normalise the heads of x and turn them, in the order of the norm, in float32 with one rounding at the end.
-
-    Args:
-        x: (batch, seq, heads, head_dim) in any floating dtype and strides.
-        out: likewise; it may be x.
-        weight: (head_dim,) float32, what it is offset by included.
-        norm: the eps and order that go with the weight.
-        turn: turns blocks.
-    """
-    for block, (value, scratch) in blocks(x, 2):
-        value.copy_(x[block])
-        if norm.after:
-            turn(value, scratch, block)
-        value.mul_(_inverse_rms(value, scratch, norm.eps)).mul_(weight)
-        if not norm.after:
-            turn(value, scratch, block)
-        out[block].copy_(value)
-
-
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, turn: Turn | None, back: Turn,
     x_grad: Tensor | None, weight_grad: Tensor | None,
 ) -> None:  # fmt: skip
-    """Compute the gradients of ``rotate_normalised``, in float32.
+    """Compute the gradients of ``rotate`` with a weight, in float32.
 
     With y = turned(x · r · w), r = 1/√(mean(x²) + eps), and g the gradient of y turned back, that of w is the sum of
     g · x · r over tokens and heads, and that of x is r · (g·w − x·r · mean(g·w · x·r)). Where the norm comes after,
@@ -528,27 +510,12 @@ def norm_backward(
             x_grad[block].copy_(gradient)
 
 
-def norm_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of ``norm_backward`` by operations that have gradients themselves.
-
-    Args:
-        grad: of what the norm gave, (batch, seq, heads, head_dim) float32.
-        x: the heads before the norm, likewise in any floating dtype.
-        weight: (head_dim,), that of the norm for q or for k; None where x was turned alone.
-        norm: the eps and offset that go with the weight.
-
-    Returns:
-        those of x and of the weight.
-    """
+def normalised(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
+    """Normalise float32 heads by operations that have gradients of gradients; without a weight leave them."""
     if weight is None:
-        return grad.to(x.dtype), None
-    value = x.to(torch.float32)
-    scale = value.square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
-    value = value * scale
-    weight_grad = (grad * value).sum((0, 1, 2)).to(weight.dtype)
-    grad = grad * (weight.to(torch.float32) + norm.offset)
-    x_grad = scale * (grad - value * (grad * value).mean(-1, keepdim=True))
-    return x_grad.to(x.dtype), weight_grad
+        return x
+    scale = x.square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
+    return x * scale * (weight.to(torch.float32) + norm.offset)
 
 
 def _inverse_rms(value: Tensor, scratch: Tensor, eps: float) -> Tensor:

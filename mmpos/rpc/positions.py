@@ -12,8 +12,8 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.rows import AXES, MAX_AXES
 from mmpos.positions.table import Layout, PositionTable, Side
+from mmpos.positions.table_rows import AXES, MAX_AXES
 from mmpos.rpc.queries import (
     Decode,
     Dense,

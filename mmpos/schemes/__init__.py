@@ -10,7 +10,7 @@ from mmpos.schemes.canvas import MRopeCanvas
 from mmpos.schemes.flat import V2PE, Flatten
 from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQwen25, MRopeTransformers
 from mmpos.schemes.omni import TMRope, TMRopeQwen3
-from mmpos.schemes.planar import Grid2D, Naive2D, Rows
+from mmpos.schemes.planar import Grid2D, Naive2D, PageRows
 from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.schemes.video import VideoRope, VRope
 from mmpos.schemes.xdrope import XDRope
@@ -28,13 +28,13 @@ __all__ = [
     "MRopeQwen25",
     "MRopeTransformers",
     "Naive2D",
+    "PageRows",
     "Pieces",
     "Placement",
     "RopeTie",
     "RopeTieFractional",
     "RopeTieLcm",
     "RopeTieV2",
-    "Rows",
     "Scheme",
     "TMRope",
     "TMRopeQwen3",
@@ -54,7 +54,7 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             RopeTieV2,
             RopeTieLcm,
             Flatten,
-            Rows,
+            PageRows,
             Naive2D,
             Grid2D,
             MRope,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError
+from mmpos.segments.spans import segment_tokens
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray
 
@@ -27,10 +28,8 @@ class Grids:
         document: (grids,) index of the grid's document, ascending.
         row_separator: (grids,) whether every row ends in one more token; None if none does.
         seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
-        clip: (grids,) whether it is a video merged with its audio; None if none is.
-        thumbnail: (grids,) whether it is a thumbnail between two markers; likewise.
-        tile: (grids,) whether it is a tile between two markers, of the thumbnail before it; likewise.
-        extra_tokens: (grids,) audio of a clip, tokens after a thumbnail or a tile; None where the three above are.
+        kind: (grids,) GRID, or CLIP, THUMBNAIL and TILE, which hold markers; None if all are plain grids.
+        extra_tokens: (grids,) audio of a clip, tokens after a thumbnail or a tile; None where kind is.
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None where cursors are whole.
     """
 
@@ -39,9 +38,7 @@ class Grids:
     document: IntArray
     row_separator: npt.NDArray[np.bool_] | None = None
     seconds_per_frame: IntArray | None = None
-    clip: npt.NDArray[np.bool_] | None = None
-    thumbnail: npt.NDArray[np.bool_] | None = None
-    tile: npt.NDArray[np.bool_] | None = None
+    kind: npt.NDArray[np.uint8] | None = None
     extra_tokens: IntArray | None = None
     unit: IntArray | None = None
 
@@ -67,8 +64,10 @@ class Grids:
 
     @property
     def tokens(self) -> IntArray:
-        """(grids,) tokens, separators included; of clips, thumbnails and tiles their patches alone."""
-        return self.frames * self.height * self.row_tokens
+        """(grids,) tokens: patches, separators, and what grids of other kinds hold beside."""
+        if self.kind is None:
+            return self.frames * self.height * self.row_tokens
+        return segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def seconds(self) -> IntArray:
@@ -185,10 +184,8 @@ class Scheme(ABC):
     """Whether documents may hold text."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
-    clips: bool = False
-    """Whether documents may hold clips, and ``advance`` and ``place`` count them."""
-    tiles: bool = False
-    """Whether documents may hold thumbnails and tiles, likewise."""
+    kinds: frozenset[int] = frozenset()
+    """Kinds of segments with markers that documents may hold and ``place`` counts: CLIP, or THUMBNAIL and TILE."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, check_pieces
+from mmpos.segments.kinds import THUMBNAIL, TILE
 from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
 
@@ -33,21 +34,21 @@ class MRopeCanvas(Scheme):
     name: ClassVar[str] = "mrope-canvas"
     axes = 3
     frames = False
-    tiles = True
+    kinds = frozenset({THUMBNAIL, TILE})
 
     def advance(self, grids: Grids) -> IntArray:
         layout = _Layout.of(grids)
         return np.where(layout.tile, 0, layout.sides.max(axis=0) + 1)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
-        if grids.tile is None:
+        if grids.kind is None:
             return None
         # Tiles that are larger than the first one may reach over the canvas.
         layout = _Layout.of(grids)
-        return np.where(grids.tile, cursor[layout.head] + (layout.corner + grids.extents[1:]).max(axis=0), cursor)
+        return np.where(layout.tile, cursor[layout.head] + (layout.corner + grids.extents[1:]).max(axis=0), cursor)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        if grids.thumbnail is None:
+        if grids.kind is None:
             return Placement([cursor] * 3, None, [0, 1, 0], [0, 0, 1])
         layout = _Layout.of(grids)
         origin = cursor[layout.head]
@@ -83,10 +84,10 @@ class _Layout(NamedTuple):
     def of(cls, grids: Grids) -> _Layout:
         sides = grids.extents[1:]
         count = grids.height.size
-        if grids.tile is None or grids.extra_tokens is None:
+        if grids.kind is None or grids.extra_tokens is None:
             nothing = np.zeros(count, np.bool_)
             return cls(nothing, np.arange(count), sides, 0 * sides, 0 * sides, nothing)
-        tile = grids.tile
+        tile = grids.kind == TILE
         (heads,) = (~tile).nonzero()
         picture = np.cumsum(~tile) - 1
         tiles = np.diff(heads, append=count) - 1
@@ -134,9 +135,9 @@ class _Runs(NamedTuple):
 
 def _markers(grids: Grids, layout: _Layout, origin: IntArray) -> list[_Runs]:
     """Make the runs before and after the patches of thumbnails and tiles: markers, and the tokens after the second."""
-    assert grids.thumbnail is not None
+    assert grids.kind is not None
     assert grids.extra_tokens is not None
-    marked = grids.thumbnail | layout.tile
+    marked = grids.kind >= THUMBNAIL
     opened = np.where(layout.tile, origin + layout.corner, np.maximum(origin - 1, 0))
     closed = origin + np.where(layout.tile, layout.corner + grids.extents[1:] - 1, layout.sides)
     after = origin + layout.row_end

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, check_pieces
 from mmpos.schemes.mrope import checked_rate, frame_steps
+from mmpos.segments.kinds import CLIP
 from mmpos.support.checks import IntArray, one_of
 from mmpos.support.ragged import ragged_arange
 
@@ -20,8 +21,8 @@ PATCHES, SOUND, BEFORE, AFTER = range(4)
 """Contents of runs: patches, audio, the two markers before a clip and the two after it."""
 
 
-class Runs(NamedTuple):
-    """Runs of tokens of one content, in the order of tokens.
+class Turns(NamedTuple):
+    """Turns of tokens of one content, in the order of tokens.
 
     Args:
         owner: (runs,) index of the grid, ascending.
@@ -36,7 +37,7 @@ class Runs(NamedTuple):
     tokens: IntArray
 
     @classmethod
-    def joined(cls, *parts: Runs, keys: tuple[IntArray, ...] = ()) -> Runs:
+    def joined(cls, *parts: Turns, keys: tuple[IntArray, ...] = ()) -> Turns:
         """Join runs, sorted by owner and then by these keys, the last of them first; equal ones stay in order."""
         together = cls(*map(np.concatenate, zip(*parts, strict=True)))
         order = np.lexsort((*keys, together.owner))
@@ -44,7 +45,7 @@ class Runs(NamedTuple):
         return cls(*(values[order] for values in together))
 
     @classmethod
-    def alike(cls, content: int, owner: IntArray, first: IntArray | int, tokens: IntArray | int) -> Runs:
+    def alike(cls, content: int, owner: IntArray, first: IntArray | int, tokens: IntArray | int) -> Turns:
         """Make runs of one content."""
         owner, whole, first, tokens = np.broadcast_arrays(owner, content, first, tokens)
         return cls(owner, whole, first, tokens)
@@ -78,7 +79,7 @@ class _Omni(Scheme):
     """
 
     axes = 3
-    clips = True
+    kinds = frozenset({CLIP})
     tokens_per_second: int | Fraction = 25
     engine: Literal["transformers", "serving"] = "transformers"
 
@@ -90,11 +91,11 @@ class _Omni(Scheme):
 
     @property
     @abstractmethod
-    def marker_ids(self) -> int:
-        """Ids of the two markers before a clip, and of the two after it: 1 if they share one, else 2."""
+    def num_marker_ids(self) -> int:
+        """Number of ids that the two markers before a clip take, and the two after it: 1 if they share one, else 2."""
 
     @abstractmethod
-    def merged(self, clips: Clips) -> Runs:
+    def merged(self, clips: Clips) -> Turns:
         """List the runs of PATCHES and SOUND of clips, in order; owners are indices of clips."""
 
     @abstractmethod
@@ -117,17 +118,15 @@ class _Omni(Scheme):
 
     def advance(self, grids: Grids) -> IntArray:
         content, unit = self._content(grids)
-        if grids.clip is not None:
-            content[grids.clip] += (2 * self.marker_ids * unit)[grids.clip]
-        return content
+        return content + 2 * self.num_marker_ids * unit * _is_clip(grids)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
-        if self.engine == "serving" or grids.clip is None:
+        if self.engine == "serving" or grids.kind is None:
             return None
         # Transformers goes on after the last run of a clip, and decodes after the highest id, which may lie before it.
         highest, unit = self._content(grids, highest=True)
         scale = 1 if grids.unit is None else grids.unit // unit
-        return cursor + np.where(grids.clip, highest + self.marker_ids * unit, 0) * scale
+        return cursor + (highest + self.num_marker_ids * unit) * _is_clip(grids) * scale
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         steps, own = self._steps(grids)
@@ -145,7 +144,7 @@ class _Omni(Scheme):
             frames = np.where(patches, first // (height * width), 0)
             time, frame = self.frame_ids(owner, frames, steps[owner], own[owner]), 0 * frame
         # Markers of one id stand in a column, whose steps are not 0: a run at id 0 without steps is padding.
-        column = (content >= BEFORE) & (self.marker_ids == 1)
+        column = (content >= BEFORE) & (self.num_marker_ids == 1)
         pieces = Pieces(
             owner,
             tokens,
@@ -160,35 +159,33 @@ class _Omni(Scheme):
             [start + time, start, start], moves, [0, down, 0], [along, along, one], self._over(one), pieces
         )
 
-    def runs(self, grids: Grids) -> Runs | None:
+    def runs(self, grids: Grids) -> Turns | None:
         """List the runs of all grids; None where each grid is one affine run and none is a clip."""
-        if grids.clip is None and (self.fractional or not (grids.frames > 1).any()):
+        if grids.kind is None and (self.fractional or not (grids.frames > 1).any()):
             return None
         check_pieces(self, int(grids.frames.sum()))
-        plain = np.arange(grids.frames.size) if grids.clip is None else np.flatnonzero(~grids.clip)
+        (plain,) = (~_is_clip(grids)).nonzero()
         frames = np.ones_like(plain) if self.fractional else grids.frames[plain]
         owner, frame = ragged_arange(frames)
         tokens = (grids.tokens[plain] // frames)[owner]
-        still = Runs.alike(PATCHES, plain[owner], frame * tokens, tokens)
-        if grids.clip is None:
+        still = Turns.alike(PATCHES, plain[owner], frame * tokens, tokens)
+        if grids.kind is None:
             return still
         clips = self._clips(grids)
         merged = self.merged(clips)
-        return Runs.joined(
-            Runs.alike(BEFORE, clips.grid, 0, 2),
+        return Turns.joined(
+            Turns.alike(BEFORE, clips.grid, 0, 2),
             merged._replace(owner=clips.grid[merged.owner]),
-            Runs.alike(AFTER, clips.grid, 0, 2),
+            Turns.alike(AFTER, clips.grid, 0, 2),
             still,
         )
 
     def _over(self, unit: IntArray) -> IntArray | int:
         return unit if self.fractional else 1
 
-    def _clip_offsets(self, grids: Grids, runs: Runs, scale: IntArray, unit: IntArray) -> IntArray:
+    def _clip_offsets(self, grids: Grids, runs: Turns, scale: IntArray, unit: IntArray) -> IntArray:
         """(runs,) ids from the cursor before a clip to its audio and video, or to the markers after them; else 0."""
-        if grids.clip is None:
-            return np.zeros_like(runs.owner)
-        inside = np.where(grids.clip, self.marker_ids * unit, 0)
+        inside = self.num_marker_ids * unit * _is_clip(grids)
         after = inside + self._content(grids)[0] * scale
         return np.where(
             runs.content == BEFORE, 0, np.where(runs.content == AFTER, after[runs.owner], inside[runs.owner])
@@ -214,7 +211,7 @@ class _Omni(Scheme):
         final = grids.frames - 1
         last = final * step if self.fractional else self.frame_ids(np.arange(final.size), final, step, per)
         content = np.maximum(last, (grids.extents[1:].max(axis=0) - 1) * unit) + unit
-        if grids.clip is not None:
+        if grids.kind is not None:
             clips = self._clips(grids)
             audio, video = clips.audio * unit[clips.grid], content[clips.grid]
             ends = np.where(self.ends_in_audio(clips), audio, video)
@@ -222,12 +219,15 @@ class _Omni(Scheme):
         return content, unit
 
     def _clips(self, grids: Grids) -> Clips:
-        assert grids.clip is not None
-        assert grids.extra_tokens is not None
-        (index,) = grids.clip.nonzero()
+        (index,) = _is_clip(grids).nonzero()
         step, per = self._steps(grids)
         frames, patches = grids.frames[index], (grids.height * grids.width)[index]
-        return Clips(index, frames, patches, grids.extra_tokens[index], step[index], per[index])
+        audio = index if grids.extra_tokens is None else grids.extra_tokens[index]
+        return Clips(index, frames, patches, audio, step[index], per[index])
+
+
+def _is_clip(grids: Grids) -> npt.NDArray[np.bool_]:
+    return np.zeros(grids.frames.size, np.bool_) if grids.kind is None else grids.kind == CLIP
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ class TMRope(_Omni):
             raise InvalidInputError(f"TMRope.seconds_per_chunk: got {seconds}, want one id of audio or more in a chunk")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "transformers" else 2
 
-    def merged(self, clips: Clips) -> Runs:
+    def merged(self, clips: Clips) -> Turns:
         size = self._chunk_ids
         owner, frame, wanted, count = self._chunks(clips)
         before = np.where(frame == 0, 1, np.append(0, count[:-1]))
@@ -267,15 +267,15 @@ class TMRope(_Omni):
         check_pieces(self, int(single.sum() + (clips.audio // size + 1).sum()))
         of_frame, k = ragged_arange(single)
         sounding, chunk = ragged_arange(-(-clips.audio // size))
-        singles = Runs.alike(PATCHES, owner[of_frame], (frame * patches)[of_frame] + k, 1)
-        rest = Runs.alike(PATCHES, owner, frame * patches + single, patches - single)
-        sound = Runs.alike(SOUND, sounding, chunk * size, np.minimum(size, clips.audio[sounding] - chunk * size))
+        singles = Turns.alike(PATCHES, owner[of_frame], (frame * patches)[of_frame] + k, 1)
+        rest = Turns.alike(PATCHES, owner, frame * patches + single, patches - single)
+        sound = Turns.alike(SOUND, sounding, chunk * size, np.minimum(size, clips.audio[sounding] - chunk * size))
         chunks = np.concatenate([before[of_frame] + 1 + k, wanted, chunk + 1])
         parts = (singles, rest, sound)
         content, first = (
             np.concatenate(columns) for columns in zip(*((p.content, p.first) for p in parts), strict=True)
         )
-        return Runs.joined(*parts, keys=(first, content, chunks))
+        return Turns.joined(*parts, keys=(first, content, chunks))
 
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
         last = self._chunks(clips)[3][clips.frames.cumsum() - 1]
@@ -319,19 +319,19 @@ class TMRopeQwen3(_Omni):
         object.__setattr__(self, "fractional", self.engine == "transformers")
 
     @property
-    def marker_ids(self) -> int:
+    def num_marker_ids(self) -> int:
         return 1 if self.engine == "serving" else 2
 
-    def merged(self, clips: Clips) -> Runs:
+    def merged(self, clips: Clips) -> Turns:
         owner, frame = ragged_arange(clips.frames)
         before = self._audio_before(clips, owner, frame)
         earlier = np.where(frame == 0, 0, np.append(0, before[:-1]))
         patches = clips.patches[owner]
-        sound = Runs.alike(SOUND, owner, earlier, before - earlier)
-        video = Runs.alike(PATCHES, owner, frame * patches, patches)
-        turns = Runs(*(np.stack(columns, axis=1).ravel() for columns in zip(sound, video, strict=True)))
+        sound = Turns.alike(SOUND, owner, earlier, before - earlier)
+        video = Turns.alike(PATCHES, owner, frame * patches, patches)
+        turns = Turns(*(np.stack(columns, axis=1).ravel() for columns in zip(sound, video, strict=True)))
         heard = before[clips.frames.cumsum() - 1]
-        return Runs.joined(turns, Runs.alike(SOUND, np.arange(heard.size), heard, clips.audio - heard))
+        return Turns.joined(turns, Turns.alike(SOUND, np.arange(heard.size), heard, clips.audio - heard))
 
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
         return np.asarray(self._audio_before(clips, np.arange(clips.frames.size), clips.frames - 1) < clips.audio)

@@ -34,7 +34,7 @@ class Naive2D(Scheme):
 
 
 @dataclass(frozen=True)
-class Rows(Scheme):
+class PageRows(Scheme):
     """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, column in the line).
 
     Text alone is not RoPE-1D. Its state is a line and a column, so there is no next position.

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +34,135 @@ from mmpos.segments.kinds import (
     Segment,
     Text,
 )
+from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable, separator_tokens
-from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
-from mmpos.sequence.video import Video, part_offsets, plain_parts, refuse_crop
+from mmpos.sequence.tokenizers import ByteTokenizer, Tokenizer, adapt
+from mmpos.sequence.video import part_offsets, plain_parts, refuse_crop
 from mmpos.support import checks
-from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
+from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video", "is_ids"]
+__all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Images that any thread may read: files and arrays."""
+
+
+class MarkerIds(NamedTuple):
+    """The ids of Markers; None for those that there are not."""
+
+    begin: int | None
+    end: int | None
+    patch: int
+    row: int | None = None
+    last_row: int | None = None
+    video: int | None = None
+    audio: int | None = None
+    audio_begin: int | None = None
+    audio_end: int | None = None
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Tokens before the patches of an image, and after them."""
+        return int(self.begin is not None), int(self.end is not None)
+
+    @property
+    def audio_margins(self) -> tuple[int, int]:
+        """Tokens before a run of audio, and after it."""
+        return int(self.audio_begin is not None), int(self.audio_end is not None)
+
+    @property
+    def placeholders(self) -> Placeholders:
+        """The markers that stand for patches and audio, and those that end rows."""
+        last_row = self.row if self.last_row is None else self.last_row
+        rows = None if self.row is None or last_row is None else (self.row, last_row)
+        return Placeholders(self.patch, self.video, self.audio, rows)
+
+    def write(
+        self, input_ids: IntArray, image_spans: IntArray, separators: IntArray, audio_spans: IntArray | None = None
+    ) -> None:
+        """Put the markers around and between patches, and around audio.
+
+        Args:
+            input_ids: (tokens,), changed in place.
+            image_spans: (images, 2) first token of each image's patches and one past the last, separators included.
+            separators: (separators,) the tokens that end rows.
+            audio_spans: (audios, 2) first token of each run of audio, or what is merged in a clip, and one past the
+                last; None for none.
+        """
+        sound = image_spans[:0] if audio_spans is None else audio_spans
+        for token_id, tokens in (
+            (self.begin, image_spans[:, 0] - 1),
+            (self.end, image_spans[:, 1]),
+            (self.row, separators),
+            (self.last_row, image_spans[:, 1] - 1),
+            (self.audio_begin, sound[:, 0] - 1),
+            (self.audio_end, sound[:, 1]),
+        ):
+            if token_id is not None:
+                input_ids[tokens] = token_id
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The special tokens around and inside images, videos and audio, by name or by id.
+
+    Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``, Qwen2.5-Omni
+    ``Markers("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", video="<|VIDEO|>", audio="<|AUDIO|>",
+    audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
+
+    Args:
+        begin: stands before the patches of an image; None where nothing does.
+        end: stands after them, and after the row marker of the last row; None likewise.
+        patch: stands for every patch in input_ids, where its embedding will go.
+        row: stands after the patches of every row, for models that generate patch by patch or read rows of any length;
+            None where rows follow each other. With it every image has row separators.
+        last_row: stands after the last row instead of row; None is row.
+        video: stands for every patch of a Clip and of a Grid with several frames; None is patch.
+        audio: stands for every token of audio; None for a builder that takes no audio.
+        audio_begin: stands before a run of audio; None where nothing does.
+        audio_end: stands after it; None likewise.
+    """
+
+    begin: str | int | None = "[IMG]"
+    end: str | int | None = "[/IMG]"
+    patch: str | int = "[PATCH]"
+    row: str | int | None = None
+    last_row: str | int | None = None
+    video: str | int | None = None
+    audio: str | int | None = None
+    audio_begin: str | int | None = None
+    audio_end: str | int | None = None
+
+    def ids(self, tokenizer: Tokenizer) -> MarkerIds:
+        """Look up the id of each marker.
+
+        Raises:
+            InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
+        """
+        if self.last_row is not None and self.row is None:
+            raise InvalidInputError(f"markers.last_row: got {self.last_row!r}, want markers.row, too")
+        for name in ("audio_begin", "audio_end"):
+            if getattr(self, name) is not None and self.audio is None:
+                raise InvalidInputError(f"markers.{name}: got {getattr(self, name)!r}, want markers.audio, too")
+        marker_ids = MarkerIds(*(self._id(field.name, tokenizer) for field in fields(self)))
+        ids = [token_id for token_id in marker_ids if token_id is not None]
+        if len(set(ids)) < len(ids):
+            got = f"{', '.join(map(str, ids[:-1]))} and {ids[-1]}"
+            raise InvalidInputError(f"markers: got ids {got}, want {len(ids)} different ids")
+        return marker_ids
+
+    def _id(self, name: str, tokenizer: Tokenizer) -> Any:
+        marker = getattr(self, name)
+        if marker is None and name != "patch":
+            return None
+        token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
+        if token_id is None:
+            raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
+        return integer(f"markers.{name}", token_id, minimum=0, maximum=INT32_MAX)
 
 
 @dataclass(frozen=True)

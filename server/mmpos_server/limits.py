@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmpos.errors import LimitExceededError
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery

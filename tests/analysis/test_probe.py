@@ -644,12 +644,6 @@ def test_the_rotation_that_was_meant_is_named_so() -> None:
             assert str(found).startswith("The keys were turned by the rotation that was meant.")
 
 
-def test_one_of_several_candidates_is_named() -> None:
-    other = Case(Rotary(128, 777.0, axes=3), np.arange(64) % 3, ladder(64, 777.0))
-    found = identify(other.turn(IDS), [QWEN3_VL.rotary, other.rotary], MEANT)
-    assert (found.cause, found.rotary) == ("the keys were turned by candidates[1]", other.rotary)
-
-
 def test_a_theta_that_nobody_has_is_fitted() -> None:
     found = identify(Case(QWEN3_VL.rotary, QWEN3, ladder(64, 3.3e6)).turn(IDS), QWEN3_VL.rotary, MEANT)
     assert found.rotary is not None
@@ -781,8 +775,6 @@ def test_other_bad_arguments_are_refused() -> None:
         read(keys, "rope")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as head_axes has"):
         read(np.ones((3, 2, 128)), CASES["heads"].rotary)
-    with pytest.raises(InvalidInputError, match="candidates: got none"):
-        identify(keys, [])
     with pytest.raises(InvalidInputError, match=r"positions: got shape \(1, 4\), want \(1, 5\)"):
         identify(keys, case.rotary, [[0, 1, 2, 3]])
     reading = read(keys, case.rotary)

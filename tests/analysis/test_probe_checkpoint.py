@@ -16,7 +16,7 @@ from probe_configs import GEMMA3, GLM, QWEN
 from mmpos.__main__ import main
 from mmpos.analysis.probe import transformers as keys_of
 from mmpos.analysis.probe import write_checkpoint
-from mmpos.analysis.probe.reading import ONE_KEY
+from mmpos.analysis.probe.confidence import ONE_KEY
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")

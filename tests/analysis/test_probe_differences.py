@@ -12,7 +12,7 @@ import torch
 
 from mmpos import place
 from mmpos.analysis.probe import check, identify, read
-from mmpos.rotary import Rotary
+from mmpos.rotary import Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
 from mmpos.support.checks import counted
 
@@ -117,6 +117,17 @@ def test_tokens_that_cannot_be_read_differ(broken: str, name: str, dtype: str) -
     named = identify(keys, rotary, documents if name != "text" else ids)
     assert named.first_wrong == first
     assert named.as_meant or not named.named
+
+
+@pytest.mark.parametrize("since", [5, 20, 100])
+def test_tokens_that_lack_the_factor_are_wrong_however_many_they_are(since: int) -> None:
+    rotary, ids = Rotary(64, axes=1, scaling=YaRN(4.0, 4096)), np.arange(120)[None]
+    keys = turned(rotary, ids) * np.where(np.arange(120) < since, rotary.attention_factor, 1)[:, None, None]
+    reference = turned(rotary, [[0]])[0]
+    reading = read(keys, rotary, reference=reference)
+    assert np.flatnonzero(~reading.explained).tolist() == list(range(since, 120))
+    assert check(reading, ids).token == since
+    assert identify(keys, rotary, ids, reference=reference).first_wrong == since
 
 
 def test_eight_tokens_of_twenty_thousand_are_not_hidden_by_a_sample() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mmpos import Grid, SegmentTable, Text, from_hf_config, place
 from mmpos.__main__ import main
-from mmpos.analysis.probe.reading import ONE_KEY
+from mmpos.analysis.probe.confidence import ONE_KEY
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_vl_text",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,26 +148,6 @@ def test_gradients_through_rotations_are_turned_back(name: str, dtype: torch.dty
         expected = encoding.rotate(rows(x.detach()), positions)
         assert_within(rows(y), expected, rotations(rows(y), off))
         assert_within(rows(gradient), back, rotations(rows(gradient), off))
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_training_of_the_weights_alone_approaches_what_other_weights_do(name: str) -> None:
-    student, x = block(ENCODINGS[name](), range(8)), embeddings(4, 8)
-    teacher = copy.deepcopy(student)
-    weights, wanted = student.encoding.weights, teacher.encoding.weights
-    assert weights is not None
-    assert wanted is not None
-    with torch.no_grad():
-        wanted.copy_(torch.from_numpy(np.random.default_rng(1).normal(size=tuple(wanted.shape))))
-        target = teacher(x)
-    losses = []
-    for _ in range(30):
-        loss = (student(x) - target).square().sum()
-        losses.append(loss.item())
-        (gradient,) = torch.autograd.grad(loss, weights)
-        with torch.no_grad():
-            weights.sub_(gradient, alpha=0.1)
-    assert losses[-1] < losses[0] / 2
 
 
 def test_a_cast_of_the_model_makes_tables_anew_and_spares_positions_of_rotations() -> None:

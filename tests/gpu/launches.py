@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from mpmath import mp
 from rotary_oracle import by_kv_head, frequencies, pair_axes
-from store_oracle import CACHES, FILL, Cache, bits, filled
+from store_oracle import CACHES, FILL, Held, bits, filled
 from tolerance import ARITHMETIC, gamma, unit
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
 from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
@@ -340,17 +340,14 @@ class Scene:
         return -turn if self.launch.conjugate else turn
 
     @property
-    def norm(self) -> dict[str, Any]:
-        """Arguments of the norm."""
-        if not self.launch.norm:
-            return {}
-        weights = {"q_norm_weight": self.weights[0], "k_norm_weight": self.weights[1]}
-        return weights | {"norm_eps": EPS, "norm_weight_offset": self.launch.offset}
+    def norm(self) -> Norm | None:
+        """Of q and k, if there is one."""
+        return Norm(self.weights[0], self.weights[1], EPS, self.launch.offset) if self.launch.norm else None
 
     @property
     def how(self) -> dict[str, Any]:
         """Arguments of every call."""
-        return {"implementation": TRITON} | self.norm
+        return {"implementation": TRITON, "norm": self.norm}
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """float64 RMSNorm of heads, which has gradients."""
@@ -486,10 +483,10 @@ def backward(scene: Scene) -> Iterator[Check]:
     def by_kernel() -> Any:
         q, k = (scene.arranged(x) for x in (leaves["q"], leaves["k"]) if x is not None)
         norm = scene.norm
-        if norm:
-            norm |= {"q_norm_weight": leaves["q weight"], "k_norm_weight": leaves["k weight"]}
+        if norm is not None:
+            norm = norm._replace(q_weight=leaves["q weight"], k_weight=leaves["k weight"])
         layout: Any = launch.layout
-        outs = apply_rotary(q, k, scene.positions, scene.rotary, layout=layout, implementation=TRITON, **norm)
+        outs = apply_rotary(q, k, scene.positions, scene.rotary, layout=layout, implementation=TRITON, norm=norm)
         return gradients(outs, leaves, [scene.arranged(x) for x in incoming])
 
     scene.poison()
@@ -517,14 +514,14 @@ def store(scene: Scene) -> Iterator[Check]:
     made = CACHES[launch.cache](blocks, page, heads, scene.k.shape[2], launch.dtype)
     if launch.value_dim:
         values = filled(blocks, page, heads, launch.value_dim, dtype=launch.dtype)
-        made = Cache(made.key, values, (made.key, values), "NHD", page)
+        made = Held(made.key, values, (made.key, values), "NHD", page)
     slots = _slots(launch, blocks * page)
     untouched, values_before = (scene.q.clone(), scene.k.clone()), scene.v.clone()
     before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
     scene.poison()
     layout: Any = made.layout
     outs = rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, rotary, made.key, made.value, slots, cache_layout=layout,
+        scene.q, scene.k, scene.v, scene.positions, rotary, Cache(made.key, made.value, slots, layout),
         return_k=launch.return_k, inplace=launch.inplace, **scene.how,
     )  # fmt: skip
     for name, x, out in zip("qk", before, outs, strict=True):
@@ -554,7 +551,7 @@ def _slots(launch: Launch, capacity: int) -> Tensor:
     return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
 
 
-def pages_of(cache: Cache, view: Tensor) -> Tensor:
+def pages_of(cache: Held, view: Tensor) -> Tensor:
     """(blocks, block_size, heads, head_dim) of any layout, a view."""
     if view.dim() == 3:
         return view.unsqueeze(1)
@@ -587,8 +584,9 @@ def norm_after(scene: Scene) -> Iterator[Check]:
     """Rotate q and k, and normalise what came of it."""
     before = scene.q.clone(), scene.k.clone()
     scene.poison()
-    options: Any = {"inplace": scene.launch.inplace, "norm_order": "after"}
-    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, **options, **scene.how)
+    assert scene.norm is not None
+    options: Any = {"inplace": scene.launch.inplace, "norm": scene.norm._replace(after=True), "implementation": TRITON}
+    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, **options)
     for name, x, weight, out in zip("qk", before, scene.weights, got, strict=True):
         assert out is not None
         yield name, relative(out, scene.normed(turned(x.double(), scene.angle, scene.rotary), weight)) / scene.bound
@@ -614,8 +612,8 @@ def store_in_8_bits(scene: Scene) -> Iterator[Check]:
     k_scale, v_scale = torch.zeros(2, blocks, launch.page, heads, device=DEVICE)
     slots = _slots(launch, blocks * launch.page)
     rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, scene.rotary, keys, values, slots,
-        k_scale=k_scale, v_scale=v_scale, **scene.how,
+        scene.q, scene.k, scene.v, scene.positions, scene.rotary,
+        Cache(keys, values, slots, k_scale=k_scale, v_scale=v_scale), **scene.how,
     )  # fmt: skip
     kept = (slots >= 0).nonzero()[:, 0]
     at = slots[kept].long() // launch.page, slots[kept].long() % launch.page

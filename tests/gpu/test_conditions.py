@@ -31,7 +31,7 @@ from torch._ops import OpOverload
 from waiting import eventually
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary, operators, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, operators, rerotate, rotate_and_store
 from mmpos_bench.cuda import capture, no_waits
 
 pytestmark = pytest.mark.gpu
@@ -69,24 +69,24 @@ class Bench:
 
     def stored(self, q: Tensor, k: Tensor, **options: Any) -> Any:
         """By rotate_and_store; the caches too."""
+        cache = Cache(self.keys, self.values, self.slots)
         rotated, k_out = rotate_and_store(
-            q, k, self.v, self.positions, self.rotary, self.keys, self.values, self.slots,
-            implementation=TRITON, **options,
-        )  # fmt: skip
+            q, k, self.v, self.positions, self.rotary, cache, implementation=TRITON, **options
+        )
         return rotated, k_out, self.keys, self.values
 
     def stored_here(self) -> Any:
         """By rotate_and_store in place, with a norm."""
         self.q_here.copy_(self.q)
         self.k_here.copy_(self.k)
-        return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, **self.norm)
+        return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, norm=self.norm)
 
     def stored_in_8_bits(self) -> Any:
         """By rotate_and_store into caches of e4m3, whose bits are returned."""
         scale = torch.full((1,), 0.25, device=DEVICE)
         keys, values = self.eight.unbind(0)
-        given = self.q, self.k, self.v, self.positions, self.rotary, keys, values, self.slots
-        q, _ = rotate_and_store(*given, k_scale=scale, v_scale=scale, implementation=TRITON)
+        cache = Cache(keys, values, self.slots, k_scale=scale, v_scale=scale)
+        q, _ = rotate_and_store(self.q, self.k, self.v, self.positions, self.rotary, cache, implementation=TRITON)
         return q, self.eight.view(torch.uint8)
 
     def moved(self) -> Any:
@@ -96,22 +96,24 @@ class Bench:
         rerotate(self.keys, self.slots, self.positions, there, self.rotary, implementation=TRITON)
         return (self.keys,)
 
-    def there_and_back(self, norm: Mapping[str, Any]) -> Any:
+    def there_and_back(self, norm: Norm | None) -> Any:
         """Gradients of q, k and what else there is."""
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
-        weights = {name: value.detach().requires_grad_() for name, value in norm.items() if isinstance(value, Tensor)}
-        q, k = leaves
-        outs = apply_rotary(q, k, self.positions, self.rotary, implementation=TRITON, **{**norm, **weights})
-        return torch.autograd.grad([x for x in outs if x is not None], [*leaves, *weights.values()], self.grads)
+        q, k = leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
+        if norm is not None:
+            weights = [x.detach().requires_grad_() for x in norm[:2] if x is not None]
+            norm = norm._replace(q_weight=weights[0], k_weight=weights[1])
+            leaves += weights
+        outs = apply_rotary(q, k, self.positions, self.rotary, implementation=TRITON, norm=norm)
+        return torch.autograd.grad([x for x in outs if x is not None], leaves, self.grads)
 
 
 CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
     "rotate": ({"rotate"}, lambda bench: bench.rotated()),
     "rotate in place": ({"rotate_"}, lambda bench: bench.rotated_here()),
-    "rotate back": ({"rotate"}, lambda bench: bench.there_and_back({})),
-    "norm": ({"norm_rotate"}, lambda bench: bench.rotated(**bench.norm)),
-    "norm in place": ({"norm_rotate_"}, lambda bench: bench.rotated_here(**bench.norm)),
-    "norm back": ({"norm_rotate", "norm_rotate_backward"}, lambda bench: bench.there_and_back(bench.norm)),
+    "rotate back": ({"rotate"}, lambda bench: bench.there_and_back(None)),
+    "norm": ({"rotate"}, lambda bench: bench.rotated(norm=bench.norm)),
+    "norm in place": ({"rotate_"}, lambda bench: bench.rotated_here(norm=bench.norm)),
+    "norm back": ({"rotate", "rotate_backward"}, lambda bench: bench.there_and_back(bench.norm)),
     "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
     "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
     "store in 8 bits": ({"rotate_and_store"}, lambda bench: bench.stored_in_8_bits()),
@@ -237,19 +239,13 @@ def _loss(out: Any) -> Tensor:
 Step = Callable[[Tensor, Tensor], Any]
 
 
-def by_function(bench: Bench, **norm: Any) -> Step:
-    return lambda q, k: apply_rotary(q * 2, k, bench.positions, bench.rotary, implementation=TRITON, **norm)
-
-
-def by_module(bench: Bench) -> Step:
-    module = RotaryEmbedding(bench.rotary).to(DEVICE)
-    return lambda q, k: module(q * 2, k, bench.positions, implementation=TRITON)
+def by_function(bench: Bench, norm: Norm | None = None) -> Step:
+    return lambda q, k: apply_rotary(q * 2, k, bench.positions, bench.rotary, implementation=TRITON, norm=norm)
 
 
 COMPILED: Mapping[str, Callable[[Bench], Step]] = {
     "apply_rotary": by_function,
-    "apply_rotary with a norm": lambda bench: by_function(bench, **bench.norm),
-    "RotaryEmbedding": by_module,
+    "apply_rotary with a norm": lambda bench: by_function(bench, bench.norm),
 }
 
 
@@ -284,11 +280,9 @@ def test_compiled_store_writes_what_eager_writes() -> None:
 @later
 def test_compiled_graph_that_is_replayed_gives_the_bits_of_eager() -> None:
     bench = Bench(sized(1000, 9))
-    module = RotaryEmbedding(bench.rotary).to(DEVICE)
 
     def step(q: Tensor, k: Tensor) -> Tensor:
-        out: Tensor = module(q * 1, k, bench.positions, implementation=TRITON)[0] + 0
-        return out
+        return apply_rotary(q * 1, k, bench.positions, bench.rotary, implementation=TRITON)[0] + 0
 
     options: Any = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
     fast = torch.compile(step, fullgraph=True, **options)

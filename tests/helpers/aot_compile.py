@@ -1,7 +1,6 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by aot_facts.py in a process without Triton's interpreter: ``python aot_compile.py "table integer
-half"``, ``"store: plain"`` for the kernel that stores, ``"rerotate: plain"`` for the one that turns stored keys.
+Run by test_kernels_compiled.py in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from mmpos.rotary.kernel.rerotate import rerotate_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of
 
-ARCHITECTURES = (80, 90, 100)
-AMD = "gfx942"
 CACHE_ROWS = 131072
 HEADS = (
     "q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache",
@@ -44,99 +41,46 @@ TYPES = {
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-CASES: dict[str, dict[str, Any]] = {
-    "table integer half": {},
-    "table fractional half": {"mode": reference.TABLE_FRACTIONAL},
-    "dense fixed half": {"mode": reference.DENSE_FIXED},
-    "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 adjacent": {"pairs": 40, "adjacent": True},
-    "partial half": {"pairs": 32, "rest": 64, "block": 32},
-    "partial adjacent": {"pairs": 16, "rest": 96, "block": 64, "adjacent": True},
-    "norm half": {"weights": "qk"},
-    "norm fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk"},
-    "norm half, few tokens": {"block": 4, "warps": 1, "weights": "qk"},
-    "norm of q half": {"weights": "q"},
-    "norm partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk"},
-    "backward half": {"weights": "qk", "backward": True},
-    "backward fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
-    "backward half, few tokens": {"block": 4, "warps": 1, "weights": "qk", "backward": True},
-    "backward of q half": {"weights": "q", "backward": True},
-    "backward head_dim 80 half": {"pairs": 40, "weights": "qk", "backward": True},
-    "backward partial half": {"pairs": 32, "rest": 64, "weights": "qk", "backward": True},
-    "norm after half": {"weights": "qk", "after": True},
-    "norm after adjacent": {"adjacent": True, "weights": "qk", "after": True},
-    "norm after head_dim 80 half": {"pairs": 40, "weights": "qk", "after": True},
-    "norm after cached float32 half": {"cache": "*fp32", "weights": "qk", "after": True},
-    "backward after half": {"weights": "qk", "backward": True, "after": True},
-    "backward after adjacent": {"adjacent": True, "weights": "qk", "backward": True, "after": True},
-    "cached float32 half": {"cache": "*fp32"},
-    "cached bfloat16 adjacent": {"cache": "*bf16", "adjacent": True},
-    "cached bfloat16 half, dense": {"mode": reference.DENSE_INTEGER, "cache": "*bf16"},
-    "cached float16 half, few tokens": {"cache": "*fp16", "block": 4, "warps": 1},
-    "by head half": {"groups": 8},
-    "by head fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True, "groups": 8},
-    "by head head_dim 80 half": {"groups": 8, "pairs": 40},
-    "backward by head half": {"groups": 8, "weights": "qk", "backward": True},
-    "table integer half, few tokens": {"block": 4, "warps": 1},
-    "table integer half, fused": {"fusion": True},
-    "table fractional half, one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
-    "dense fixed half, one head": {
-        "mode": reference.DENSE_FIXED,
-        "ones": ("q_heads", "k_heads", "q.head", "row_stride"),
-    },
-    "store: plain": {"store": True},
-    "store: fractional": {"store": True, "mode": reference.TABLE_FRACTIONAL},
-    "store: norm": {"store": True, "weights": "qk"},
-    "store: norm adjacent": {"store": True, "adjacent": True, "weights": "qk"},
-    "store: head_dim 80": {"store": True, "pairs": 40, "values": 80},
-    "store: partial": {"store": True, "pairs": 32, "rest": 64, "block": 32},
-    "store: norm partial": {"store": True, "pairs": 32, "rest": 64, "weights": "qk"},
-    "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
-    "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
-    "store: by head": {"store": True, "groups": 8},
-    "store: other values": {"store": True, "values": 64},
-    "store: e4m3": {"store": True, "eight_bits": "kv"},
-    "store: e4m3 adjacent": {"store": True, "eight_bits": "kv", "adjacent": True},
-    "store: e4m3, norm, computed": {"store": True, "eight_bits": "kv", "computed": True, "weights": "qk"},
-    "store: e4m3, q too, computed": {"store": True, "eight_bits": "qkv", "computed": True},
-    "store: e4m3 partial, q too, norm, computed": {
-        "store": True,
-        "eight_bits": "qkv",
-        "computed": True,
-        "pairs": 32,
-        "rest": 64,
-        "weights": "qk",
-    },
-    "store: norm after": {"store": True, "weights": "qk", "after": True},
-    "store: cached bfloat16": {"store": True, "cache": "*bf16"},
-    "store: one of each": {
-        "store": True,
-        "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
-    },
-    "rerotate: plain": {"start": reference.TABLE_INTEGER},
-    "rerotate: adjacent": {"start": reference.TABLE_INTEGER, "adjacent": True},
-    "rerotate: fractional": {"start": reference.TABLE_FRACTIONAL, "mode": reference.TABLE_FRACTIONAL},
-    "rerotate: ids to a table": {"start": reference.DENSE_INTEGER},
-    "rerotate: partial": {"start": reference.TABLE_INTEGER, "pairs": 32, "rest": 64},
-    "rerotate: by head": {"start": reference.TABLE_INTEGER, "groups": 8},
-    "rerotate: few tokens": {"start": reference.TABLE_INTEGER, "block": 4, "warps": 1},
-    "rerotate: e4m3": {"start": reference.TABLE_INTEGER, "eight_bits": "k"},
-    "rerotate: e4m3, scales of slots": {"start": reference.TABLE_INTEGER, "eight_bits": "k", "computed": True},
-    "rerotate: e4m3 adjacent, scales of slots": {
-        "start": reference.TABLE_INTEGER,
-        "adjacent": True,
-        "eight_bits": "k",
-        "computed": True,
-    },
-    "rerotate: e5m2 partial, scales of slots": {
-        "start": reference.TABLE_INTEGER,
-        "pairs": 32,
-        "rest": 64,
-        "eight_bits": "k",
-        "computed": True,
-        "dtype": torch.float8_e5m2,
-    },
+WORDS: dict[str, dict[str, Any]] = {
+    "rotate": {},
+    "norm": {"weights": "qk"},
+    "backward": {"weights": "qk", "backward": True},
+    "store": {"store": True},
+    "rerotate": {"start": reference.TABLE_INTEGER},
+    "adjacent": {"adjacent": True},
+    "after": {"after": True},
+    "by head": {"groups": 8},
+    "cached bfloat16": {"cache": "*bf16"},
+    "computed": {"computed": True},
+    "scales": {"computed": True},
+    "dense": {"mode": reference.DENSE_INTEGER},
+    "dense fixed": {"mode": reference.DENSE_FIXED},
+    "e4m3": {"eight_bits": "kv"},
+    "e5m2": {"eight_bits": "k", "dtype": torch.float8_e5m2},
+    "few tokens": {"block": 4, "warps": 1},
+    "fractional": {"mode": reference.TABLE_FRACTIONAL},
+    "from ids": {"start": reference.DENSE_INTEGER},
+    "fused": {"fusion": True},
+    "head_dim 80": {"pairs": 40},
+    "of q": {"weights": "q"},
+    "one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments", "q_heads", "q.head")},
+    "other values": {"values": 64},
+    "partial": {"pairs": 32, "rest": 64},
+    "q too": {"eight_bits": "qkv"},
+    "return k": {"return_k": True},
 }
+"""Options by the words in the name of a case."""
+
+
+def options_of(case: str) -> dict[str, Any]:
+    """Read the options of a case by its words, one behind the other, the longest first."""
+    options: dict[str, Any] = {}
+    rest = case.replace(",", "").strip()
+    while rest:
+        word = max((word for word in WORDS if f"{rest} ".startswith(f"{word} ")), key=len)
+        options |= WORDS[word]
+        rest = rest[len(word) :].strip()
+    return options
 
 
 def compiled(
@@ -164,6 +108,7 @@ def compiled(
     groups: int = 0,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
+    block = 32 if rest and block == 16 and not weights else block
     whole = channels_of(2 * pairs + rest, pairs, adjacent)
     channels = whole if weights or store or start is not None else pieces_of(2 * pairs + rest, pairs, adjacent)
     rows = block * whole.pairs_padded // channels.pairs_padded
@@ -266,12 +211,9 @@ def facts(kernel: Any) -> dict[str, int]:
         "registers": registers,
         "stack": stack,
         "local": local,
-        "shared": kernel.metadata.shared,
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", machine)),
-        "loads_128": len(re.findall(r"ld\.global[^;]*\.v4\.b32", ptx)),
-        "stores_128": len(re.findall(r"st\.global[^;]*\.v4\.b32", ptx)),
-        "machine_loads_128": len(re.findall(r"\bLDG\.E[.\w]*\.128\b", machine)),
-        "machine_stores_128": len(re.findall(r"\bSTG\.E[.\w]*\.128\b", machine)),
+        "loads_128": len(re.findall(r"\bLDG\.E[.\w]*\.128\b", machine)),
+        "stores_128": len(re.findall(r"\bSTG\.E[.\w]*\.128\b", machine)),
         "narrow_stores": len(re.findall(r"\bSTG\.E\b(?![.\w]*\.128)", machine)),
         "float64": len(re.findall(r"\.f64\b", ptx)) + len(re.findall(r"\b(?:DADD|DMUL|DFMA|F2F\.F64)", machine)),
         "fma": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bFFMA", machine)),
@@ -284,18 +226,15 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture: all of NVIDIA's, unless a name ends with one, as in "norm half, sm_90"."""
+def main(names: list[str]) -> dict[str, dict[str, int]]:
+    """Compile every case, "norm after, sm_90", and count."""
     by_case = {}
     for name in names:
-        if name.endswith(AMD):
-            by_case[name] = facts(compiled(AMD, **CASES[name.removesuffix(f", {AMD}")]))
-            continue
-        case, _, arch = name.partition(", sm_")
-        for each in (int(arch),) if arch else ARCHITECTURES:
-            by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
+        case, arch = name.rsplit(", ", 1)
+        made = compiled(int(arch.removeprefix("sm_")) if arch.startswith("sm_") else arch, **options_of(case))
+        by_case[name] = facts(made)
     return by_case
 
 
 if __name__ == "__main__":
-    print(json.dumps(all_facts(sys.argv[1:])))
+    print(json.dumps(main(sys.argv[1:])))

@@ -8,22 +8,19 @@ import random
 import struct
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import grpc
-import h2.config
-import h2.connection
-import h2.events
-import h2.exceptions
 import hostile_images as hostile
-from message_strategies import REQUESTS, STREAMS, corpus
+from h2.exceptions import H2Error
+from http2 import Connection, message
+from message_strategies import INFER, REQUESTS, STREAMS, corpus
 from mutations import broken, files
 from PIL import Image
-from test_service_mutations import inferences
 
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 
@@ -51,9 +48,9 @@ OTHERS = [
 ]
 UNARY = {
     **{f"/mmpos.rpc.v1.{method}": method for method in REQUESTS},
-    "/inference.GRPCInferenceService/ModelInfer": "",
+    f"/inference.GRPCInferenceService/{INFER}": INFER,
 }
-"""Methods with messages, and what their corpus is called; none is that of the Open Inference Protocol."""
+"""Methods with messages, and what their corpus is called."""
 
 
 @dataclass
@@ -100,8 +97,7 @@ Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
 @lru_cache
 def right(path: str) -> list[bytes]:
     """Messages of a method that are right."""
-    method = UNARY[path]
-    return corpus(method, 50) if method else inferences()
+    return corpus(UNARY[path], 50)
 
 
 def mutant(path: str, chance: random.Random) -> bytes:
@@ -174,127 +170,42 @@ def hostile_image(chance: random.Random) -> bytes:
     return make(chance.randrange(least, most))
 
 
-# Frames of HTTP/2.
+# Frames of HTTP/2, which connections write that wait: each round in a thread.
 
 
-class Wire:
-    """A connection that says what no client would.
+def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
+    """Make an attack of a function that waits."""
 
-    Args:
-        reader: from the server.
-        writer: to it.
-    """
+    @wraps(round_)
+    async def attack(address: str, chance: random.Random, tally: Tally) -> None:
+        await asyncio.to_thread(round_, address, chance, tally)
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer, self.said = reader, writer, ""
-        self.h2 = h2.connection.H2Connection(
-            h2.config.H2Configuration(
-                header_encoding=None, validate_outbound_headers=False, normalize_outbound_headers=False
-            )
-        )
-        self.h2.initiate_connection()
-
-    async def flush(self) -> None:
-        """Send what is to be sent."""
-        self._writer.write(self.h2.data_to_send())
-        await self._writer.drain()
-
-    async def raw(self, data: bytes) -> None:
-        """Send bytes after it."""
-        await self.flush()
-        self._writer.write(data)
-        await self._writer.drain()
-
-    def call(self, path: str = PLACE, *metadata: tuple[bytes, bytes], left_out: str = "") -> int:
-        """Begin a call; gives its stream."""
-        stream = self.h2.get_next_available_stream_id()
-        head = {
-            ":method": b"POST",
-            ":scheme": b"http",
-            ":path": path.encode(),
-            ":authority": b"localhost",
-            "content-type": b"application/grpc",
-            "te": b"trailers",
-        }
-        pairs = [(name.encode(), value) for name, value in head.items() if name != left_out]
-        self.h2.send_headers(stream, [*pairs, *metadata])
-        return stream
-
-    def send(self, stream: int, raw: bytes, *, missing: int = 0, compressed: bool = False, end: bool = True) -> None:
-        """Send a message, without its last bytes, as far as the window allows."""
-        framed = struct.pack(">BI", compressed, len(raw)) + raw
-        framed = framed[: len(framed) - missing]
-        room = min(self.h2.local_flow_control_window(stream), self.h2.max_outbound_frame_size)
-        self.h2.send_data(stream, framed[:room], end_stream=end and not missing and len(framed) <= room)
-
-    async def statuses(self, calls: int, seconds: float = 1.0) -> list[str]:
-        """Wait for the ends of these calls, as far as they come in time."""
-        found: list[str] = []
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while len(found) < calls:
-                    data = await self._reader.read(65_536)
-                    if not data:
-                        return [*found, *["closed"] * (calls - len(found))]
-                    for event in self.h2.receive_data(data):
-                        if (ended := _ended(event)) is not None:
-                            status, self.said = ended
-                            found.append(status)
-                        if isinstance(event, h2.events.DataReceived):
-                            self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                    await self.flush()
-        return found + ["open"] * (calls - len(found))
+    return attack
 
 
-def _ended(event: Any) -> tuple[str, str] | None:
-    """Status and words of a call, if it has ended."""
-    if isinstance(event, h2.events.StreamReset):
-        return "reset", ""
-    if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-        headers = dict(event.headers)
-        if b"grpc-status" in headers:
-            number = int(headers[b"grpc-status"])
-            name = next((code.name for code in grpc.StatusCode if code.value[0] == number), str(number))
-            return name, headers.get(b"grpc-message", b"").decode(errors="replace")
-        if headers.get(b":status", b"200") != b"200":
-            return f"HTTP {headers[b':status'].decode()}", ""
-    return None
-
-
-@asynccontextmanager
-async def wire(address: str) -> AsyncIterator[Wire]:
-    """A connection of frames."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield Wire(reader, writer)
-    finally:
-        writer.transport.abort()
-
-
-async def streams(address: str, chance: random.Random, tally: Tally) -> None:
+@in_thread
+def streams(address: str, chance: random.Random, tally: Tally) -> None:
     """Open streams of broken items, and leave some in the middle; of some the first item is no message."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
-        async with wire(address) as connection:
-            path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
-            base = "/inference.GRPCInferenceService/ModelInfer" if "Infer" in path else path.replace("/Stream", "/")
-            left = 0
-            try:
+        path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
+        base = "/inference.GRPCInferenceService/ModelInfer" if "Infer" in path else path.replace("/Stream", "/")
+        left = 0
+        try:
+            with Connection(address) as connection:
                 for _ in range(10):
                     stream = connection.call(path)
-                    items = [mutant(base, chance) for _ in range(10)]
-                    for item in items:
-                        connection.send(stream, item, end=item is items[-1])
+                    items = b"".join(message(mutant(base, chance)) for _ in range(10))
+                    connection.send(stream, items, wait=False)
                     if chance.random() < 0.2:
                         connection.h2.reset_stream(stream)
                         left += 1
-                await connection.flush()
-                found = await connection.statuses(10 - left if chance.random() < 0.8 else 1)
-            except (ConnectionError, h2.exceptions.H2Error) as error:
-                found = [type(error).__name__]
-            for status in found:
-                tally.add(status, path, connection.said)
+                connection.flush()
+                found = connection.statuses(10 - left if chance.random() < 0.8 else 1)
+        except (ConnectionError, H2Error) as error:
+            found = [(type(error).__name__, b"")]
+        for status, said in found:
+            tally.add(status, path, said.decode(errors="replace"))
 
 
 def odd_bytes(chance: random.Random) -> bytes:
@@ -303,125 +214,117 @@ def odd_bytes(chance: random.Random) -> bytes:
     return chance.choice([*some, chance.randbytes(20).replace(b"\0", b"").replace(b"\n", b"").replace(b"\r", b"")])
 
 
-async def metadata(address: str, chance: random.Random, tally: Tally) -> None:
+NAMES = [b"authorization", b"x-request-id", b"grpc-timeout", b"grpc-encoding", b"content-type", b"te", b"user-agent"]
+NAMES += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-encoding", b"traceparent"]
+
+
+@in_thread
+def metadata(address: str, chance: random.Random, tally: Tally) -> None:
     """Calls whose headers are odd, double, missing or very many."""
-    names = [
-        b"authorization",
-        b"x-request-id",
-        b"grpc-timeout",
-        b"grpc-encoding",
-        b"content-type",
-        b"te",
-        b"user-agent",
-    ]
-    names += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-encoding", b"traceparent"]
     raw = right(PLACE)[0]
     for _ in range(20):
-        async with wire(address) as connection:
-            odd = [(chance.choice(names), odd_bytes(chance)) for _ in range(chance.choice([1, 1, 2, 3, 100]))]
-            left_out = chance.choice(["", "", "", ":path", ":method", ":scheme", ":authority", "content-type", "te"])
-            path = chance.choice([PLACE, PLACE, HEALTH, "/", "", "/a/b", "/\xff"])
+        odd = [(chance.choice(NAMES), odd_bytes(chance)) for _ in range(chance.choice([1, 1, 2, 3, 100]))]
+        left_out = chance.choice(["", "", "", ":path", ":method", ":scheme", ":authority", "content-type", "te"])
+        path = chance.choice([PLACE, PLACE, HEALTH, "/", "", "/a/b", "/\xff"])
+        with suppress(ConnectionError, H2Error), Connection(address) as connection:
             stream = connection.call(path, *odd, left_out=left_out)
-            connection.send(stream, raw if path == PLACE else b"")
-            with suppress(ConnectionError, h2.exceptions.H2Error):
-                await connection.flush()
-                for status in await connection.statuses(1):
-                    tally.add(
-                        status, "metadata", f"{connection.said}, of {odd!r}, without {left_out!r}, path {path!r}"[:600]
-                    )
+            connection.send(stream, message(raw if path == PLACE else b""), wait=False)
+            [(status, said)] = connection.statuses(1)
+            words = said.decode(errors="replace")
+            tally.add(status, "metadata", f"{words}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
 
 
-async def frames(address: str, chance: random.Random, tally: Tally) -> None:
+@in_thread
+def frames(address: str, chance: random.Random, tally: Tally) -> None:
     """Floods and halves of frames."""
-    kind = chance.choice(FLOODS)
-    async with wire(address) as connection:
-        try:
-            calls = await kind(connection, chance)
-            await connection.flush()
-            found = await connection.statuses(min(calls, 20))
-        except (ConnectionError, h2.exceptions.H2Error) as error:
-            found, calls = [type(error).__name__], 1
-        for status in found:
-            tally.add(status, kind.__name__, connection.said)
-        tally.requests += max(0, calls - len(found))
+    kind, calls = chance.choice(FLOODS), 1
+    try:
+        with Connection(address) as connection:
+            calls = kind(connection, chance)
+            connection.flush()
+            found = connection.statuses(min(calls, 20))
+    except (ConnectionError, H2Error) as error:
+        found = [(type(error).__name__, b"")]
+    for status, said in found:
+        tally.add(status, kind.__name__, said.decode(errors="replace"))
+    tally.requests += max(0, calls - len(found))
 
 
-async def rapid_reset(connection: Wire, chance: random.Random) -> int:
+def rapid_reset(connection: Connection, chance: random.Random) -> int:
     """Begin calls and cancel each at once."""
     for _ in range(500):
-        stream = connection.call()
+        stream = connection.call(PLACE)
         if chance.random() < 0.5:
-            connection.send(stream, right(PLACE)[0])
+            connection.send(stream, message(right(PLACE)[0]), wait=False)
         connection.h2.reset_stream(stream)
     return 500
 
 
-async def half_messages(connection: Wire, chance: random.Random) -> int:
+def half_messages(connection: Connection, chance: random.Random) -> int:
     """Send messages that do not end."""
     for _ in range(50):
-        connection.send(connection.call(), bytes(chance.randrange(100, 1000)), missing=1)
+        connection.send(connection.call(PLACE), message(bytes(chance.randrange(100, 1000)))[:-1], end=False, wait=False)
     return 50
 
 
-async def pings(connection: Wire, chance: random.Random) -> int:
+def pings(connection: Connection, chance: random.Random) -> int:
     """Ask for many answers to pings and settings."""
     for _ in range(2000):
         connection.h2.ping(chance.randbytes(8))
-    connection.send(connection.call(), right(PLACE)[0])
+    connection.send(connection.call(PLACE), message(right(PLACE)[0]))
     return 1
 
 
-async def settings(connection: Wire, chance: random.Random) -> int:
+def settings(connection: Connection, chance: random.Random) -> int:
     """Change the settings again and again, windows among them."""
     for _ in range(500):
         connection.h2.update_settings({4: chance.randrange(2**31), 3: chance.randrange(1000)})
-    connection.send(connection.call(), right(PLACE)[0])
+    connection.send(connection.call(PLACE), message(right(PLACE)[0]), wait=False)
     return 1
 
 
-async def continuations(connection: Wire, chance: random.Random) -> int:
+def continuations(connection: Connection, chance: random.Random) -> int:
     """Send headers that do not end."""
     frame = struct.pack(">I", 1000)[1:] + b"\x09\0" + struct.pack(">I", 1) + chance.randbytes(1000)
-    await connection.raw(b"\0\0\0\x01\0" + struct.pack(">I", 1) + frame * chance.choice([1, 1000]))
+    connection.flush(b"\0\0\0\x01\0" + struct.pack(">I", 1) + frame * chance.choice([1, 1000]))
     return 1
 
 
-async def random_frames(connection: Wire, chance: random.Random) -> int:
+def random_frames(connection: Connection, chance: random.Random) -> int:
     """Send frames of any kind with anything in them."""
     for _ in range(50):
         body = chance.randbytes(chance.randrange(64))
         head = struct.pack(">I", len(body))[1:] + bytes([chance.randrange(12), chance.randrange(256)])
-        await connection.raw(head + struct.pack(">I", chance.choice([0, 1, 2, 3, 2**31 - 1])) + body)
+        connection.flush(head + struct.pack(">I", chance.choice([0, 1, 2, 3, 2**31 - 1])) + body)
     return 50
 
 
-async def small_windows(connection: Wire, chance: random.Random) -> int:
+def small_windows(connection: Connection, chance: random.Random) -> int:
     """Ask for large answers and read nothing of them."""
     connection.h2.update_settings({4: 0})
     query = positions_pb2.PlaceRequest()
     query.query.spans.lengths.append(2**19)
     query.query.dense.SetInParent()
     for _ in range(20):
-        connection.send(connection.call(), query.SerializeToString())
+        connection.send(connection.call(PLACE), message(query.SerializeToString()), wait=False)
     return 20
 
 
-async def bombs(connection: Wire, chance: random.Random) -> int:
+def bombs(connection: Connection, chance: random.Random) -> int:
     """Send little that unpacks to much, and what only says that it is packed."""
     empty = sequences_pb2.BuildRequest()
     empty.query.documents.add().parts.add()
-    part = empty.SerializeToString()
-    raw = chance.choice([part, b"\x0a\0"]) * chance.randrange(1000, 2**20)
+    raw = chance.choice([empty.SerializeToString(), b"\x0a\0"]) * chance.randrange(1000, 2**20)
     squeeze = zlib.compressobj(9, wbits=31)
     packed = squeeze.compress(raw) + squeeze.flush()
-    encodings = [b"gzip", b"deflate", b"identity", b"br"]
     for data in (packed, packed[:-4], b"no gzip"):
-        stream = connection.call("/mmpos.rpc.v1.SequenceService/Build", (b"grpc-encoding", chance.choice(encodings)))
-        connection.send(stream, data, compressed=True)
+        encoding = chance.choice([b"gzip", b"deflate", b"identity", b"br"])
+        stream = connection.call("/mmpos.rpc.v1.SequenceService/Build", (b"grpc-encoding", encoding))
+        connection.send(stream, message(data, compressed=True), wait=False)
     return 3
 
 
-FLOODS: Sequence[Callable[[Wire, random.Random], Awaitable[int]]] = (
+FLOODS: Sequence[Callable[[Connection, random.Random], int]] = (
     rapid_reset,
     half_messages,
     pings,

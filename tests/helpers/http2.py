@@ -1,36 +1,35 @@
-"""HTTP/2 as bytes, for what no client of gRPC would send: half messages, windows that stay shut, broken metadata."""
+"""HTTP/2 for what no client of gRPC would send: half messages, windows that stay shut, broken metadata."""
 
 from __future__ import annotations
 
 import socket
 import struct
+import time
 from contextlib import suppress
+from typing import Any
+
+import grpc
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.exceptions import H2Error
+from h2.settings import SettingCodes
 
 __all__ = ["Connection", "closed_at_once", "message"]
 
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
-_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
+"""Names of statuses by their numbers on the wire."""
+
+CLOSED, OPEN, RESET = "closed", "open", "reset"
+"""Ends of calls without a status: with their connection, not in time, and by a frame."""
+
+_GOODBYE = 7
+"""Type of the frame GOAWAY."""
 
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
     """A message as gRPC frames it; with a length, one that claims to have so many bytes."""
     return struct.pack(">BI", compressed, len(raw) if length is None else length) + raw
-
-
-def _literal(name: bytes, value: bytes) -> bytes:
-    """A header that is written out, never indexed, without Huffman's code."""
-    return b"\x10" + b"".join(_integer(len(text), 7) + text for text in (name, value))
-
-
-def _integer(value: int, bits: int) -> bytes:
-    most = (1 << bits) - 1
-    if value < most:
-        return bytes([value])
-    parts, value = [most], value - most
-    while value >= 128:
-        parts.append(value % 128 + 128)
-        value //= 128
-    return bytes([*parts, value])
 
 
 class Connection:
@@ -43,20 +42,23 @@ class Connection:
 
     def __init__(self, address: str, *, window: int = 65_535) -> None:
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)))
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.settimeout(60)
-        self._next, self._read = 1, b""
-        self._initial, self._windows = (
-            65_535,
-            {0: 65_535},
-        )  # bytes that the server takes: of a stream, of each and of all
-        self._ended: set[int] = set()
-        self._waiting: list[tuple[int, int, int, bytes]] = []  # frames that came while a window was shut
+        self._said: dict[int, bytes] = {}  # messages of statuses, and all else that came, by stream
+        self._ends: dict[int, str] = {}
+        self._pending = b""
+        self.h2 = H2Connection(
+            H2Configuration(
+                header_encoding=None,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+                validate_inbound_headers=False,
+            )
+        )
+        self.h2.initiate_connection()
+        self.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
         try:
-            self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            # No table of headers, so that those of the server can be read without one; and the window.
-            self.frame(_SETTINGS, 0, 0, struct.pack(">HIHI", 1, 0, 4, window))
+            self.flush()
         except ConnectionError:
             self.socket.close()
             raise
@@ -67,113 +69,111 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        """Send one frame."""
-        header = struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream)
-        self.socket.sendall(header + payload)
+    def flush(self, more: bytes = b"") -> None:
+        """Send the frames that are ready, and these bytes behind them."""
+        self.socket.sendall(self.h2.data_to_send() + more)
 
-    def call(self, path: bytes | str, *metadata: tuple[bytes, bytes]) -> int:
-        """Begin a call; gives its stream."""
-        path = path.encode() if isinstance(path, str) else path
-        headers = [
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", path),
-            (b":authority", b"localhost"),
-            (b"te", b"trailers"),
-            (b"content-type", b"application/grpc"),
-            *metadata,
-        ]
-        stream, self._next = self._next, self._next + 2
-        self.frame(_HEADERS, _END_HEADERS, stream, b"".join(_literal(*header) for header in headers))
+    def call(self, path: bytes | str, *metadata: tuple[bytes, bytes], left_out: str = "") -> int:
+        """Begin a call, without one of its headers; gives its stream."""
+        head = {
+            ":method": b"POST",
+            ":scheme": b"http",
+            ":path": path.encode() if isinstance(path, str) else path,
+            ":authority": b"localhost",
+            "te": b"trailers",
+            "content-type": b"application/grpc",
+        }
+        stream = self.h2.get_next_available_stream_id()
+        pairs = [(name.encode(), value) for name, value in head.items() if name != left_out]
+        self.h2.send_headers(stream, [*pairs, *metadata])
+        self.flush()
         return stream
 
-    def send(self, stream: int, raw: bytes, *, end: bool = True) -> None:
-        """Send bytes of a call, as soon as the server takes them and until it has ended the call."""
-        while raw and stream not in self._ended:
-            while (room := min(self._windows[0], self._windows.setdefault(stream, self._initial), 16_384)) <= 0:
-                if (frame := self._frame()) is None:
-                    raise ConnectionError("closed")
-                self._waiting.append(frame)
-                if stream in self._ended:
-                    return
-            piece, raw = raw[:room], raw[room:]
-            self._windows[0] -= len(piece)
-            self._windows[stream] -= len(piece)
-            self.frame(_DATA, 0, stream, piece)
-        if end and stream not in self._ended:
-            self.frame(_DATA, _END_STREAM, stream, b"")
+    def send(self, stream: int, raw: bytes, *, end: bool = True, wait: bool = True) -> None:
+        """Send bytes of a call, until the server has ended it; without waiting, only what the server takes at once."""
+        while raw and stream not in self._ends:
+            room = min(self.h2.local_flow_control_window(stream), self.h2.max_outbound_frame_size)
+            if room > 0:
+                self.h2.send_data(stream, raw[:room])
+                self.flush()
+                raw = raw[room:]
+            elif not wait:
+                return
+            elif not self._receive():
+                raise ConnectionError(CLOSED)
+        if end and stream not in self._ends:
+            self.h2.end_stream(stream)
+            self.flush()
 
     def open(self, stream: int, size: int) -> None:
-        """Let the server send so many bytes more, of a stream or with 0 of the connection."""
-        self.frame(_WINDOW, 0, stream, struct.pack(">I", size))
+        """Let the server send so many bytes more of a stream."""
+        self.h2.increment_flow_control_window(size, stream)
+        self.flush()
 
-    def reset(self, stream: int) -> None:
-        """Cancel a call."""
-        self.frame(_RESET, 0, stream, struct.pack(">I", 8))
-
-    def receive(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame of the server: kind, flags, stream, payload; None at the end."""
-        return self._waiting.pop(0) if self._waiting else self._frame()
-
-    def _frame(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame that comes; pings and settings are answered, and what is in it taken."""
-        header = self._exactly(9)
-        if header is None:
-            return None
-        size = int.from_bytes(header[:3], "big")
-        kind, flags, stream = struct.unpack(">BBI", header[3:])
-        stream &= 0x7FFF_FFFF
-        payload = self._exactly(size)
-        if payload is None:
-            return None
-        if kind in (_SETTINGS, _PING) and not flags & _ACK:
-            self.frame(kind, _ACK, 0, payload if kind == _PING else b"")
-        if kind == _RESET or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
-            self._ended.add(stream)
-        if kind == _DATA and payload:
-            self.open(0, len(payload))
-        elif kind == _WINDOW:
-            self._windows[stream] = self._windows.get(stream, self._initial) + int.from_bytes(payload, "big")
-        elif kind == _SETTINGS:
-            for name, value in struct.iter_unpack(">HI", payload):
-                if name == 4:
-                    self._windows = {
-                        at: size + (value - self._initial if at else 0) for at, size in self._windows.items()
-                    }
-                    self._initial = value
-        return kind, flags, stream, payload
-
-    def ended(self, stream: int) -> bytes:
-        """All that came of a stream until it ended, headers as they are packed.
+    def ended(self, stream: int) -> tuple[str, bytes]:
+        """Wait for the end of a call: the name of its status, and all that came, its message among it.
 
         Raises:
             ConnectionError: the connection ended before.
         """
-        received = b""
-        while (frame := self.receive()) is not None:
-            kind, flags, of, payload = frame
-            if of == stream:
-                received += payload
-                if kind == _RESET or flags & _END_STREAM:
-                    return received
-        raise ConnectionError(f"closed after {received!r}")
+        while stream not in self._ends:
+            if not self._receive():
+                raise ConnectionError(f"closed after {self._said.get(stream)!r}")
+        return self._ends[stream], self._said.get(stream, b"")
+
+    def statuses(self, calls: int, seconds: float = 1.0) -> list[tuple[str, bytes]]:
+        """Wait for the ends of so many calls, as far as they come in time: those that ``ended`` gives."""
+        deadline, alive = time.monotonic() + seconds, True
+        with suppress(TimeoutError):
+            while alive and len(self._ends) < calls:
+                self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                alive = self._receive()
+        found = [(status, self._said.get(stream, b"")) for stream, status in self._ends.items()]
+        return found + [(OPEN if alive else CLOSED, b"")] * (calls - len(found))
 
     def closed(self) -> bool:
         """Wait until the server closes the connection."""
         with suppress(ConnectionError):
-            while self.receive() is not None:
+            while self._receive():
                 pass
         return True
 
-    def _exactly(self, size: int) -> bytes | None:
-        while len(self._read) < size:
-            more = self.socket.recv(65_536)
-            if not more:
-                return None
-            self._read += more
-        part, self._read = self._read[:size], self._read[size:]
-        return part
+    def _receive(self) -> bool:
+        """Take what comes next; False at the end of the connection."""
+        data = self.socket.recv(65_536)
+        if not data:
+            return False
+        with suppress(H2Error):  # what we broke may be answered in kind
+            for event in self.h2.receive_data(self._without_goodbye(data)):
+                self._take(event)
+        with suppress(ConnectionError):  # the end of the connection comes next
+            self.flush()
+        return True
+
+    def _without_goodbye(self, data: bytes) -> bytes:
+        """Take whole frames but those that say that the connection will end: h2 reads none of the calls after them."""
+        self._pending += data
+        frames = b""
+        while len(self._pending) >= 9 and len(self._pending) >= (size := 9 + int.from_bytes(self._pending[:3], "big")):
+            frame, self._pending = self._pending[:size], self._pending[size:]
+            frames += b"" if frame[3] == _GOODBYE else frame
+        return frames
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, events.StreamReset):
+            self._ends.setdefault(event.stream_id, RESET)
+        elif isinstance(event, events.DataReceived):
+            self._said[event.stream_id] = self._said.get(event.stream_id, b"") + event.data
+            if event.flow_controlled_length:
+                self.h2.increment_flow_control_window(event.flow_controlled_length)
+        elif isinstance(event, events.ResponseReceived | events.TrailersReceived):
+            headers = dict(event.headers)
+            http = headers.get(b":status", b"200")
+            if b"grpc-status" in headers or http != b"200":
+                number = headers.get(b"grpc-status", b"HTTP " + http)
+                self._ends[event.stream_id] = STATUSES.get(number, number.decode())
+                said = self._said.get(event.stream_id, b"")
+                self._said[event.stream_id] = said + headers.get(b"grpc-message", b"")
 
 
 def closed_at_once(address: str) -> bool:

@@ -22,12 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 import mmpos
-from mmpos.rotary import DevicePositions, Rotary, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, kernel, rerotate, rotate_and_store
 from mmpos.rotary.apply import _arguments
 from mmpos.rotary.kernel import launching
 from mmpos.rotary.kernel.rotate import rotary_kernel
-from mmpos.rotary.operators import norm_rotate_backward
-from mmpos.rotary.reference import norm_of
+from mmpos.rotary.operators import rotate_backward
 from mmpos_bench.host import StandIn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,9 +80,8 @@ def call(draw: random.Random) -> Any:
     rotary = Rotary(dim, **kinds, **often(draw, {}, {} if q_heads % k_heads else by_head))
     q, k = heads(draw, tokens, q_heads, dim, dtype), heads(draw, tokens, k_heads, dim, dtype)
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
-    options: Any = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
-    order: Any = often(draw, "before", "after")
-    options |= {"implementation": "triton", "inplace": often(draw, False, True), "norm_order": order}
+    norm = Norm(weights[0], weights[1], after=often(draw, False, True))
+    options: Any = {"implementation": "triton", "inplace": often(draw, False, True), "norm": norm}
     whole = positions.dtype != torch.float64 if isinstance(positions, Tensor) else not positions.fractional
     if whole:
         caches = (torch.ones(80 + draw.choice((0, 1)), dim, dtype=each) for each in DTYPES)
@@ -98,16 +96,16 @@ def call(draw: random.Random) -> Any:
         where = torch.arange(tokens, dtype=often(draw, torch.int64, torch.int32))
         return lambda: rerotate(pages, where, positions, positions, rotary, k_scale=scales, implementation="triton")
     if kind == "backward":
-        norm = norm_of(q, k, torch.ones(dim), weights[1], 1e-6, 0.0, order)
-        rotation = _arguments(q[None], k[None], positions, rotary, None, True, "triton", False, options.get("cos_sin"))
+        norm = norm._replace(q_weight=torch.ones(dim))
+        rotation = _arguments(q[None], k[None], positions, rotary, options.get("cos_sin"), True, "triton", False)
         wanted = [draw.random() < 0.5 for _ in range(4)]
-        return lambda: norm_rotate_backward(q[None], k[None], q[None], k[None], wanted, *norm, *rotation)
+        return lambda: rotate_backward(q[None], k[None], q[None], k[None], wanted, *norm, *rotation)
     if kind == "apply":
         return lambda: apply_rotary(q, k, positions, rotary, **options)
     v = heads(draw, tokens, k_heads, often(draw, 16, 8), dtype)
     keys, values = (heads(draw, 64, k_heads, x.shape[2], dtype) for x in (k, v))
     slots = torch.arange(tokens, dtype=often(draw, torch.int64, torch.int32))
-    return lambda: rotate_and_store(q, k, v, positions, rotary, keys, values, slots, **options)
+    return lambda: rotate_and_store(q, k, v, positions, rotary, Cache(keys, values, slots), **options)
 
 
 def launched(rotate: Any) -> tuple[Any, int]:

@@ -69,10 +69,9 @@ def by_the_reference(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotatio
     """The kernel's work without its interpreter."""
     from mmpos.rotary import reference
 
-    made = reference.cos_sin(rotation, q.shape[0] * q.shape[1])
-    cos, sin = (x.view(q.shape[0], q.shape[1], -1) for x in made)
-    sin = -sin if rotation.conjugate else sin
-    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
+    turn = reference.turning_of(rotation, q.shape[0], q.shape[1])
+    for x, out in ((q, q_out), (k, k_out)):
+        reference.rotate(x, out, turn, rotation.num_pairs)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import mmpos.rotary
 from mmpos.integrations.models import TEXT_TYPES, ModelSettings
 from mmpos.rotary import Rotary, apply_rotary
 
-MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
+MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.kinds]
 WITH_VIDEOS = [name for name in MROPE if name not in ("glm_image", "minicpmv4_7")]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],

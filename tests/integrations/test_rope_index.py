@@ -45,7 +45,7 @@ from mmpos.integrations.hf.get_rope_index import (
     XDRopeIndex,
 )
 from mmpos.integrations.models import MODEL_TYPES
-from mmpos.positions.rows import NEXT_POSITION
+from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.segments import CropMarkers
 from mmpos.support import native
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmpos.rotary import Cache
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The device of caches: kernels run in Triton's interpreter where there is no GPU."""
 
@@ -19,7 +21,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integers of as many bytes."""
 
 
-class Cache(NamedTuple):
+class Held(NamedTuple):
     """Caches as an engine holds them: views of k and v, the tensors behind them, and the layout of the views."""
 
     key: Tensor
@@ -27,6 +29,11 @@ class Cache(NamedTuple):
     whole: Sequence[Tensor]
     layout: str
     block_size: int
+
+    def with_slots(self, slots: Tensor, **scales: Tensor) -> Cache:
+        """Return them as a call takes them."""
+        layout: Any = self.layout
+        return Cache(self.key, self.value, slots, layout, **scales)
 
     def at(self, view: Tensor, slot: int) -> Tensor:
         """(heads, head_dim) of a slot."""
@@ -41,49 +48,49 @@ def filled(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, FILL[dtype], dtype=INTEGERS[dtype.itemsize], device=DEVICE).view(dtype)
 
 
-Make = Callable[[int, int, int, int, torch.dtype], Cache]
+Make = Callable[[int, int, int, int, torch.dtype], Held]
 
 
-def _apart(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _apart(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     key, value = (filled(blocks, size, heads, dim, dtype=dtype) for _ in range(2))
-    return Cache(key, value, (key, value), "NHD", size)
+    return Held(key, value, (key, value), "NHD", size)
 
 
-def _apart_by_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _apart_by_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     key, value = (filled(blocks, heads, size, dim, dtype=dtype) for _ in range(2))
-    return Cache(key, value, (key, value), "HND", size)
+    return Held(key, value, (key, value), "HND", size)
 
 
-def _stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     both = filled(2, blocks, size, heads, dim, dtype=dtype)
-    return Cache(both[0], both[1], (both,), "NHD", size)
+    return Held(both[0], both[1], (both,), "NHD", size)
 
 
-def _by_page(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _by_page(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     both = filled(blocks, 2, size, heads, dim, dtype=dtype)
-    return Cache(both[:, 0], both[:, 1], (both,), "NHD", size)
+    return Held(both[:, 0], both[:, 1], (both,), "NHD", size)
 
 
-def _by_page_and_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _by_page_and_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     both = filled(blocks, 2, heads, size, dim, dtype=dtype)
-    return Cache(both[:, 0], both[:, 1], (both,), "HND", size)
+    return Held(both[:, 0], both[:, 1], (both,), "HND", size)
 
 
-def _side_by_side(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _side_by_side(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     both = filled(blocks, heads, size, 2 * dim, dtype=dtype)
     key, value = both.transpose(1, 2).split(dim, dim=-1)
-    return Cache(key, value, (both,), "NHD", size)
+    return Held(key, value, (both,), "NHD", size)
 
 
-def _all_layers(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _all_layers(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     every = filled(blocks, 3, heads, size, 2 * dim, dtype=dtype)
     key, value = every[:, 1].split(dim, dim=-1)
-    return Cache(key, value, (every,), "HND", size)
+    return Held(key, value, (every,), "HND", size)
 
 
-def _pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+def _pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
     key, value = (filled(blocks * size, heads, dim, dtype=dtype) for _ in range(2))
-    return Cache(key, value, (key, value), "NHD", 1)
+    return Held(key, value, (key, value), "NHD", 1)
 
 
 CACHES: Mapping[str, Make] = {
@@ -98,7 +105,7 @@ CACHES: Mapping[str, Make] = {
 }
 
 
-def write(cache: Cache, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
+def write(cache: Held, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
     """Write (tokens, heads, head_dim) k and v where they belong, token by token."""
     for token, slot in enumerate(slots):
         if slot >= 0:
@@ -120,7 +127,7 @@ def assert_same_bits(got: Tensor | None, want: Tensor | None, ulps: int = 0) -> 
     assert int(apart.max() if apart.numel() else 0) <= ulps
 
 
-def assert_holds(got: Cache, want: Cache, ulps: int = 0) -> None:
+def assert_holds(got: Held, want: Held, ulps: int = 0) -> None:
     """Every cell of everything behind the caches, touched or not, is as it should be."""
     for a, b in zip(got.whole, want.whole, strict=True):
         assert_same_bits(a, b, ulps)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import CASES, RESUMABLE, Case, Document, Id, batches, documents, exact
 
 from mmpos import Grid, PositionTable, SegmentTable, place
-from mmpos.positions.rows import NEXT_POSITION
+from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.schemes import XDRope
 
 settled = settings(max_examples=60)

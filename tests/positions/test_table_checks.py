@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmpos import SCHEMES, Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
-from mmpos.positions.rows import (
+from mmpos.positions.table_rows import (
     AXES,
     DELTA,
     DENOMINATOR,

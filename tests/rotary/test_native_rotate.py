@@ -1,4 +1,8 @@
-"""The rotation in C against the plain torch reference, bit by bit, in both widths of vectors; and what it declines."""
+"""The rotation in C, with and without a norm: the bits of the reference in both widths of vectors; what it declines.
+
+numpy and the compiler round sums, products, quotients and roots of float32 as IEEE 754 says, one by one, so the bits
+are those of every processor.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,9 +21,8 @@ from oracle import settled
 from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, ROTARIES, heads, packed, table_of
 from torch import Tensor
 
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, cpu
-from mmpos.rotary.device import constants, position_ids
-from mmpos.rotary.reference import AUTO, RotationArguments
+from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, cpu
+from mmpos.rotary.device import ids_on, rotation_of
 from mmpos.support import native
 
 if native.core is None:
@@ -29,58 +33,79 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRINGS = ("half", "adjacent")
 WIDTHS = pytest.mark.parametrize("wide", [True, False], ids=["wide", "plain"])
+NORMED = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+EPS = 1e-5
+
+
+def weight(size: int) -> Tensor:
+    return torch.linspace(-0.5, 2, size)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def normalised(x: Tensor, w: Tensor) -> Tensor:
+    """Heads in float32: squares of channel c in the partial sum of c mod 16, then those 8, 4, 2 and 1 apart added."""
+    value = x.float().numpy()
+    sums = np.zeros((*value.shape[:-1], 16), np.float32)
+    for c in range(value.shape[-1]):
+        sums[..., c % 16] += value[..., c] * value[..., c]
+    for half in (8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half:]
+    scale = np.float32(1) / np.sqrt(sums / np.float32(value.shape[-1]) + np.float32(EPS))
+    return torch.from_numpy(value * scale) * w
+
+
+def wanted(x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
+    """The norm in the order of C, and the rotation of the reference, rounded once."""
+    value = x if w is None else normalised(x, w)
+    return apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0].to(x.dtype)
 
 
 def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
-    ids, adjacent = position_ids(positions, CPU), rotary.pairing == "adjacent"
-    frequencies, pair_axis = constants(rotary, CPU)
-    rotation = RotationArguments(
-        ids.tensor, frequencies, pair_axis, ids.mode, adjacent, rotary.attention_factor, False, AUTO
-    )
-    made = cpu.angles_of(rotation, ids.tokens)
+    ids = ids_on(positions, rotary, CPU)
+    made = cpu.angles_of(rotation_of(ids, rotary), ids.tokens)
     assert made is not None
     return made
 
 
-def turn(tensors: Any, given: Any, *, pairing: str = "half", conjugate: bool = False, wide: bool = True) -> bool:
-    """All tokens, by the extension alone."""
-    tokens = tensors[0].shape[0] * tensors[0].shape[1]
-    return CORE.rotate(tensors, given, None, 0, tokens, pairing == "adjacent", conjugate, wide)
-
-
-def assert_same(got: Tensor, want: Tensor) -> None:
+def assert_same(got: Tensor | None, want: Tensor | None) -> None:
     """Equal bits; NaN where there is NaN, whose bits torch itself writes in several ways."""
-    assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    assert got is not None
+    assert want is not None
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert torch.equal(got.isnan(), want.isnan())
-    a, b = (x.nan_to_num(0.0, torch.inf, -torch.inf).view(torch.uint8) for x in (got.contiguous(), want.contiguous()))
+    a, b = (x.contiguous().nan_to_num(0.0, torch.inf, -torch.inf).view(torch.uint8) for x in (got, want))
     assert torch.equal(a, b)
 
 
-def assert_agrees(x: Tensor, positions: Any, rotary: Rotary, *, conjugate: bool = False, wide: bool = True) -> None:
-    """(tokens, heads, head_dim), out of place and in place."""
-    want, _ = apply_rotary(x, None, positions, rotary, conjugate=conjugate, implementation="reference")
-    options: dict[str, Any] = {"pairing": rotary.pairing, "conjugate": conjugate, "wide": wide}
-    out, same = torch.full_like(want, torch.nan), x.clone()
-    four, fresh, kept = (cpu._bits(tensor.unsqueeze(0)) for tensor in (x, out, same))
-    given = source(positions, rotary)
-    assert turn((four, fresh), given, **options)
-    assert_same(out, want)
-    assert turn((kept, kept), given, **options)
-    assert torch.equal(same.nan_to_num(1e9), want.nan_to_num(1e9))
+def assert_agrees(
+    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True
+) -> None:
+    """(tokens, heads, head_dim) by the extension alone, out of place and in place."""
+    want = wanted(x, w, positions, rotary, conjugate=conjugate)
+    norm, adjacent = None if w is None else (EPS, w.numpy()), rotary.pairing == "adjacent"
+    for out in (torch.full_like(x, torch.nan), x.clone()):
+        start = x if out.isnan().all() else out
+        tensors = tuple(cpu._bits(tensor.unsqueeze(0)) for tensor in (start, out))
+        assert CORE.rotate(tensors, source(positions, rotary), norm, 0, len(x), adjacent, conjugate, wide)
+        assert_same(out, want)
 
 
 # The map.
 
 
 @WIDTHS
+@NORMED
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("rotary_dim", [2, 6, 8, 14, 16, 24, 32, 40, 66, 80, 128])
-def test_any_number_of_pairs_agrees(rotary_dim: int, pairing: Any, dtype: torch.dtype, wide: bool) -> None:
-    for rest in (0, 6):
+@pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128])
+def test_any_number_of_pairs_and_of_other_channels(
+    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: bool, wide: bool
+) -> None:
+    ids = torch.tensor([[0, 1, -1, 77, INT32_MAX, INT32_MIN, 123_456_789]])
+    for rest in (0, 2, 6, 30):
         rotary = Rotary(rotary_dim + rest, rotary_dim=rotary_dim, axes=1, pairing=pairing)
-        ids = torch.tensor([[0, 1, -1, 77, INT32_MAX, INT32_MIN, 123_456_789]])
-        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, wide=wide)
+        w = weight(rotary.head_dim) if normed else None
+        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide)
 
 
 @settled
@@ -98,7 +123,7 @@ def test_any_number_of_pairs_agrees(rotary_dim: int, pairing: Any, dtype: torch.
     conjugate=st.booleans(),
     wide=st.booleans(),
 )
-def test_any_ids_and_frequencies_agree(
+def test_any_ids_and_frequencies(
     ids: list[tuple[int, int, int]], inv_freq: list[float], rest: int, form: str, pairing: Any, dtype: torch.dtype,
     conjugate: bool, wide: bool,
 ) -> None:  # fmt: skip
@@ -116,7 +141,7 @@ def test_any_ids_and_frequencies_agree(
 
 @WIDTHS
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_every_sort_of_number_agrees(pairing: Any, wide: bool) -> None:
+def test_every_sort_of_number(pairing: Any, wide: bool) -> None:
     every_third = torch.arange(0, 3 << 14, 3, dtype=torch.int32)  # all exponents, all low bits, and no infinity
     bits = torch.cat((every_third, every_third + (1 << 15)))
     bits[:6] = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FFF])
@@ -129,19 +154,29 @@ def test_every_sort_of_number_agrees(pairing: Any, wide: bool) -> None:
     assert_agrees(x.float(), torch.arange(8)[None], rotary, wide=wide)
 
 
-@pytest.mark.parametrize("conjugate", [False, True])
-@pytest.mark.parametrize("name", ROTARIES)
-def test_every_allocation_agrees(name: str, conjugate: bool) -> None:
-    rotary = ROTARIES[name]
-    x = heads(32, 2, rotary.head_dim, torch.bfloat16)
-    assert_agrees(x, packed(BY_AXES[rotary.axes], 9_000_000), rotary, conjugate=conjugate)
-
-
 @WIDTHS
-def test_the_attention_factor_is_multiplied_as_the_reference_does(wide: bool) -> None:
-    rotary = Rotary(20, rotary_dim=12, scaling=YaRN(4.0, 32768))
-    for positions in (packed("rope-tie-fractional", 70_000), torch.randint(INT32_MIN, INT32_MAX, (2, 32))):
-        assert_agrees(heads(32, 3, 20), positions, rotary, wide=wide)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_every_sort_of_number_is_normalised(pairing: Any, dtype: torch.dtype, wide: bool) -> None:
+    numbers = torch.tensor([0.0, -0.0, 1e-40, 1e-30, -3.0, 1e18, -3e38, torch.inf, -torch.inf, torch.nan])
+    rotary, ids = Rotary(48, rotary_dim=32, axes=1, pairing=pairing), torch.arange(10)[None]
+    among, w = heads(10, 2, 48), weight(48)
+    among[..., 17] = numbers[:, None]
+    w[40], w[41] = torch.inf, 0.0
+    w[5:7] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # NaN, of all bits
+    for x in (numbers[:, None, None].repeat(1, 2, 48), among):
+        for each in (weight(48), w):
+            assert_agrees(x.to(dtype), ids, rotary, each, wide=wide)
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_every_allocation_with_a_factor(name: str) -> None:
+    rotary = ROTARIES[name]
+    x, table = heads(32, 2, rotary.head_dim, torch.bfloat16), packed(BY_AXES[rotary.axes], 9_000_000)
+    assert_agrees(x, table, rotary)
+    if rotary.inv_freq is None and rotary.rotary_dim > 4:
+        scaled = Rotary(rotary.head_dim, axes=rotary.axes, scaling=YaRN(4.0, 32768))
+        assert_agrees(x, table, scaled, conjugate=True)
 
 
 # The tensors.
@@ -163,58 +198,35 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def auto_and_reference(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-    """apply_rotary by the extension and nothing else, and by the reference."""
-    want = apply_rotary(*arguments, **options, implementation="reference")
-    with monkeypatch.context() as patch:
-        patch.setattr("mmpos.rotary.reference.rotate", None)
-        return apply_rotary(*arguments, **options), want
-
-
+@NORMED
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", VIEWS)
-def test_any_strides_agree_in_place_and_out_of_place(
-    view: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_any_strides_in_place_and_out_of_place(
+    view: str, dtype: torch.dtype, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = heads((3, 26), 6, 24, dtype)
+    whole = heads((3, 26), 35 if normed else 6, 24, dtype)
     q = VIEWS[view](whole)
-    k = q[:, :, :1]
+    k, w = q[:, :, :1], weight(q.shape[3]) if normed else None
     ids = torch.arange(q.shape[0] * q.shape[1]).mul(1_000_003).remainder(INT32_MAX).view(1, *q.shape[:2])
-    for pairing in PAIRINGS:
-        rotary = Rotary(q.shape[3], rotary_dim=10, axes=1, pairing=pairing)  # type: ignore[arg-type]
-        got, want = auto_and_reference(monkeypatch, q, k, ids, rotary)
-        assert_same(got[0], want[0])
-        assert_same(got[1], want[1])
-        if "for all" in view:
-            continue
-        fresh = whole.clone()
-        mine = torch.as_strided(fresh, q.shape, q.stride(), q.storage_offset()) if q._base is not None else fresh
-        expected = mine.clone()
-        expected.copy_(apply_rotary(mine, None, ids, rotary, implementation="reference")[0])
-        outside = fresh.clone()
-        torch.as_strided(outside, q.shape, mine.stride(), mine.storage_offset()).copy_(expected)
-        assert apply_rotary(mine, None, ids, rotary, inplace=True)[0] is mine
-        assert torch.equal(fresh, outside)
-
-
-@pytest.mark.parametrize("layout", ["thd", "bshd", "bhsd"])
-def test_layouts_and_gradients_agree(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, rotary = packed("rope-tie-v2").pad(13), Rotary(20, rotary_dim=16)
-    shape = {"thd": (39, 3, 20), "bshd": (3, 13, 3, 20), "bhsd": (3, 3, 13, 20)}[layout]
-    found = []
-    for implementation in ("reference", "auto"):
-        q, k = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2))
-        with monkeypatch.context() as patch:
-            if implementation == "auto":
-                patch.setattr("mmpos.rotary.reference.rotate", None)
-            q_out, k_out = apply_rotary(q, k, table, rotary, layout=layout, implementation=implementation)
-            assert k_out is not None
-            torch.autograd.backward([q_out, k_out], [q_out.detach().sin(), k_out.detach().cos()])
-        found.append((q_out.detach(), k_out.detach(), q.grad, k.grad))
-    for got, want in zip(found[1], found[0], strict=True):
-        assert got is not None
-        assert want is not None
-        assert_same(got, want)
+    rotary = Rotary(q.shape[3], rotary_dim=10, axes=1)
+    norm = None if w is None else Norm(w, w - 1, EPS, 1.0)
+    q_weight, k_weight = (None, None) if w is None else (w + 1.0, w - 1 + 1.0)
+    q_want, k_want = wanted(q, q_weight, ids, rotary), wanted(k, k_weight, ids, rotary)
+    with monkeypatch.context() as patch:
+        patch.setattr("mmpos.rotary.reference.rotate", None)  # the extension and nothing else
+        got = apply_rotary(q, k, ids, rotary, norm=norm)
+    assert_same(got[0], q_want)
+    assert_same(got[1], k_want)
+    if "for all" in view:
+        return
+    fresh = whole.clone()
+    mine = torch.as_strided(fresh, q.shape, q.stride(), q.storage_offset()) if q._base is not None else fresh
+    outside = fresh.clone()
+    there = torch.as_strided(outside, q.shape, mine.stride(), mine.storage_offset())
+    there.copy_(wanted(mine, q_weight, ids, rotary))
+    alone = None if w is None else Norm(w, None, EPS, 1.0)
+    assert apply_rotary(mine, None, ids, rotary, norm=alone, inplace=True)[0] is mine
+    assert torch.equal(fresh, outside)
 
 
 @pytest.mark.parametrize("axes", BY_AXES)
@@ -229,34 +241,62 @@ def test_every_form_of_positions_goes_by_the_extension(
     forms: list[Any] = [table, DevicePositions.from_table(table, capacity=64), ids, ids.view(axes, 1, 32)]
     forms += [ids.floor().to(torch.int32), ids.floor().to(torch.int64), ids.floor().to(torch.int32).T.contiguous().T]
     for positions in forms:
-        got, want = auto_and_reference(monkeypatch, q, k, positions, rotary)
-        assert_same(got[0], want[0])
-        assert_same(got[1], want[1])
+        want = wanted(q, None, positions, rotary), wanted(k, None, positions, rotary)
+        with monkeypatch.context() as patch:
+            patch.setattr("mmpos.rotary.reference.rotate", None)
+            got = apply_rotary(q, k, positions, rotary)
+        for out, expected in zip(got, want, strict=True):
+            assert_same(out, expected)
 
 
-def test_threads_agree_with_one_and_a_range_writes_its_own_tokens() -> None:
+def test_no_norm_of_k_or_of_q_leaves_its_bits_to_the_rotation() -> None:
+    rotary, ids, w = Rotary(24, rotary_dim=16, axes=1), torch.arange(13)[None], weight(24)
+    for dtype in DTYPES:
+        q, k = heads(13, 5, 24, dtype), heads(13, 2, 48, dtype, seed=1)[..., ::2]
+        for of_q, of_k in ((w, None), (None, w), (w, w + 1)):
+            got = apply_rotary(q, k, ids, rotary, norm=Norm(of_q, of_k, EPS))
+            assert_same(got[0], wanted(q, of_q, ids, rotary))
+            assert_same(got[1], wanted(k, of_k, ids, rotary))
+
+
+def test_weights_of_any_dtype_and_strides_and_with_gradients_go_by_the_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, ids, rotary = heads(13, 2, 24), torch.arange(13)[None], Rotary(24, axes=1)
+    narrow = weight(48).bfloat16()[::2]
+    want = wanted(q, narrow.float(), ids, rotary)
+    monkeypatch.setattr("mmpos.rotary.reference.rotate", None)
+    for w in (narrow, narrow.float().requires_grad_()):
+        assert_same(apply_rotary(q, None, ids, rotary, norm=Norm(w, eps=EPS))[0], want)
+
+
+@NORMED
+def test_threads_agree_with_one(normed: bool) -> None:
     rotary, ids = Rotary(64, axes=1), torch.arange(1100, dtype=torch.int32).repeat(4).view(1, 4, 1100)
-    q = heads((4, 1100), 9, 64, torch.bfloat16)
-    want, _ = apply_rotary(q, None, ids, rotary, implementation="reference")
-    before = torch.get_num_threads()
+    q, w = heads((4, 1100), 9, 64, torch.bfloat16), weight(64) if normed else None
+    want, before = wanted(q, w, ids, rotary), torch.get_num_threads()
+    norm = None if w is None else Norm(w, eps=EPS)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            assert_same(apply_rotary(q, None, ids, rotary)[0], want)
+            assert_same(apply_rotary(q, None, ids, rotary, norm=norm)[0], want)
         pools = cpu._pool.cache_info().currsize
         for tokens in (300, 500, 800):  # worth one, two and three threads more
             apply_rotary(q[:, :tokens], None, ids[:, :, :tokens], rotary)
         assert cpu._pool.cache_info().currsize == pools, "tensors of every size keep threads of their own"
     finally:
         torch.set_num_threads(before)
-    out = torch.full_like(q, torch.nan)
-    given = source(ids, rotary)
-    for first, stop in ((0, 0), (1090, 1111), (4400, 4400), (3300, 3301)):
+
+
+def test_a_range_writes_its_own_tokens() -> None:
+    rotary, ids = Rotary(64, axes=1), torch.arange(20, dtype=torch.int32).repeat(4).view(1, 4, 20)
+    q = heads((4, 20), 9, 64, torch.bfloat16)
+    want, given = wanted(q, None, ids, rotary), source(ids, rotary)
+    for first, stop in ((0, 0), (15, 31), (80, 80), (60, 61)):
+        out, expected = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan).flatten(0, 1)
         assert CORE.rotate((cpu._bits(q), cpu._bits(out)), given, None, first, stop, False, False, True)
-        wanted = torch.full_like(q, torch.nan).flatten(0, 1)
-        wanted[first:stop] = want.flatten(0, 1)[first:stop]
-        assert_same(out.flatten(0, 1), wanted)
-        out.fill_(torch.nan)
+        expected[first:stop] = want.flatten(0, 1)[first:stop]
+        assert_same(out.flatten(0, 1), expected)
 
 
 @pytest.mark.slow
@@ -282,19 +322,123 @@ threading.Thread(target=late).start()
 # What it declines.
 
 
-def test_without_the_extension_auto_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, ids, rotary = heads(32, 2, 24), torch.arange(64).view(2, 32), Rotary(24)
-    want = apply_rotary(q, None, ids, rotary)[0]
-    monkeypatch.setattr(native, "core", None)
-    assert_same(apply_rotary(q, None, ids, rotary)[0], want)
+@pytest.mark.parametrize("norm", [None, Norm(weight(24).half(), weight(24))])
+def test_what_the_extension_declines_and_all_without_it_goes_by_the_reference(
+    norm: Norm | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = heads(32, 3, 24).half(), heads(32, 2, 24).half()
+    want = apply_rotary(q, k, packed("rope-tie"), Rotary(24), norm=norm, implementation="reference")
+    for core in (CORE, None):
+        monkeypatch.setattr(native, "core", core)
+        for got, expected in zip(apply_rotary(q, k, packed("rope-tie"), Rotary(24), norm=norm), want, strict=True):
+            assert_same(got, expected)
 
 
-def test_what_the_extension_declines_the_reference_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = k = heads(32, 3, 24).half()
-    monkeypatch.setattr(native, "core", None)
-    want = apply_rotary(q, k, packed("rope-tie"), Rotary(24))
-    monkeypatch.undo()
-    for got, wanted in zip(apply_rotary(q, k, packed("rope-tie"), Rotary(24)), want, strict=True):
-        assert got is not None
-        assert wanted is not None
-        assert_same(got, wanted)
+X = np.zeros((1, 4, 2, 16), np.float32)
+GIVEN: tuple[Any, ...] = (
+    np.zeros((2, 4), np.int32), False, np.zeros((3, 8), np.int64), np.zeros((1, 8), np.int32), cpu.COEFFICIENTS, 1.0
+)  # fmt: skip
+TABLES: tuple[Any, ...] = (np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32))
+WEIGHT = np.ones(16, np.float32)
+
+
+def with_part(part: int, value: Any) -> dict[str, Any]:
+    return {"given": (*GIVEN[:part], value, *GIVEN[part + 1 :])}
+
+
+DECLINED: dict[str, dict[str, Any]] = {
+    "three dimensions": {"x": X[0]},
+    "float64": {"x": X.astype(np.float64)},
+    "float16": {"x": X.astype(np.float16)},
+    "big endian": {"x": X.astype(">f4")},
+    "strided channels": {"x": np.zeros((1, 4, 2, 32), np.float32)[..., ::2]},
+    "channels backwards": {"x": X[..., ::-1]},
+    "no buffer": {"x": X.tolist()},
+    "fewer channels than pairs": {"x": X[..., :15]},
+    "other tokens": {"x": X[:, :3]},
+    "no tokens": {"x": X[:, :0]},
+    "an out of another shape": {"out": np.zeros((1, 4, 1, 16), np.float32)},
+    "an out of another dtype": {"out": np.zeros(X.shape, np.int16)},
+    "an out of strided channels": {"out": np.zeros((1, 4, 2, 32), np.float32)[..., ::2]},
+    "an out to read": {"out": np.frombuffer(bytes(X.nbytes), np.float32).reshape(X.shape)},
+    "k of another dtype": {"k": np.zeros((1, 4, 1, 16), np.int16)},
+    "k of other tokens": {"k": np.zeros((1, 5, 1, 16), np.float32)},
+    "k of few channels": {"k": np.zeros((1, 4, 1, 14), np.float32)},
+    "k without an out": {"tensors": (X, X.copy(), X)},
+    "no tensors": {"tensors": ()},
+    "too many tensors": {"tensors": (X, X.copy()) * 3},
+    "a first below 0": {"first": -1},
+    "a stop past the end": {"stop": 5},
+    "a stop before the first": {"first": 3, "stop": 2},
+    "a first beyond int64": {"first": 1 << 70},
+    "a list for the source": {"given": list(GIVEN)},
+    "a source of other length": {"given": GIVEN[:5]},
+    "ids of other tokens": with_part(0, np.zeros((2, 5), np.int32)),
+    "ids of one dimension": with_part(0, np.zeros(4, np.int32)),
+    "float ids": with_part(0, np.zeros((2, 4))),
+    "too many axes": with_part(0, np.zeros((9, 4), np.int32)),
+    "narrow fixed point": with_part(1, True),
+    "narrow words": with_part(2, np.zeros((3, 8), np.int32)),
+    "two words": with_part(2, np.zeros((2, 8), np.int64)),
+    "words of fewer pairs": with_part(2, np.zeros((3, 7), np.int64)),
+    "wide axes of pairs": with_part(3, np.zeros((1, 8), np.int64)),
+    "axes of fewer pairs": with_part(3, np.zeros((1, 7), np.int32)),
+    "a pair of an axis past the last": with_part(3, np.array([[0, 1] * 3 + [1, 2]], np.int32)),
+    "a pair of an axis below none": with_part(3, np.array([[0, -2] * 4], np.int32)),
+    "seven coefficients": with_part(4, cpu.COEFFICIENTS[:28]),
+    "coefficients in a list": with_part(4, [1.0] * 8),
+    "a whole factor": with_part(5, 1),
+    "cos of other tokens": {"given": (np.ones((5, 8), np.float32),) * 2},
+    "cos in float64": {"given": (np.ones((4, 8)),) * 2},
+    "sin of other tokens": {"given": (TABLES[0], np.ones((3, 8), np.float32))},
+    "sin of other pairs": {"given": (TABLES[0], np.ones((4, 7), np.float32))},
+    "no pairs": {"given": (np.ones((4, 0), np.float32),) * 2},
+    "more pairs than channels": {"given": (np.ones((4, 9), np.float32),) * 2},
+    "a norm in a list": {"norm": [1e-6, WEIGHT]},
+    "a norm without a weight": {"norm": (1e-6,)},
+    "a norm of two tensors for one": {"norm": (1e-6, WEIGHT, WEIGHT)},
+    "a norm of one tensor for two": {"norm": (1e-6, WEIGHT), "k": X[:, :, :1]},
+    "a whole eps": {"norm": (1, WEIGHT)},
+    "a weight of fewer channels": {"norm": (1e-6, WEIGHT[:15])},
+    "a weight of the channels of q for k": {"norm": (1e-6, None, WEIGHT), "k": np.zeros((1, 4, 1, 18), np.float32)},
+    "a weight in float64": {"norm": (1e-6, WEIGHT.astype(np.float64))},
+    "a weight of int16": {"norm": (1e-6, WEIGHT.astype(np.int16))},
+    "a weight in a row": {"norm": (1e-6, WEIGHT[None])},
+    "a strided weight": {"norm": (1e-6, np.ones(32, np.float32)[::2])},
+    "a weight in a tuple": {"norm": (1e-6, tuple(WEIGHT))},
+}
+
+
+def attempt(
+    x: Any = X, out: Any = None, k: Any = None, tensors: Any = None, given: Any = GIVEN, norm: Any = None,
+    first: int = 0, stop: int = 4,
+) -> bool:  # fmt: skip
+    out = np.full(np.shape(x), 7, getattr(x, "dtype", np.float32)) if out is None else out
+    before = out.copy()
+    made = (x, out) if k is None else (x, out, k, np.zeros_like(k))
+    done = CORE.rotate(made if tensors is None else tensors, given, norm, first, stop, False, False, True)
+    assert done or np.array_equal(out, before)
+    return done
+
+
+def test_what_is_declined_is_taken_without_its_flaw() -> None:
+    assert attempt()
+    assert attempt(given=TABLES)
+    assert attempt(**with_part(3, np.array([[0, -1] * 4], np.int32)))  # −1 is none
+    assert attempt(k=np.zeros((1, 4, 0, 18), np.float32))
+    assert attempt(x=X.astype(np.int16))
+    assert attempt(first=4)
+    assert attempt(norm=(1e-6, WEIGHT))
+    assert attempt(norm=(1e-6, None, np.ones(18, np.float32)), k=np.zeros((1, 4, 1, 18), np.float32))
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_anything_else_is_declined_and_nothing_written(case: str) -> None:
+    assert not attempt(**DECLINED[case])
+
+
+def test_other_arguments_are_a_type_error() -> None:
+    flags = False, False, True
+    for arguments in ((), ((X, X), GIVEN), ([X, X], GIVEN, None, 0, 4, *flags), ((X, X), GIVEN, None, 0, 4.0, *flags)):
+        with pytest.raises(TypeError, match="rotate takes"):
+            CORE.rotate(*arguments)

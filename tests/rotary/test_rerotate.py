@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from fractions import Fraction
@@ -12,16 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import BY_AXES, DTYPES, ROTARIES, SCHEMES, assert_rotated, heads, ids_of, lengths, packed, rotated
+from rotary_oracle import BY_AXES, DTYPES, ROTARIES, assert_rotated, heads, ids_of, lengths, packed, rotated
 from rotary_oracle import table_of as positions_at
-from store_oracle import CACHES, DEVICE, Cache, assert_holds, assert_same_bits, filled, nearest
+from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, nearest
 from tolerance import ARITHMETIC, assert_within, unit
 from torch import Tensor
 
-from mmpos import InvalidInputError, LimitExceededError, PositionTable, UnsupportedError
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, operators, rerotate
-from mmpos.rotary.device import constants, position_ids
-from mmpos.rotary.reference import AUTO
+from mmpos import PositionTable
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rerotate
 
 WAYS = ("reference", "triton")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,14 +36,14 @@ def between(here: PositionTable | Tensor, there: PositionTable | Tensor) -> list
     return [[Fraction(b) - Fraction(a) for a, b in zip(*pair, strict=True)] for pair in pairs]
 
 
-def put(cache: Cache, keys: Tensor, slots: list[int]) -> None:
+def put(cache: Held, keys: Tensor, slots: list[int]) -> None:
     """Write keys of tokens where they belong."""
     for key, slot in zip(keys, slots, strict=True):
         if slot >= 0:
             cache.at(cache.key, slot).copy_(key)
 
 
-def taken(cache: Cache, slots: list[int]) -> Tensor:
+def taken(cache: Held, slots: list[int]) -> Tensor:
     """(tokens, heads, head_dim) keys of slots that there are."""
     return torch.stack([cache.at(cache.key, slot) for slot in slots if slot >= 0])
 
@@ -57,7 +54,7 @@ def moved(
     here: Any = HERE,
     there: Any = THERE,
     rotary: Rotary = ROTARY,
-    cache: Cache | None = None,
+    cache: Held | None = None,
     slots: list[int] = SLOTS,
     **options: Any,
 ) -> Tensor:
@@ -104,18 +101,6 @@ def test_every_cache_is_turned_where_it_lies_and_nowhere_else(name: str, way: st
         keys = heads(13, 2, 12, torch.float16)
         got = moved(way, keys, cache=CACHES[name](blocks, size, 2, 12, torch.float16))
         assert_moved(got, keys, HERE, THERE, ROTARY)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_keys_of_every_scheme_go_where_they_would_be_rotated_directly(scheme: str) -> None:
-    rotary = Rotary(16, axes=SCHEMES[scheme])
-    here, there, keys = packed(scheme, 5), packed(scheme, 1_000_000), heads(32, 2, 16)
-    slots = list(range(10, 42))
-    at_first, directly = (apply_rotary(keys, None, table, rotary)[0] for table in (here, there))
-    got = moved("auto", at_first, here, there, rotary, slots=slots)
-    # Three rotations, each off by its arithmetic and a rounding.
-    room = 3 * (ARITHMETIC + unit(torch.float32)) * torch.from_numpy(lengths(keys.double().numpy(), rotary))
-    assert_within(got.cpu().double(), directly.double(), room)
 
 
 @pytest.mark.parametrize("name", ROTARIES)
@@ -244,7 +229,7 @@ def test_scales_of_slots_grow_where_a_turned_key_needs_it(name: str, way: str) -
     cache = CACHES[name](4, 16, 2, 12, dtype)
     scale = torch.full(cache.key.shape[:-1], 0.375, device=DEVICE)
     got = moved(way, keys, cache=cache, slots=slots, k_scale=scale).cpu().double()
-    at = Cache(scale, scale, (), cache.layout, cache.block_size)
+    at = Held(scale, scale, (), cache.layout, cache.block_size)
     scales = torch.stack([at.at(scale.unsqueeze(-1), slot) for slot in slots]).squeeze(-1).cpu()
     truth = torch.from_numpy(rotated(keys.double().numpy(), between(HERE, THERE), ROTARY)) * 0.375
     growth = truth.abs().amax(-1).div(0.375 * 448).clamp(min=1)
@@ -266,43 +251,6 @@ def test_all_implementations_give_the_same_8_bits() -> None:
             assert_same_bits(scales[0], scales[1])
 
 
-# Graphs and autograd.
-
-
-def arguments(scales: Tensor | None, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    cache = heads(64, 2, 12, dtype).view(4, 16, 2, 12).to(DEVICE)
-    start, stop = (position_ids(table, DEVICE) for table in (HERE, THERE))
-    slots, numbers = torch.arange(13, device=DEVICE), (stop.mode, False, 1.0, False, AUTO)
-    return cache, scales, slots, start.tensor, start.mode, stop.tensor, *constants(ROTARY, DEVICE), *numbers
-
-
-def test_the_operator_passes_torchs_own_checks() -> None:
-    torch.library.opcheck(operators.rerotate_, arguments(None))
-
-
-@pytest.mark.slow
-def test_the_operator_passes_torchs_own_checks_with_scales_that_grow() -> None:
-    torch.library.opcheck(operators.rerotate_, arguments(torch.ones(4, 16, 2, device=DEVICE)))
-
-
-def test_whole_graphs_turn_the_cache_that_came() -> None:
-    torch._dynamo.reset()
-
-    def layer(cache: Tensor, slots: Tensor, here: Any, there: Any) -> Tensor:
-        rerotate(cache, slots + 1, here, there, ROTARY)
-        return slots * 2
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    here, there = (DevicePositions.from_table(table, DEVICE) for table in (HERE, THERE))
-    caches = [heads(64, 2, 12).view(4, 16, 2, 12).to(DEVICE) for _ in range(2)]
-    slots = torch.arange(13, device=DEVICE) * 3
-    with torch.inference_mode():
-        for call, cache in zip((layer, compiled), caches, strict=True):
-            assert torch.equal(call(cache, slots, here, there), slots * 2)
-    assert torch.equal(*caches)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_autograd_has_saved_is_known_to_have_changed(way: Any) -> None:
     cache, factor = torch.ones(4, 16, 2, 12, device=DEVICE), torch.zeros((), requires_grad=True, device=DEVICE)
@@ -310,147 +258,3 @@ def test_what_autograd_has_saved_is_known_to_have_changed(way: Any) -> None:
     rerotate(cache, torch.arange(13, device=DEVICE), HERE, THERE, ROTARY, implementation=way)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
-
-
-# Bad input.
-
-
-def calls(**changed: Any) -> Callable[[], None]:
-    """Rerotate with good arguments but for some."""
-    good: dict[str, Any] = {"k_cache": torch.zeros(4, 16, 2, 12), "slots": torch.arange(13)}
-    good |= {"from_positions": HERE, "to_positions": THERE, "rotary": ROTARY}
-    return lambda: rerotate(**(good | changed))
-
-
-def eight(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
-
-
-def scaled(scale: Any, **changed: Any) -> Callable[[], None]:
-    return calls(**{"k_cache": eight(4, 16, 2, 12), "k_scale": scale, **changed})
-
-
-WANT_SHAPE = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
-WANT_SCALE = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for each slot and head, which are written"
-REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
-    "layout": (calls(cache_layout="NDH"), "cache_layout: got 'NDH', want one of 'NHD', 'HND'"),
-    "no rotary": (calls(rotary=None), "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it"),
-    "words for a flag": (calls(validate="no"), "validate: got 'no', want True or False"),
-    "no cache": (calls(k_cache=None), "k_cache: got NoneType, want a tensor"),
-    "dtype": (
-        calls(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64)),
-        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-        "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)",
-    ),
-    "head_dim": (calls(k_cache=torch.zeros(4, 16, 2, 8)), f"k_cache: got shape (4, 16, 2, 8), {WANT_SHAPE}"),
-    "dimensions": (calls(k_cache=torch.zeros(4, 12)), f"k_cache: got shape (4, 12), {WANT_SHAPE}"),
-    "expanded": (
-        calls(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12)),
-        "k_cache: got a tensor whose elements share memory, want each by itself",
-    ),
-    "device of the cache": (
-        calls(k_cache=torch.zeros(4, 16, 2, 12, device="meta"), from_positions=torch.zeros(2, 13)),
-        "from_positions: got dtype torch.float32, want int32, int64 or float64 ids",
-    ),
-    "device of ids": (
-        calls(to_positions=torch.zeros(2, 13, dtype=torch.int64, device="meta")),
-        "to_positions: got a tensor on meta, want cpu as k_cache",
-    ),
-    "not positions": (
-        calls(from_positions=None),
-        "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids",
-    ),
-    "ids out of range": (
-        calls(to_positions=torch.full((2, 13), 2**31)),
-        "to_positions: got ids from 2147483648 to 2147483648, want finite ids within int32",
-    ),
-    "length": (calls(to_positions=THERE.slice(0, 12)), "to_positions: got 12 tokens, want 13 as in from_positions"),
-    "axes of from": (
-        calls(from_positions=packed("mrope").slice(0, 13)),
-        "from_positions: got 3 axes, want 2 as in rotary",
-    ),
-    "axes of to": (calls(to_positions=packed("v2pe").slice(0, 13)), "to_positions: got 1 axis, want 2 as in rotary"),
-    "not slots": (calls(slots=[1]), "slots: got list, want a tensor of int32 or int64"),
-    "device of slots": (
-        calls(slots=torch.zeros(13, dtype=torch.int64, device="meta")),
-        "slots: got a tensor on meta, want cpu as from_positions",
-    ),
-    "too many slots": (
-        calls(slots=torch.arange(14)),
-        "slots: got shape (14,), want at most (13,), the tokens of from_positions",
-    ),
-    "a slot beyond": (calls(slots=torch.tensor([3, 64])), "slots[1]: got 64, want < 64, the slots of k_cache"),
-    "a slot of two tokens": (
-        calls(slots=torch.tensor([3, 5, -1, 3, -1])),
-        "slots[3]: got 3, the slot of token 0, want one of its own: a slot of two tokens holds some of each",
-    ),
-    "no scale": (
-        calls(k_cache=eight(4, 16, 2, 12)),
-        "k_scale: got None for a cache of torch.float8_e4m3fn, want its scales: a rotation may need larger ones",
-    ),
-    "a scale for 32 bits": (
-        calls(k_scale=torch.ones(2)),
-        "k_scale: got Tensor for a cache of torch.float32, want None",
-    ),
-    "a number": (scaled(1.0), "k_scale: got float, want a tensor of float32"),
-    "dtype of a scale": (scaled(torch.ones(2).double()), "k_scale: got torch.float64, want a tensor of float32"),
-    "device of a scale": (
-        scaled(torch.ones(2, device="meta")),
-        "k_scale: got a tensor on meta, want cpu as the cache",
-    ),
-    "shape of a scale": (scaled(torch.ones(3)), f"k_scale: got shape (3,), {WANT_SCALE}"),
-    "layout of scales": (scaled(torch.ones(4, 2, 16)), f"k_scale: got shape (4, 2, 16), {WANT_SCALE}"),
-    "zero": (scaled(torch.zeros(())), "k_scale: got 0.0, want a finite number > 0"),
-    "negative": (scaled(torch.tensor([1.0, -2.0])), "k_scale[1]: got -2.0, want a finite number > 0"),
-    "NaN": (scaled(torch.tensor([torch.nan])), "k_scale[0]: got nan, want a finite number > 0"),
-    "infinite": (scaled(torch.tensor([torch.inf, 1.0])), "k_scale[0]: got inf, want a finite number > 0"),
-    "expanded scales": (
-        scaled(torch.ones(1, 1, 2).expand(4, 16, 2)),
-        "k_scale: got a tensor whose elements share memory, want each by itself",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_bad_input_is_refused_with_what_got_and_want(name: str) -> None:
-    call, message = REFUSALS[name]
-    with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}$"):
-        call()
-
-
-def test_scales_that_lie_in_the_cache_are_refused_and_beside_the_keys_they_are_not() -> None:
-    pages = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)  # 12 channels, then the scale as 4 bytes
-    keys, scales = pages[..., :12].view(torch.float8_e4m3fn), pages[..., 12:].view(torch.float32)[..., 0]
-    scales.fill_(0.5)
-    scaled(scales, k_cache=keys)()
-    inside = pages[..., 8:12].view(torch.float32)[..., 0]
-    with pytest.raises(InvalidInputError, match=r"^k_cache: got the memory of k_scale, want memory of its own$"):
-        scaled(inside, k_cache=keys)()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fnuz])
-def test_other_dtypes_of_8_bits_are_not_supported(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=f"^k_cache: got {dtype}, want float32, "):
-        calls(k_cache=torch.zeros(4, 16, 2, 12, dtype=dtype))()
-
-
-def test_gradients_are_not_supported() -> None:
-    with pytest.raises(UnsupportedError, match=r"^k_cache: got a tensor that requires gradients, "):
-        calls(k_cache=torch.zeros(4, 16, 2, 12, requires_grad=True))()
-
-
-def test_more_slots_than_32_bits_count_are_beyond_the_limit() -> None:
-    with pytest.raises(LimitExceededError, match=r"^k_cache: got 2147483648 slots, want <= 2147483647$"):
-        calls(k_cache=torch.zeros(1).expand(2**27, 16, 2, 12))()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_scales_and_slots_that_the_host_does_not_look_at_are_checked_if_validated(
-    way: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as little is known of those on a device
-    scaled(torch.zeros(()), implementation="reference")()
-    with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
-        scaled(torch.zeros(()), validate=True, implementation=way)()
-    with pytest.raises(InvalidInputError, match=r"^slots\[1\]: got 64, want < 64, the slots of k_cache$"):
-        calls(slots=torch.tensor([3, 64]), validate=True, implementation=way)()

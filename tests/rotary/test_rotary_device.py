@@ -1,4 +1,4 @@
-"""Tables on a device keep their address; the module keeps its frequencies through casts, copies and mixed precision."""
+"""Tables on a device keep their address; rotations keep their frequencies through autocast and mixed precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmpos import Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
 
 def table(*documents: list[Text | Grid], scheme: str = "rope-tie") -> PositionTable:
@@ -164,27 +164,9 @@ def test_device_positions_copy_and_pickle(copied: Callable[[Any], Any]) -> None:
     assert (same.num_tokens, same.row_length, same.fractional) == (15, 0, True)
 
 
-# The module.
+# Models.
 
 ROTARIES = [ROTARY, Rotary(16, precision="hf"), Rotary(16, scaling=YaRN(4.0, 64), pairing="adjacent")]
-CASTS: list[Callable[[nn.Module], nn.Module]] = [
-    lambda m: m.to(torch.bfloat16),
-    lambda m: m.half(),
-    lambda m: m.float(),
-    lambda m: m.double(),
-    lambda m: m.to("meta").to_empty(device="cpu"),
-]
-
-
-@pytest.mark.parametrize("rotary", ROTARIES, ids=["exact", "hf", "yarn"])
-@pytest.mark.parametrize("cast", CASTS, ids=["bfloat16", "half", "float", "double", "to_empty"])
-def test_casts_of_the_model_leave_the_rotation_alone(rotary: Rotary, cast: Callable[[nn.Module], nn.Module]) -> None:
-    q, k = normal(15, 2, 16), normal(15, 1, 16)
-    module = RotaryEmbedding(rotary)
-    expected = apply_rotary(q, k, FAR, rotary)
-    model = cast(nn.ModuleDict({"rotary": module, "linear": nn.Linear(2, 2)}))
-    assert all(not buffer.is_floating_point() for buffer in module.buffers())
-    assert equal(model["rotary"](q, k, FAR), expected)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=["exact", "hf", "yarn"])
@@ -193,47 +175,9 @@ def test_autocast_leaves_dtype_and_rotation_alone(rotary: Rotary, dtype: torch.d
     q, k = normal(15, 2, 16, dtype=dtype), normal(15, 1, 16, dtype=dtype)
     expected = apply_rotary(q, k, FAR, rotary)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        functional = apply_rotary(q, k, FAR, rotary)
-        module = RotaryEmbedding(rotary)(q, k, FAR)
-    for found in (functional, module):
-        assert [x.dtype for x in found if x is not None] == [dtype, dtype]
-        assert equal(found, expected)
-
-
-def test_the_module_takes_every_argument_of_apply_rotary() -> None:
-    module, q, k = RotaryEmbedding(ROTARY), normal(2, 3, 8, 16), normal(2, 1, 8, 16)
-    arguments: dict[str, Any] = {"layout": "bhsd", "conjugate": True, "implementation": "reference"}
-    found, expected = module(q, k, EQUAL, **arguments), apply_rotary(q, k, EQUAL, ROTARY, **arguments)
+        found = apply_rotary(q, k, FAR, rotary)
+    assert [x.dtype for x in found if x is not None] == [dtype, dtype]
     assert equal(found, expected)
-    assert module(q, k, EQUAL, inplace=True, **arguments) == (q, k)
-    assert torch.equal(q, expected[0])
-    assert module(q, None, EQUAL, layout="bhsd")[1] is None
-
-
-def test_a_checkpoint_holds_nothing_of_the_module() -> None:
-    module = RotaryEmbedding(ROTARY)
-    assert module.state_dict() == {}
-    assert list(module.parameters()) == []
-    module.load_state_dict({})
-    assert repr(module) == f"RotaryEmbedding({ROTARY!r})"
-
-
-def test_a_module_left_on_another_device_than_q_is_refused() -> None:
-    module = RotaryEmbedding(ROTARY).to("meta")
-    assert refused(InvalidInputError, lambda: module(normal(15, 2, 16), None, POSITIONS)) == (
-        "q: got a tensor on cpu, want meta as the frequencies"
-    )
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("rotary", ROTARIES, ids=["exact", "hf", "yarn"])
-def test_rotary_and_module_copy_and_pickle(copied: Callable[[Any], Any], rotary: Rotary) -> None:
-    q = normal(15, 2, 16)
-    expected, _ = apply_rotary(q, None, FAR, rotary)
-    same, module = copied(rotary), copied(RotaryEmbedding(rotary))
-    assert (same, hash(same), module.rotary) == (rotary, hash(rotary), rotary)
-    assert torch.equal(apply_rotary(q, None, FAR, same)[0], expected)
-    assert torch.equal(module(q, None, FAR)[0], expected)
 
 
 # Mixed precision by FSDP2.
@@ -245,13 +189,13 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 64)
-        self.rotary = RotaryEmbedding(ROTARY)
         self.out = nn.Linear(64, 8)
 
     def forward(self, x: Tensor, positions: Any) -> Tensor:
         q, k = self.qkv(x).unflatten(-1, (4, 16)).split([3, 1], dim=1)
-        q, k = self.rotary(q, k, positions)
-        out: Tensor = self.out(torch.cat((q, k), dim=1).flatten(1))
+        turned, keys = apply_rotary(q, k, positions, ROTARY)
+        assert keys is not None
+        out: Tensor = self.out(torch.cat((turned, keys), dim=1).flatten(1))
         return out.clone()
 
 
@@ -290,13 +234,4 @@ def test_a_first_call_without_gradients_leaves_training_alone() -> None:
     with torch.inference_mode():
         apply_rotary(q, None, ids, rotary)
     apply_rotary(q, None, ids, rotary)[0].sum().backward()
-    assert q.grad is not None
-
-
-def test_a_cast_between_forward_and_backward_changes_nothing() -> None:
-    module = RotaryEmbedding(Rotary(16))
-    q = torch.randn(3, 2, 16, requires_grad=True)
-    turned, _ = module(q, None, torch.arange(6).view(2, 3))
-    module.to(torch.bfloat16)
-    turned.sum().backward()
     assert q.grad is not None

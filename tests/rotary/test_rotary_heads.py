@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mmpos import InvalidInputError, PositionTable, UnsupportedError
 from mmpos.rotary import (
+    Cache,
     DevicePositions,
+    Norm,
     Rotary,
-    RotaryEmbedding,
     YaRN,
     angles,
     apply_rotary,
-    cpu,
     rerotate,
     rotate_and_store,
 )
@@ -35,7 +35,6 @@ WAYS = ("reference", "auto", INTERPRETED)
 PAIRINGS = ("half", "adjacent")
 EPS = 1e-5
 
-own_tiles = tiling.tiles
 
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
@@ -174,14 +173,6 @@ def test_a_head_or_a_pair_that_stands_keeps_its_bits_and_hands_gradients_on(way:
             assert turning.all()
 
 
-def test_another_axis_of_one_head_is_seen() -> None:
-    q, k = heads_of(ROTARY)
-    out = apply_rotary(q, k, TABLE, replace(ROTARY, head_axes=[2, 0, 0, 0]))
-    for x, got in zip((q, k), out, strict=True):
-        with pytest.raises(AssertionError, match="wrong; first"):
-            assert_rotated(got, x, TABLE, ROTARY)
-
-
 # Gradients, and programs that share heads.
 
 
@@ -195,14 +186,6 @@ def everything(way: Any, inputs: Sequence[Tensor], rotary: Rotary, positions: An
     assert q.grad is not None
     assert k.grad is not None
     return [out[0].detach(), out[1].detach(), q.grad, k.grad]
-
-
-def test_gradients_turn_back_by_the_axis_of_their_head() -> None:
-    inputs = heads_of(ROTARY)
-    _, _, q_grad, k_grad = everything("reference", inputs, ROTARY)
-    for got, heads_in in ((q_grad, inputs[0]), (k_grad, inputs[1])):
-        given = heads(TOKENS, heads_in.shape[1], heads_in.shape[2], seed=9).to(DEVICE)
-        assert_rotated(got, given, TABLE, ROTARY, conjugate=True)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +213,6 @@ def test_programs_have_heads_of_one_group_however_many_there_are(block: int, sha
     inputs = heads_of(ROTARY, 3)
     want = everything("reference", inputs, ROTARY)
     for got, expected in zip(everything("triton", inputs, ROTARY), want, strict=True):
-        assert_same_bits(got, expected)
-
-
-@pytest.mark.slow
-def test_the_tiling_of_few_tokens_turns_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "tiles", own_tiles)
-    inputs = heads_of(ROTARY, 3)
-    for got, expected in zip(*(everything(way, inputs, ROTARY) for way in ("triton", "reference")), strict=True):
         assert_same_bits(got, expected)
 
 
@@ -272,11 +247,10 @@ def normed_and_turned(x: Tensor, weight: Tensor, after: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_norms_and_their_gradients_are_those_of_the_formula(order: Any, way: Any) -> None:
+@pytest.mark.parametrize("after", [False, True])
+def test_norms_and_their_gradients_are_those_of_the_formula(after: bool, way: Any) -> None:
     q, k = (x.requires_grad_() for x in heads_of(ROTARY))
     weights = [(0.5 + heads(1, 1, ROTARY.head_dim, seed=seed)[0, 0]).to(DEVICE).requires_grad_() for seed in (3, 4)]
-    options: Any = {"norm_eps": EPS, "norm_order": order, "implementation": way}
     given = [heads(TOKENS, x.shape[1], x.shape[2], seed=9).to(DEVICE) for x in (q, k)]
 
     def results(out: Sequence[Tensor]) -> list[Tensor]:
@@ -284,9 +258,10 @@ def test_norms_and_their_gradients_are_those_of_the_formula(order: Any, way: Any
         return [x.double() for x in (*out, *torch.autograd.grad(out, (q, k, *weights), grads))]
 
     def formula() -> list[Tensor]:
-        return results([normed_and_turned(x, w, order == "after") for x, w in zip((q, k), weights, strict=True)])
+        return results([normed_and_turned(x, w, after) for x, w in zip((q, k), weights, strict=True)])
 
-    q_out, k_out = apply_rotary(q, k, TABLE, ROTARY, q_norm_weight=weights[0], k_norm_weight=weights[1], **options)
+    norm = Norm(weights[0], weights[1], EPS, after=after)
+    q_out, k_out = apply_rotary(q, k, TABLE, ROTARY, norm=norm, implementation=way)
     assert k_out is not None
     assert_within(results([q_out, k_out]), formula(), rounding(formula, (q, k, *weights), length=TOKENS * 8))
 
@@ -299,14 +274,15 @@ def test_norms_and_their_gradients_are_those_of_the_formula(order: Any, way: Any
 def test_stored_keys_are_the_rotated_ones(eight_bits: bool, way: Any) -> None:
     q, k = heads_of(ROTARY)
     weight = (0.5 + heads(1, 1, 14, seed=3)[0, 0]).to(DEVICE)
-    options: Any = {"q_norm_weight": weight, "k_norm_weight": weight, "implementation": way}
+    options: Any = {"norm": Norm(weight, weight), "implementation": way}
     q_want, k_want = apply_rotary(q, k, TABLE, ROTARY, **options)
     assert k_want is not None
     dtype = torch.float8_e4m3fn if eight_bits else torch.float32
     keys, values = (torch.zeros(4, 5, 4, 14, device=DEVICE).to(dtype) for _ in "kv")
     slots = torch.tensor([19, 3, -1, 7, 0, 11, -1, 8, 5], device=DEVICE)
     scales: Any = {f"{x}_scale": torch.zeros(4, 5, 4, device=DEVICE) for x in "kv"} if eight_bits else {}
-    q_out, k_out = rotate_and_store(q, k, k, TABLE, ROTARY, keys, values, slots, return_k=True, **scales, **options)
+    cache = Cache(keys, values, slots, **scales)
+    q_out, k_out = rotate_and_store(q, k, k, TABLE, ROTARY, cache, return_k=True, **options)
     assert_same_bits(q_out, q_want)
     assert_same_bits(k_out, k_want)
     kept = slots >= 0
@@ -340,7 +316,7 @@ def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_a_head(way: Any)
         assert_same_bits(out, want)
 
 
-# Tables for others, and modules.
+# Tables for others.
 
 
 @pytest.mark.parametrize("name", ["two alike", "a head that stands", "scaled"])
@@ -358,26 +334,6 @@ def test_tables_of_cos_and_sin_have_a_place_for_every_kv_head(name: str) -> None
         (2, len(rotary.head_axes or ()), 12, rotary.rotary_dim)
     ] * 2
     assert tables_of(rotary, batch)[0].shape == (2, 12, *cos.shape[1:])
-
-
-@pytest.mark.slow
-def test_a_module_and_a_compiled_graph_turn_heads() -> None:
-    module, (q, k) = RotaryEmbedding(ROTARY), heads_of(ROTARY)
-    want = apply_rotary(q, k, TABLE, ROTARY, implementation="reference")
-    positions = DevicePositions.from_table(TABLE, DEVICE)
-    module = module.to(DEVICE)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for call in (module, compiled):
-        for got, expected in zip(call(q, k, positions, implementation="reference"), want, strict=True):
-            assert_same_bits(got, expected)
-
-
-def test_where_c_declines_the_reference_turns_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = heads_of(ROTARY)
-    want = apply_rotary(q, k, TABLE, ROTARY, implementation="reference")
-    monkeypatch.setattr(cpu, "rotate", lambda *_, **__: False)
-    for got, expected in zip(apply_rotary(q, k, TABLE, ROTARY), want, strict=True):
-        assert_same_bits(got, expected)
 
 
 # Refusals.

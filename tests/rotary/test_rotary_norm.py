@@ -1,9 +1,9 @@
-"""Norm and rotation at once: the formula in float64, separate operations, the kernel, gradients and their sums."""
+"""Norm and rotation at once, in either order: the formula in float64, the kernel, gradients and their sums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos import PositionTable
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, cpu, reference
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, reference, rotate_and_store
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
 WAYS = ("reference", "auto", "triton")
+ORDERS = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 EPS = 1e-5
 
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
@@ -38,28 +39,35 @@ def device_heads(*args: Any, **options: Any) -> Tensor:
     return heads(*args, **options).to(DEVICE)
 
 
-def normalised(value: Any, w: Tensor, offset: float = 0.0) -> Any:
-    """The norm of heads in float64."""
-    root = np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
-    return value / root * (w.detach().double().cpu().numpy() + offset)
+def normalised(value: Any) -> Any:
+    """The norm of heads in float64, without weights."""
+    return value / np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
 
 
 def assert_true(
-    got: Tensor | None, x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, offset: float, **options: Any
+    got: Tensor | None, x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary, **options: Any
 ) -> None:
     """Every element is the truth, moved by float32 arithmetic at most, rounded once to its dtype."""
     assert got is not None
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
     layout = options.pop("layout", None)
-    value = thd(x, layout)
+    value, scale = thd(x, layout), np.ones(x.shape[-1])
     if w is not None:
-        value = normalised(value, w, offset)
-    truth = torch.from_numpy(rotated(value, ids_of(table), rotary, **options))
-    room = RELATIVE * torch.from_numpy(np.abs(value).max(axis=-1, keepdims=True)) * rotary.attention_factor * 2**0.5
-    found = torch.from_numpy(thd(got, layout))
-    low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
+        scale = w.detach().double().cpu().numpy() + norm.offset
+    after = norm.after and w is not None
+    if after:
+        value = normalised(rotated(value, ids_of(table), rotary, **options))
+        truth, most = value * scale, np.abs(value).max(axis=-1, keepdims=True) * np.abs(scale)
+    else:
+        value = value if w is None else normalised(value) * scale
+        truth = rotated(value, ids_of(table), rotary, **options)
+        most = np.abs(value).max(axis=-1, keepdims=True) * rotary.attention_factor
+    # Both channels of a pair err by its length, which no pair has more of than √2 times the largest channel.
+    room = torch.from_numpy(RELATIVE * 2**0.5 * most)
+    found, right = torch.from_numpy(thd(got, layout)), torch.from_numpy(truth)
+    low, high = ((right + sign * room).to(x.dtype).double() for sign in (-1, 1))
     if x.dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter truncates
-        step = 2.0**-7 * truth.abs()
+        step = 2.0**-7 * right.abs()
         low, high = low - step, high + step
     wrong = ~((found >= low) & (found <= high))
     assert not wrong.any(), f"{wrong.sum()} wrong, first {wrong.nonzero()[0]}"
@@ -73,47 +81,50 @@ CASES = {
     "partial, scaled": Rotary(40, rotary_dim=8, scaling=YaRN(4.0, 32768)),
     "one pair": Rotary(2, axes=1),
 }
-INTERPRETED = {("partial", "half"), ("partial", "adjacent"), ("one pair", "adjacent")}
+INTERPRETED = ("partial", "one pair")
 """In the kernel without ``slow``: the interpreter takes its time."""
 
 
+@ORDERS
 @pytest.mark.parametrize(
     ("case", "pairing", "way"),
     [
-        pytest.param(
-            case, pairing, way, marks=[pytest.mark.slow] * (way == "triton" and (case, pairing) not in INTERPRETED)
-        )
+        pytest.param(case, pairing, way, marks=[pytest.mark.slow] * (way == "triton" and case not in INTERPRETED))
         for case in CASES
         for pairing in PAIRINGS
         for way in WAYS
     ],
 )
-def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any) -> None:
-    settings = CASES[case]
-    rotary = Rotary(
-        settings.head_dim, axes=settings.axes, rotary_dim=settings.rotary_dim, allocation=settings.allocation,
-        mrope_section=settings.mrope_section, scaling=settings.scaling, pairing=pairing,
-    )  # fmt: skip
+def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any, after: bool) -> None:
+    # A factor on cos and sin makes heads longer, and only those channels that turn: the orders differ.
+    rotary = replace(CASES[case], pairing=pairing)
     table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 13)
     q, k = device_heads(13, 3, rotary.head_dim), device_heads(13, 1, rotary.head_dim, seed=1)
     mine, theirs = weight(rotary.head_dim), weight(rotary.head_dim, seed=4)
     for of_q, of_k in ((mine, theirs), (mine, None), (None, theirs))[: 3 if case == "partial" else 1]:
-        out = apply_rotary(
-            q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, norm_eps=EPS, implementation=way
-        )
-        assert_true(out[0], q, of_q, table, rotary, 0.0)
-        assert_true(out[1], k, of_k, table, rotary, 0.0)
+        norm = Norm(of_q, of_k, EPS, 1.0, after)
+        for conjugate in (False, True)[: 1 + (of_q is mine and case == "partial")]:
+            out = apply_rotary(q, k, table, rotary, norm=norm, conjugate=conjugate, implementation=way)
+            assert_true(out[0], q, of_q, norm, table, rotary, conjugate=conjugate)
+            assert_true(out[1], k, of_k, norm, table, rotary, conjugate=conjugate)
 
 
+@ORDERS
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("of_weight", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (DTYPES[0], DTYPES[1])])
-def test_every_dtype_of_heads_and_weights_is_rounded_once(of_weight: Any, dtype: Any, way: Any) -> None:
+def test_every_dtype_of_heads_and_weights_is_rounded_once_also_in_a_cache(
+    of_weight: Any, dtype: Any, way: Any, after: bool
+) -> None:
     rotary, table = Rotary(24, rotary_dim=16), packed("rope-tie-v2").slice(0, 13)
-    q, w = device_heads(13, 2, 24, dtype), weight(24, of_weight)
-    options: Any = {"norm_eps": EPS, "implementation": way, "norm_weight_offset": 1.0, "conjugate": True}
-    out, none = apply_rotary(q, None, table, rotary, q_norm_weight=w, **options)
+    q, norm = device_heads(13, 2, 24, dtype), Norm(weight(24, of_weight), None, EPS, 1.0, after)
+    out, none = apply_rotary(q, None, table, rotary, norm=norm, implementation=way)
     assert none is None
-    assert_true(out, q, w, table, rotary, 1.0, conjugate=True)
+    assert_true(out, q, norm.q_weight, norm, table, rotary)
+    keys, values = torch.zeros(2, 32, 2, 24, dtype=dtype, device=DEVICE)
+    cache = Cache(keys, values, torch.arange(13, device=DEVICE))
+    of_k = norm._replace(q_weight=None, k_weight=norm.q_weight)
+    rotate_and_store(q, q.clone(), q, table, rotary, cache, norm=of_k, implementation=way)
+    assert torch.equal(keys[:13], out)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +145,12 @@ def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any
         shaped = whole if layout == "thd" else whole.view(3, 13, 8, 12)
         both = shaped[..., :4, :], shaped[..., 4:6, :]
         views.append([x.transpose(1, 2) if layout == "bhsd" else x for x in both])
-    w = weight(12)
-    options: Any = {"norm_eps": EPS, "q_norm_weight": w, "k_norm_weight": w, "implementation": way}
-    out = apply_rotary(views[0][0], views[0][1], table, rotary, layout=layout, **options)
+    w = weight(24)[::2]  # need not be contiguous
+    options: Any = {"layout": layout, "norm": Norm(w, w, EPS), "implementation": way}
+    out = apply_rotary(views[0][0], views[0][1], table, rotary, **options)
     for got, x in zip(out, views[0], strict=True):
-        assert_true(got, x, w, table, rotary, 0.0, layout=layout)
-    again = apply_rotary(views[1][0], views[1][1], table, rotary, layout=layout, inplace=True, **options)
+        assert_true(got, x, w, options["norm"], table, rotary, layout=layout)
+    again = apply_rotary(views[1][0], views[1][1], table, rotary, inplace=True, **options)
     for got, x, want in zip(again, views[1], out, strict=True):
         assert got is x
         assert want is not None
@@ -147,7 +158,7 @@ def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any
     assert torch.equal(mine[:, 6:], fused[:, 6:])
 
 
-def rooms(want: tuple[Tensor | None, ...]) -> list[Tensor]:
+def rooms(want: Sequence[Tensor | None]) -> list[Tensor]:
     """Bounds of results that add squares in another order: both are off by RELATIVE of the length of a pair, which is
     2·max of what was rotated at most.
     """
@@ -156,43 +167,30 @@ def rooms(want: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 def test_auto_is_the_reference_but_for_the_order_of_squares_and_positions_may_be_of_any_form() -> None:
     rotary, table = Rotary(16), packed("rope-tie")
-    q, k, w = device_heads(32, 3, 16), device_heads(32, 1, 16, seed=1), weight(16)
-    options: Any = {"q_norm_weight": w, "k_norm_weight": w}
-    want = apply_rotary(q, k, table, rotary, implementation="reference", **options)
+    q, k, norm = device_heads(32, 3, 16), device_heads(32, 1, 16, seed=1), Norm(weight(16), weight(16))
+    want = apply_rotary(q, k, table, rotary, norm=norm, implementation="reference")
     ids = torch.from_numpy(table.dense()).to(DEVICE)
     for positions in (table, ids, DevicePositions.from_table(table, DEVICE, 64)):
-        for found in (
-            apply_rotary(q, k, positions, rotary, **options),
-            RotaryEmbedding(rotary)(q, k, positions, **options),
-        ):
-            assert_within(found, want, rooms(want))
+        assert_within(apply_rotary(q, k, positions, rotary, norm=norm), want, rooms(want))
 
 
+@ORDERS
 @pytest.mark.parametrize("precision", ["exact", "hf"])
-@pytest.mark.parametrize("declines", [False, True])
-def test_blocks_of_any_size_give_the_same_bits_in_c_and_where_it_declines(
-    declines: bool, precision: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rotary, w = Rotary(12, rotary_dim=8, precision=precision), weight(12)
+def test_blocks_of_any_size_give_the_same_bits(precision: Any, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary, norm = Rotary(12, rotary_dim=8, precision=precision), Norm(weight(12).cpu(), after=after)
     q, k, *grads = (heads((3, 13), n, 12, seed=seed) for seed, n in enumerate((3, 1, 3, 1)))
 
-    def everything(way: Any, elements: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def everything(way: Any, elements: int) -> list[Tensor]:
         monkeypatch.setattr(reference, "BLOCK_ELEMENTS", elements)
-        positions, inputs = packed("rope-tie-v2").pad(13), (q.requires_grad_(), k.requires_grad_())
-        out = apply_rotary(*inputs, positions, rotary, q_norm_weight=w.cpu(), implementation=way)
-        assert out[1] is not None
-        both = out[0], out[1]
-        return both, torch.autograd.grad(both, inputs, grads)
+        inputs = q.requires_grad_(), k.requires_grad_()
+        q_out, k_out = apply_rotary(*inputs, packed("rope-tie-v2").pad(13), rotary, norm=norm, implementation=way)
+        assert k_out is not None
+        return [q_out, k_out, *torch.autograd.grad((q_out, k_out), inputs, grads)]
 
-    want, gradients = everything("reference", 1 << 18)
-    if declines:
-        monkeypatch.setattr(cpu, "rotate", lambda *_, **__: False)
-    turned, _ = everything("auto", 1 << 18)
-    assert_within(turned, want, [0.0, 0.0] if declines else rooms(want))
-    for elements in (1, 150, 1000, 1 << 18):  # tokens apart, parts of a row, whole rows, all of them
-        for way, expected in (("reference", want), ("auto", turned)):
-            out, back = everything(way, elements)
-            assert all(torch.equal(a, b) for a, b in zip((*out, *back), (*expected, *gradients), strict=True))
+    for way in ("reference", "auto"):
+        want = everything(way, 1 << 18)
+        for elements in (1, 150, 1000):  # tokens apart, parts of a row, whole rows
+            assert all(torch.equal(a, b) for a, b in zip(everything(way, elements), want, strict=True))
 
 
 # Triton's interpreter truncates to bfloat16 where a GPU rounds, so it is not measured there.
@@ -212,11 +210,11 @@ def test_the_error_is_as_the_page_of_rotations_says(way: Any, dtype: torch.dtype
     q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)
 
     def error(found: Tensor) -> float:
-        value = normalised(thd(q, None), w)
+        value = normalised(thd(q, None)) * w.double().cpu().numpy()
         off = np.abs(thd(found, None) - rotated(value, ids_of(table), rotary))
         return float((off / lengths(value, rotary)).max())
 
-    ours = error(apply_rotary(q, None, table, rotary, q_norm_weight=w, norm_eps=EPS, implementation=way)[0])
+    ours = error(apply_rotary(q, None, table, rotary, norm=Norm(w, eps=EPS), implementation=way)[0])
     apart = error(apply_rotary(rms_norm(q, (128,), w, EPS), None, table, rotary, implementation="reference")[0])
     print(f"{way}, {dtype}: {ours:.2e}, separate operations {apart:.2e}")
     if dtype == torch.float32:
@@ -229,139 +227,116 @@ def test_the_error_is_as_the_page_of_rotations_says(way: Any, dtype: torch.dtype
 # Gradients.
 
 
-def separate(x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, offset: float) -> Tensor:
-    """The norm of torch in float64 and a rotation by complex numbers, which autograd goes back through."""
-    x = x.double()
-    if w is not None:
-        x = rms_norm(x, x.shape[-1:], w.double() + offset, EPS)
-    pairs = rotary.rotary_dim // 2
+def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary) -> Tensor:
+    """The norm of torch in float64 and a rotation as a matrix, which autograd goes back through."""
     basis = np.eye(rotary.head_dim)[None].repeat(x.shape[0], 0)
     turn = torch.from_numpy(rotated(basis, ids_of(table), rotary)).to(x.device)  # (tokens, channel, head_dim)
-    assert pairs
-    return torch.einsum("thc,tcd->thd", x, turn)
+
+    def normed(y: Tensor) -> Tensor:
+        return y if w is None else rms_norm(y, y.shape[-1:], w.double() + norm.offset, EPS)
+
+    y = x.double() if norm.after else normed(x.double())
+    y = torch.einsum("thc,tcd->thd", y, turn)
+    return normed(y) if norm.after else y
 
 
-Separate = Callable[..., Tensor]
-"""The same in float64 by separate operations, of heads, a weight or None, a rotary and the offset of the weight."""
+QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "k", "half")}
+"""Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
 
 
-def assert_gradients(
-    wanted: str, normed: str, rotary: Rotary, table: PositionTable, separate: Separate, **options: Any
+@ORDERS
+@pytest.mark.parametrize(
+    ("wanted", "normed", "pairing", "way"),
+    [
+        pytest.param(*case, way, marks=[pytest.mark.slow] * (way == "triton" and case not in QUICK))
+        for case in [
+            *(("qkab", "qk", pairing) for pairing in PAIRINGS),
+            *(("ab", "qk", "half"), ("q", "qk", "adjacent"), ("b", "qk", "half"), ("qka", "q", "adjacent")),
+            *(("a", "q", "half"), ("k", "q", "adjacent"), ("qkb", "k", "half"), ("q", "k", "adjacent")),
+            ("b", "k", "half"),
+        ]
+        for way in ("reference", "triton")
+    ],
+)
+def test_gradients_are_those_of_separate_operations_in_float64(
+    wanted: str, normed: str, pairing: Any, way: Any, after: bool, tile: Any
 ) -> None:
-    """Compare gradients of q, k and their weights a and b, of those that are wanted, with separate operations."""
+    tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
+    table = packed("rope-tie").slice(0, 19)
+    rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768) if after else None)
     q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
     grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
-    of_q, of_k = weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None
-    named = {"q": q, "k": k, "a": of_q, "b": of_k}
+    norm = Norm(weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None, EPS, 1.0, after)
+    named = {"q": q, "k": k, "a": norm.q_weight, "b": norm.k_weight}
     inputs = [x.requires_grad_() for name, x in named.items() if name in wanted and x is not None]
     assert len(inputs) == len(wanted)
 
-    def gradients(out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    def gradients(out: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         needed = [
             (x, grad.to(x.dtype)) for x, grad in zip(out, grads, strict=True) if x is not None and x.requires_grad
         ]
         return torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
 
-    def ours(**others: Any) -> tuple[Tensor, ...]:
-        norm: Any = {"q_norm_weight": of_q, "k_norm_weight": of_k, "norm_eps": EPS, "norm_weight_offset": 1.0}
-        return gradients(apply_rotary(q, k, table, rotary, **norm | options | others))
+    def ours(by: Any) -> tuple[Tensor, ...]:
+        return gradients(apply_rotary(q, k, table, rotary, norm=norm, implementation=by))
 
-    truth = separate(q, of_q, rotary=rotary, offset=1.0), separate(k, of_k, rotary=rotary, offset=1.0)
-    bounds = rounding(lambda: ours(implementation="reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
-    assert_within(ours(), gradients(truth), bounds)
+    truth = [separate(x, w, norm, table, rotary) for x, w in ((q, norm.q_weight), (k, norm.k_weight))]
+    bounds = rounding(lambda: ours("reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
+    assert_within(ours(way), gradients(truth), bounds)
 
 
-def assert_gradients_rounded_once(dtype: torch.dtype, table: PositionTable, separate: Separate, **options: Any) -> None:
-    """Compare gradients of half precision with separate operations."""
-    rotary = Rotary(16)
+@ORDERS
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype, way: Any, after: bool) -> None:
+    rotary, table = Rotary(16), packed("rope-tie").slice(0, 13)
     q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
     grad = device_heads(13, 3, 16, dtype, seed=9)
 
-    def ours(x: Tensor, of_x: Tensor, **others: Any) -> tuple[Tensor, ...]:
-        out, _ = apply_rotary(x, None, table, rotary, q_norm_weight=of_x, norm_eps=EPS, **options | others)
+    def ours(by: Any, x: Tensor, of_x: Tensor) -> tuple[Tensor, ...]:
+        out, _ = apply_rotary(x, None, table, rotary, norm=Norm(of_x, None, EPS, after=after), implementation=by)
         return torch.autograd.grad(out, (x, of_x), grad.to(out.dtype))
 
-    want = torch.autograd.grad(separate(q, w, rotary=rotary, offset=0.0), (q, w), grad.double())
+    truth = separate(q, w, Norm(after=after), table, rotary)
+    want = torch.autograd.grad(truth, (q, w), grad.double())
     wide = [x.detach().float().requires_grad_() for x in (q, w)]
-    bounds = rounding(lambda: ours(*wide, implementation="reference"), wide, 13 * 3)  # sums over tokens and heads
-    assert_within(ours(q, w), want, [rounded(x, bound) for x, bound in zip(want, bounds, strict=True)])
-
-
-QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "qk", "half")}
-"""Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
-
-
-@pytest.mark.parametrize(
-    ("wanted", "normed", "pairing", "way"),
-    [
-        pytest.param(*case, way, marks=[pytest.mark.slow] * (way == "triton" and case not in QUICK))
-        for case in sorted(
-            (wanted, normed, pairing)
-            for wanted, normed in (
-                ("qkab", "qk"),
-                ("ab", "qk"),
-                ("q", "qk"),
-                ("b", "qk"),
-                ("qka", "q"),
-                ("a", "q"),
-                ("k", "q"),
-                ("qkb", "k"),
-                ("q", "k"),
-                ("b", "k"),
-            )
-            for pairing in PAIRINGS
-        )
-        for way in ("reference", "triton")
-    ],
-)
-def test_gradients_are_those_of_separate_operations_in_float64(
-    wanted: str, normed: str, pairing: Any, way: Any, tile: Any
-) -> None:
-    tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
-    rotary, table = Rotary(20, rotary_dim=12, pairing=pairing), packed("rope-tie").slice(0, 19)
-    assert_gradients(wanted, normed, rotary, table, partial(separate, table=table), implementation=way)
-
-
-@pytest.mark.parametrize("way", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_half_precision_are_rounded_once(dtype: Any, way: Any) -> None:
-    table = packed("rope-tie").slice(0, 13)
-    assert_gradients_rounded_once(dtype, table, partial(separate, table=table), implementation=way)
+    bounds = rounding(lambda: ours("reference", *wide), wide, 13 * 3)  # sums over tokens and heads
+    assert_within(ours(way, q, w), want, [rounded(x, bound) for x, bound in zip(want, bounds, strict=True)])
 
 
 @pytest.mark.parametrize("way", ["auto", "triton"])
 def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
     rotary, table = Rotary(16), packed("rope-tie").slice(0, 19)
     q, k, w = device_heads(19, 3, 16), device_heads(19, 2, 16, seed=1), weight(16).requires_grad_()
-
-    out = apply_rotary(q, k, table, rotary, q_norm_weight=w, k_norm_weight=w, implementation=way)
+    out = apply_rotary(q, k, table, rotary, norm=Norm(w, w), implementation=way)
     assert out[1] is not None
     total = out[0].sin().sum() + out[1].cos().sum()
     first, second = (torch.autograd.grad(total, w, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_gradients_have_gradients() -> None:
+@ORDERS
+def test_gradients_have_gradients(after: bool) -> None:
     rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie").slice(0, 5)
     q, k, w = device_heads(5, 2, 8), device_heads(5, 1, 8, seed=1), weight(8)
-    inputs = [x.requires_grad_() for x in (q, k, w)]
+    inputs, norm = [x.requires_grad_() for x in (q, k, w)], Norm(w, None, EPS, after=after)
 
     def second(by: Any) -> tuple[Tensor, ...]:
         first = torch.autograd.grad([x.sin().sum() for x in by()], inputs, create_graph=True)
         return torch.autograd.grad([x.square().sum() for x in first], inputs)
 
     def ours() -> tuple[Tensor, ...]:
-        return second(lambda: apply_rotary(q, k, table, rotary, q_norm_weight=w, norm_eps=EPS))
+        return second(lambda: apply_rotary(q, k, table, rotary, norm=norm))
 
-    want = second(lambda: (separate(q, w, table, rotary, 0.0), separate(k, None, table, rotary, 0.0)))
+    want = second(lambda: [separate(x, of_x, norm, table, rotary) for x, of_x in ((q, w), (k, None))])
     assert_within(ours(), want, rounding(ours, inputs))
 
 
 def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
     rotary, table, w = Rotary(8), packed("rope-tie"), weight(8).requires_grad_()
-    for way in ("reference", "triton"):
+    for way in WAYS:
         for q, positions in ((device_heads(0, 2, 8), table.slice(4, 4)), (device_heads(32, 0, 8), table)):
-            options: Any = {"q_norm_weight": w, "implementation": way}
+            options: Any = {"norm": Norm(w), "implementation": way}
             out, _ = apply_rotary(q.requires_grad_(), None, positions, rotary, **options)
             grads = torch.autograd.grad(out.sum(), (q, w))
             assert out.shape == grads[0].shape == q.shape
@@ -391,15 +366,8 @@ def test_it_is_the_norm_of_models_and_the_rotation_but_for_their_roundings(dtype
     q = device_heads(32, 4, 32, dtype)
     with torch.no_grad():
         want, _ = apply_rotary(modeling(q), None, table, rotary)
-        got, _ = apply_rotary(
-            q,
-            None,
-            table,
-            rotary,
-            q_norm_weight=modeling.weight,
-            norm_eps=EPS,
-            norm_weight_offset=float(name == "Gemma 3"),
-        )
+        norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
+        got, _ = apply_rotary(q, None, table, rotary, norm=norm)
     # One rounding here; up to three there, of the norm, of the product with the weight and of the rotation.
     lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
     assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)

@@ -13,12 +13,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import exact, settled
-from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
+from rotary_oracle import INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
 from tolerance import EXACT, assert_within, cos_sin, unit
 
 import mmpos.rotary
 from mmpos.rotary import Rotary
-from mmpos.rotary.device import frequencies_of, position_ids
+from mmpos.rotary.device import frequencies_of, ids_on
 from mmpos.rotary.reference import (
     DENSE_FIXED,
     DENSE_INTEGER,
@@ -94,7 +94,7 @@ def test_float64_ids_are_exact_too() -> None:
 def turn_errors(ids: Ids, rotary: Rotary) -> list[Fraction]:
     """Signed errors of all turns in units of 2⁻³² turn."""
     words, pair_axis = frequencies_of(rotary)
-    made = position_ids(table_of(ids), torch.device("cpu"))
+    made = ids_on(table_of(ids), rotary, torch.device("cpu"))
     fixed = fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids))
     found = turns(fixed, pair_axis.to(torch.int64), words)
     assert int(found.min()) >= 0
@@ -184,14 +184,14 @@ def floors(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_expand_to_the_floor_of_their_rationals(scheme: str, view: str) -> None:
     table = VIEWS[view](packed(scheme, 1_000_003))
-    made = position_ids(table, torch.device("cpu"))
+    made = ids_on(table, Rotary(16, axes=table.axes), torch.device("cpu"))
     assert made.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
     assert fixed_positions(made.tensor, made.mode, table.num_tokens).tolist() == floors(exact(table))
 
 
 def test_tables_of_any_fractions_expand_to_their_floor() -> None:
     ids = column([*EDGES, *FRACTIONS, *random_fractions(300, 7)])
-    made = position_ids(table_of(ids), torch.device("cpu"))
+    made = ids_on(table_of(ids), Rotary(2, axes=1), torch.device("cpu"))
     assert fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
 
 
@@ -223,16 +223,6 @@ def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None
     assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     # cos and sin of float32 are torch's, whose vectors and their remainders differ.
-    assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
-
-
-@pytest.mark.parametrize("axes", BY_AXES)
-def test_hf_precision_takes_the_axis_of_each_pair(axes: int) -> None:
-    rotary = Rotary(24, axes=axes, precision="hf")
-    table = packed(BY_AXES[axes])
-    cos, sin = mmpos.rotary.cos_sin(rotary, table)
-    ids = torch.from_numpy(table.dense().astype(np.float32))
-    angles = ids[rotary.pair_axis.tolist()].T * frequencies_of(rotary)[0]
     assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
 
 

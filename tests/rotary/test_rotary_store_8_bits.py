@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from rotary_oracle import heads as heads_on_host
 from rotary_oracle import ids_of, lengths, packed, rotated
-from store_oracle import CACHES, DEVICE, Cache, assert_holds, assert_same_bits, filled, flat, nearest
+from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, nearest
 from tolerance import ARITHMETIC, unit
 from torch import Tensor
 
-from mmpos import InvalidInputError
-from mmpos.rotary import Rotary, apply_rotary, operators, rotate_and_store
-from mmpos.rotary.device import constants, position_ids
-from mmpos.rotary.reference import AUTO, NONE
+from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rotate_and_store
 
 WAYS = ("reference", "triton")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,24 +34,25 @@ def qkv(dtype: torch.dtype = torch.float32, v_dim: int = 12) -> list[Tensor]:
     return [heads(13, n, d, dtype, seed) for seed, (n, d) in enumerate(((3, 12), (2, 12), (2, v_dim)))]
 
 
-def like(cache: Cache) -> list[Tensor]:
+def like(cache: Held) -> list[Tensor]:
     """Scales of every slot and head of k and of v, none of them touched."""
     return [filled(*x.shape[:-1], dtype=torch.float32) for x in (cache.key, cache.value)]
 
 
-def store(way: str, tensors: list[Tensor], cache: Cache, **options: Any) -> tuple[Tensor, Tensor | None]:
-    given: dict[str, Any] = {"positions": TABLE, "rotary": ROTARY, "slot_mapping": torch.tensor(SLOTS, device=DEVICE)}
-    given |= {"cache_layout": cache.layout, "implementation": way, **options}
+def store(way: str, tensors: list[Tensor], cache: Held, **options: Any) -> tuple[Tensor, Tensor | None]:
+    scales = {name: options.pop(name) for name in ("k_scale", "v_scale", "q_scale") if name in options}
+    given: dict[str, Any] = {"positions": TABLE, "rotary": ROTARY, "implementation": way, **options}
+    made = cache.with_slots(torch.tensor(SLOTS, device=DEVICE), **scales)
     q, k, v = tensors
-    return rotate_and_store(q, k, v, key_cache=cache.key, value_cache=cache.value, **given)
+    return rotate_and_store(q, k, v, cache=made, **given)
 
 
-def at(cache: Cache, view: Tensor) -> Tensor:
+def at(cache: Held, view: Tensor) -> Tensor:
     """Return the cells of a view of a cache that stored tokens have."""
     return torch.stack([cache.at(view, slot) for slot in SLOTS if slot >= 0]).cpu()
 
 
-def of_slots(cache: Cache, scales: Tensor) -> Tensor:
+def of_slots(cache: Held, scales: Tensor) -> Tensor:
     """(stored, heads) scales of the tokens that are stored."""
     return at(cache, scales.unsqueeze(-1)).squeeze(-1)
 
@@ -110,7 +105,7 @@ def test_every_dtype_is_rounded_once_and_beyond_the_largest_to_it(
     caches = []
     for way in WAYS:
         key, value = filled(4, 16, 2, 12, dtype=dtype), filled(4, 16, 2, 10, dtype=dtype)
-        caches.append(Cache(key, value, (key, value), "NHD", 16))
+        caches.append(Held(key, value, (key, value), "NHD", 16))
         store(way, tensors, caches[-1], k_scale=by, v_scale=by)
     assert_holds(caches[0], caches[1])
     truth, room = true_keys(tensors[1])
@@ -186,7 +181,7 @@ def test_queries_come_back_in_8_bits_with_a_scale_for_each(layout: str, way: str
 @pytest.mark.parametrize("rotary_dim", [8, 12])
 def test_a_norm_comes_before_and_every_pairing_is_stored(rotary_dim: int, pairing: Any, way: str) -> None:
     options: dict[str, Any] = {"rotary": Rotary(12, rotary_dim=rotary_dim, pairing=pairing)}
-    options["k_norm_weight"] = heads(1, 1, 12, seed=9).flatten()
+    options["norm"] = Norm(k_weight=heads(1, 1, 12, seed=9).flatten())
     q, k, v = qkv()
     plain, cache = CACHES["NHD"](4, 16, 2, 12, torch.float32), CACHES["NHD"](4, 16, 2, 12, E4M3)
     k_scale, v_scale = like(cache)
@@ -200,7 +195,7 @@ def test_a_norm_comes_before_and_every_pairing_is_stored(rotary_dim: int, pairin
 @pytest.mark.parametrize("way", WAYS)
 def test_in_place_q_and_k_keep_their_dtype_and_the_caches_may_differ(way: str) -> None:
     key, value = filled(4, 16, 2, 12, dtype=E4M3), filled(4, 16, 2, 12, dtype=torch.float32)
-    cache = Cache(key, value, (key, value), "NHD", 16)
+    cache = Held(key, value, (key, value), "NHD", 16)
     q, k, v = qkv()
     expected, scale = apply_rotary(q, k, TABLE, ROTARY), torch.tensor(0.01, device=DEVICE)
     truth = true_keys(k)
@@ -242,7 +237,7 @@ def error_of_values(dtype: torch.dtype, kind: str, uneven: bool) -> float:
     kinds = {"token and head": like(cache)[1], "head": by_head / largest, "all": by_head.amax() / largest}
     scale = kinds.get(kind, torch.ones((), device=DEVICE))
     ids, slots = torch.zeros(2, 4096, dtype=torch.int32, device=DEVICE), torch.arange(4096, device=DEVICE)
-    rotate_and_store(x, x, x, ids, Rotary(64), none.key, cache.value, slots, v_scale=scale)
+    rotate_and_store(x, x, x, ids, Rotary(64), Cache(none.key, cache.value, slots, v_scale=scale))
     got, scale = cache.value.flatten(0, 1).float(), scale.flatten(0, 1) if scale.dim() == 3 else scale.expand(2)
     scale = scale.unsqueeze(-1)
     # Half a step, of the mantissa or of the least number.
@@ -268,60 +263,6 @@ def test_the_error_of_8_bits_is_what_the_docs_say(dtype: torch.dtype, kind: str,
     assert error_of_values(dtype, kind, uneven) == pytest.approx(error, rel=0.02)
 
 
-# Graphs and autograd.
-
-
-def arguments(dtype: torch.dtype, *scales: Tensor | None) -> tuple[Any, ...]:
-    q, k, v = (x[None] for x in qkv())
-    made = position_ids(TABLE, DEVICE)
-    caches = [torch.zeros(4, 16, 2, 12, dtype=dtype, device=DEVICE) for _ in range(2)]
-    numbers = made.mode, False, 1.0, False, AUTO
-    slots = torch.arange(13, device=DEVICE)
-    return q, k, v, *caches, slots, True, *scales, *NONE, made.tensor, *constants(ROTARY, DEVICE), *numbers
-
-
-@pytest.mark.parametrize("computed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_operator_passes_torchs_own_checks(computed: bool) -> None:
-    one, (k_scale, v_scale, q_scale) = torch.ones((), device=DEVICE), (
-        torch.ones(shape, device=DEVICE) for shape in ((4, 16, 2), (4, 16, 2), (1, 13, 3))
-    )  # fmt: skip
-    pair = (None, None, k_scale, v_scale) if computed else (one.expand(2), one.expand(2), None, None)
-    # Some of the checks compute with what comes back, which torch does not do in 8 bits: caches of 32 bits take scales
-    # here too.
-    torch.library.opcheck(operators.rotate_and_store, arguments(torch.float32, *pair, None))
-    checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.rotate_and_store, arguments(E4M3, *pair, q_scale), test_utils=checks)
-
-
-@pytest.mark.parametrize("kind", ["static", pytest.param("computed", marks=pytest.mark.slow)])
-def test_whole_graphs_write_caches_and_scales_that_came(kind: str) -> None:
-    torch._dynamo.reset()
-
-    def layer(x: list[Tensor], cache: Cache, scales: list[Tensor]) -> Tensor:
-        q, k, v = x
-        options: Any = {"k_scale": scales[0], "v_scale": scales[1]}
-        if kind == "computed":
-            options["q_scale"] = scales[2]
-        slots = torch.arange(13, device=DEVICE)
-        out, _ = rotate_and_store(q * 2, k, v, ids, ROTARY, cache.key, cache.value, slots, **options)
-        return out.float() + 1
-
-    ids = torch.from_numpy(TABLE.dense()).to(DEVICE)
-    compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    found = []
-    for call in (layer, compiled):
-        cache = CACHES["k and v by page"](4, 16, 2, 12, E4M3)
-        scales = [*like(cache), torch.empty(13, 3, device=DEVICE)]
-        scales = scales if kind == "computed" else [torch.tensor(0.02, device=DEVICE)] * 2
-        with torch.inference_mode():
-            found.append((call(qkv(), cache, scales), cache, scales))
-    assert torch.equal(found[0][0], found[1][0])
-    assert_holds(found[0][1], found[1][1])
-    for one, other in zip(found[0][2], found[1][2], strict=True):
-        assert_same_bits(one, other)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_autograd_has_saved_is_known_to_have_changed(way: str) -> None:
     cache = CACHES["NHD"](4, 16, 2, 12, E4M3)
@@ -332,92 +273,3 @@ def test_what_autograd_has_saved_is_known_to_have_changed(way: str) -> None:
     for total in saved:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
-
-
-# Bad input.
-
-
-def calls(**changed: Any) -> Callable[[], Any]:
-    """rotate_and_store of good arguments but for some."""
-    cache = CACHES["NHD"](4, 16, 2, 12, E4M3)
-    good = {"k_scale": torch.ones(()), "v_scale": torch.ones(2), "key_cache": cache.key, "value_cache": cache.value}
-    good |= {"slot_mapping": torch.arange(13)}
-    q, k, v = (x.cpu() for x in qkv())
-    return lambda: rotate_and_store(q, k, v, TABLE, ROTARY, **(good | changed))
-
-
-WANT = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for each slot and head, which are written"
-PAGES = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)
-INLINE, INSIDE = PAGES[..., 12:].view(torch.float32)[..., 0], PAGES[..., 8:12].view(torch.float32)[..., 0]
-BOTH = torch.zeros(4, 16, 2)
-REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (calls(k_scale=0.5), "k_scale: got float, want a tensor of float32"),
-    "dtype": (calls(v_scale=torch.ones(2).half()), "v_scale: got torch.float16, want a tensor of float32"),
-    "device": (calls(k_scale=torch.ones((), device="meta")), "k_scale: got a tensor on meta, want cpu as the cache"),
-    "shape": (calls(v_scale=torch.ones(3)), f"v_scale: got shape (3,), {WANT}"),
-    "one row too many": (calls(v_scale=torch.ones(4, 17, 2)), f"v_scale: got shape (4, 17, 2), {WANT}"),
-    "zero": (calls(k_scale=torch.zeros(1)), "k_scale[0]: got 0.0, want a finite number > 0"),
-    "negative": (calls(v_scale=torch.tensor([1.0, -1.0])), "v_scale[1]: got -1.0, want a finite number > 0"),
-    "NaN": (calls(k_scale=torch.tensor(torch.nan)), "k_scale: got nan, want a finite number > 0"),
-    "infinite": (calls(k_scale=torch.tensor(torch.inf)), "k_scale: got inf, want a finite number > 0"),
-    "for a cache of 32 bits": (
-        calls(key_cache=torch.zeros(4, 16, 2, 12)),
-        "k_scale: got scales for a cache of torch.float32, want None",
-    ),
-    "a cache of another dtype": (
-        calls(value_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float16)),
-        "value_cache: got torch.float16, want torch.float32 as v",
-    ),
-    "q in place": (
-        calls(q_scale=torch.ones(13, 3), inplace=True),
-        "q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn",
-    ),
-    "dtype of q": (calls(q_scale=torch.ones(13, 3).half()), "q_scale: got torch.float16, want a tensor of float32"),
-    "no tensor for q": (calls(q_scale=1.0), "q_scale: got float, want a tensor of float32"),
-    "shape of q": (
-        calls(q_scale=torch.ones(13, 2)),
-        "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, q without head_dim",
-    ),
-    "device of q": (
-        calls(q_scale=torch.ones(13, 3, device="meta")),
-        "q_scale: got shape (13, 3) on meta, want (13, 3) on cpu, q without head_dim",
-    ),
-    "one memory for both": (
-        calls(k_scale=BOTH, v_scale=BOTH),
-        "k_scale: got the memory of v_scale, want memory of its own",
-    ),
-    "expanded": (
-        calls(k_scale=torch.ones(1, 1, 2).expand(4, 16, 2)),
-        "k_scale: got a tensor whose elements share memory, want each by itself",
-    ),
-    "within the cache": (
-        calls(key_cache=PAGES[..., :12].view(E4M3), k_scale=INSIDE),
-        "key_cache: got the memory of k_scale, want memory of its own",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_bad_input_is_refused_with_what_got_and_want(name: str) -> None:
-    call, message = REFUSALS[name]
-    with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}$"):
-        call()
-
-
-def test_scales_may_lie_beside_the_keys_of_their_page() -> None:
-    calls(key_cache=PAGES[..., :12].view(E4M3), k_scale=INLINE)()
-    assert (INLINE.flatten()[:26] > 0).all()
-    assert (INLINE.flatten()[26:] == 0).all()
-
-
-def test_scales_that_the_host_does_not_look_at_are_refused_if_validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as little is known of those on a device
-    calls(k_scale=torch.zeros(()))()
-    with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
-        calls(k_scale=torch.zeros(()), validate=True)()
-
-
-def test_scales_that_do_not_change_may_be_one_tensor() -> None:
-    one = torch.ones(())
-    caches = [calls(k_scale=one, v_scale=one), calls(k_scale=one, v_scale=deepcopy(one))]
-    assert len({call()[0].shape for call in caches}) == 1

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import mpmath
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from tolerance import EXACT, assert_within, cos_sin, rotations, unit
+from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
 import mmpos.rotary
@@ -26,7 +24,6 @@ SINGLE = place(SegmentTable.from_documents([[Text(1), Grid(2, 2)]]))
 EMPTY = place(SegmentTable.from_documents([]))
 LONG = place(SegmentTable.from_documents([[Text(9_000_000), Grid(3, 2), Text(1)]]), "rope-tie-v2")
 HALVES = LONG.slice(8_999_998, 9_000_007)
-FARTHEST = torch.tensor([[2**31 - 1, -(2**31), 2**31 - 2, 0], [12345, 2**31 - 1, -1, 2**30]], dtype=torch.int32)
 
 # The formulas of the peers, as they print them.
 
@@ -52,27 +49,6 @@ def rotated_by(x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
     return torch.cat((first * cos + TURNED[pairing](first) * sin, rest), dim=-1)
 
 
-def exact_angles(positions: PositionTable, rotary: Rotary) -> list[list[Any]]:
-    """(tokens, pairs) angles of 50 digits."""
-    numerators, denominators = positions.rationals()
-    rows = []
-    with mpmath.workdps(50):
-        theta = mpmath.mpf(rotary.theta)
-        for t in range(positions.num_tokens):
-            ids = [mpmath.mpf(int(axis[t])) / int(denominators[t]) for axis in numerators]
-            rows.append([ids[axis] * theta ** (-mpmath.mpf(j) / 6) for j, axis in enumerate(rotary.pair_axis)])
-    return rows
-
-
-def of_each(function: Callable[[Any], Any], angles: list[list[Any]]) -> npt.NDArray[np.float64]:
-    with mpmath.workdps(50):
-        return np.array([[float(function(angle)) for angle in row] for row in angles])
-
-
-def wrapped(angle: Any) -> Any:
-    return angle - 2 * mpmath.pi * mpmath.nint(angle / (2 * mpmath.pi))
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -80,25 +56,6 @@ def normal(*shape: int) -> Tensor:
 def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
     """q of a table whose documents have one length."""
     return normal(positions.num_documents, positions.max_seqlen, 3, head_dim)
-
-
-@pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
-def test_pairs_are_cos_and_sin_of_every_token_and_pair(positions: PositionTable) -> None:
-    rotary = Rotary(head_dim=16, rotary_dim=12)
-    cos, sin = mmpos.rotary.cos_sin(rotary, positions)
-    angles = exact_angles(positions, rotary)
-    assert_within(cos.reshape(-1, 6), of_each(mpmath.cos, angles), EXACT)
-    assert_within(sin.reshape(-1, 6), of_each(mpmath.sin, angles), EXACT)
-
-
-@pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
-def test_angles_are_wrapped_once_per_channel(positions: PositionTable) -> None:
-    rotary = Rotary(head_dim=16, rotary_dim=12)
-    angles = mmpos.rotary.angles(rotary, positions)
-    by_token = angles.transpose(0, 1).reshape(-1, 12)
-    expected = of_each(wrapped, exact_angles(positions, rotary))
-    # 5e-9 of the turn, and the rounding of numbers between 2 and π.
-    assert_within(by_token, np.concatenate([expected, expected], axis=1), 5e-9 + 2 * unit(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -198,23 +155,16 @@ def test_transformers_formula_takes_a_packed_batch_as_one_row(positions: Positio
     assert_within(found[0], expected, rotations(expected))
 
 
-def test_torchtitan_cache_of_halves_is_cos_then_sin() -> None:
-    rotary = Rotary(head_dim=16)
-    q = bshd(EQUAL)
+@pytest.mark.parametrize("pairing", ["half", "adjacent"])
+def test_torchtitans_cache_is_cos_then_sin_or_complex(pairing: Any) -> None:
+    rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
     cache = mmpos.rotary.cos_sin(rotary, EQUAL, layout="torchtitan")
     assert isinstance(cache, Tensor)
-    cos, sin = cache[..., None, :16], cache[..., None, 16:]
-    expected, _ = apply_rotary(q, None, EQUAL, rotary)
-    assert_within(q * cos + rotate_half(q) * sin, expected, rotations(expected))
-
-
-def test_torchtitan_cache_of_adjacent_pairs_is_complex() -> None:
-    rotary = Rotary(head_dim=16, pairing="adjacent")
-    q = bshd(EQUAL)
-    freqs_cis = mmpos.rotary.cos_sin(rotary, EQUAL, layout="torchtitan")
-    assert isinstance(freqs_cis, Tensor)
-    found = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (-1, 2))) * freqs_cis.unsqueeze(2)).flatten(3)
-    expected, _ = apply_rotary(q, None, EQUAL, rotary)
+    cache, (expected, _) = cache.unsqueeze(2), apply_rotary(q, None, EQUAL, rotary)
+    if pairing == "half":
+        found = q * cache[..., :16] + rotate_half(q) * cache[..., 16:]
+    else:
+        found = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (-1, 2))) * cache).flatten(3)
     assert_within(found, expected, rotations(expected))
 
 
@@ -239,16 +189,6 @@ def test_megatrons_formula_takes_packed_tokens() -> None:
     assert_within(found, expected, rotations(expected, OF_ANGLES))
 
 
-def test_angles_of_the_farthest_ids_stay_within_half_a_turn_and_rotate_alike() -> None:
-    rotary = Rotary(head_dim=16)
-    q = normal(4, 3, 16)
-    freqs = mmpos.rotary.angles(rotary, FARTHEST)
-    assert (freqs.abs() <= float(np.float32(np.pi))).all()
-    found = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
-    expected, _ = apply_rotary(q, None, FARTHEST, rotary)
-    assert_within(found, expected, rotations(expected, OF_ANGLES))
-
-
 def test_the_attention_factor_is_in_cos_and_sin_and_not_in_angles() -> None:
     scaling = YaRN(4.0, 64)
     plain, scaled = Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.0)), Rotary(16, scaling=scaling)
@@ -257,16 +197,6 @@ def test_the_attention_factor_is_in_cos_and_sin_and_not_in_angles() -> None:
     for one, many in zip(mmpos.rotary.cos_sin(plain, PACKED), mmpos.rotary.cos_sin(scaled, PACKED), strict=True):
         assert torch.equal(many, one * factor)
     assert torch.equal(mmpos.rotary.angles(scaled, PACKED), mmpos.rotary.angles(plain, PACKED))
-
-
-def test_hf_precision_gives_the_float32_product_of_id_and_frequency() -> None:
-    rotary = Rotary(head_dim=16, axes=1, precision="hf")
-    ids = torch.tensor([[0, 1, 131_071, -5]])
-    cos, sin = mmpos.rotary.cos_sin(rotary, ids)
-    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
-    angle = ids[0, :, None].to(torch.float32) * inv_freq
-    assert torch.equal(cos, angle.cos())
-    assert torch.equal(sin, angle.sin())
 
 
 def test_hf_precision_has_no_exact_angles() -> None:

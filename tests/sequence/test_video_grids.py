@@ -16,11 +16,11 @@ from mmpos import Grid, Scheme, Text, UnsupportedError
 from mmpos.schemes import (
     MRopeQwen25,
     MRopeTransformers,
+    PageRows,
     RopeTie,
     RopeTieFractional,
     RopeTieLcm,
     RopeTieV2,
-    Rows,
     get_scheme,
 )
 
@@ -132,7 +132,7 @@ def test_slices_that_cut_inside_frames_are_the_whole(case: Case, data: st.DataOb
         ("rope-tie-v2", "one grid per frame, or axes=3"),
         ("naive-2d", "one grid per frame"),
         ("mrope-qwen3", "one grid per frame"),
-        (Rows(), "one grid per frame"),
+        (PageRows(), "one grid per frame"),
     ],
 )
 def test_schemes_without_frames_name_the_better_form(scheme: str | Scheme, better: str) -> None:

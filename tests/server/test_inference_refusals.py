@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from grpc_calls import ending
+from message_strategies import inferences
 from open_inference import Infer, TritonClient, ask, config, given, refusal
 
-from mmpos import LimitExceededError, SegmentTable, Text, place
+from mmpos import SCHEMES, LimitExceededError, SegmentTable, Text, place
+from mmpos.rpc.positions import parameters
 from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.messages import Request
+from mmpos_server.inference.messages import DATATYPES, Request
 from mmpos_server.inference.models import check_outputs
 from mmpos_server.testing import running
 
@@ -192,6 +197,7 @@ def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelIn
 
 Q = np.zeros((2, 1, 16), np.float32)
 AMONG = "want position_ids, or table and table_documents, among them"
+DEEP = "[" * 500 + "]" * 500
 WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "both kinds": (
         "positions",
@@ -241,6 +247,66 @@ WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
         {"views": '[{"tale": {}}]'},
         "views[0]: got {'tale': {}}, want message View as JSON (",
     ),
+    "half a character as a name": (
+        "positions",
+        {"lengths": [1]},
+        {"scheme": r'{"name": "\ud800"}'},
+        r"""parameters['scheme']: got '{"name": "\\ud800"}', want JSON ('utf-8' codec can't encode """,
+    ),
+    "half a character as a key": (
+        "sequences",
+        {"parts": [b"a"]},
+        {"scheme": r'{"\ud800": 1}'},
+        r"""parameters['scheme']: got '{"\\ud800": 1}', want JSON (""",
+    ),
+    "half a character among integers": (
+        "positions",
+        {"lengths": [1]},
+        {"views": r'[{"take": {"starts": "\ud800"}}]'},
+        r"""parameters['views']: got '[{"take": {"starts": "\\ud800"}}]', want JSON (""",
+    ),
+    "infinity as a choice": (
+        "positions",
+        {"lengths": [1]},
+        {"views": '[{"pad": {"side": Infinity}}]'},
+        """parameters['views']: got '[{"pad": {"side": Infinity}}]', want JSON (Out of range float values are not """,
+    ),
+    "a number that is infinite": (
+        "positions",
+        {"lengths": [1]},
+        {"views": '[{"shard": {"layout": -1e400}}]'},
+        """parameters['views']: got '[{"shard": {"layout": -1e400}}]', want JSON (Out of range """,
+    ),
+    "an object as a name": (
+        "rotate",
+        {"q": Q, "position_ids": [[0, 1]] * 2},
+        {"rotary": '{"head_dim": 16, "scaling": {"type": {}}}'},
+        "parameters['rotary']: scaling.type: got {}, want one of ",
+    ),
+    "a list as a name": (
+        "rotate",
+        {"q": Q, "position_ids": [[0, 1]] * 2},
+        {"rotary": '{"head_dim": 16, "scaling": {"type": [1]}}'},
+        "parameters['rotary']: scaling.type: got [1], want one of ",
+    ),
+    "very many digits": (
+        "positions",
+        {"lengths": [1]},
+        {"views": '[{"decode": {"steps": ' + "9" * 5000 + "}}]"},
+        """parameters['views']: got '[{"decode": {"steps": 99999""",
+    ),
+    "lists in lists": (
+        "positions",
+        {"lengths": [1]},
+        {"views": f'[{{"decode": {DEEP}}}]'},
+        "parameters['views']: got '[{\"decode\": [[[[[",
+    ),
+    "lists in a rotation": (
+        "rotate",
+        {"q": Q, "position_ids": [[0, 1]] * 2},
+        {"rotary": f'{{"head_dim": 16, "theta": {DEEP}}}'},
+        'parameters[\'rotary\']: got \'{"head_dim": 16, "theta": [[[[[',
+    ),
     "other kinds": (
         "sequences",
         {"parts": [b"a"], "kinds": [b"video"]},
@@ -277,11 +343,11 @@ WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("model", "inputs", "parameters", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_refused_by_name(
-    client: TritonClient, model: str, inputs: dict[str, object], parameters: dict[str, object], message: str
+    client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
-    status, said = refusal(lambda: ask(client, model, inputs, parameters=parameters))
+    status, said = refusal(lambda: ask(client, model, inputs, parameters=options))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
@@ -435,11 +501,11 @@ BEYOND: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("model", "inputs", "parameters", "message"), BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND.values(), ids=BEYOND)
 def test_what_is_beyond_a_limit_is_refused_by_its_name(
-    small: TritonClient, model: str, inputs: dict[str, object], parameters: dict[str, object], message: str
+    small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
-    status, said = refusal(lambda: ask(small, model, inputs, parameters=parameters))
+    status, said = refusal(lambda: ask(small, model, inputs, parameters=options))
     assert (status, said[: len(message)]) == ("RESOURCE_EXHAUSTED", message)
 
 
@@ -459,3 +525,128 @@ def test_outputs_are_weighed_if_they_are_wanted(small: TritonClient) -> None:
             continue
         with pytest.raises(LimitExceededError, match="response_bytes: got 13600, want at most 1024"):
             check_outputs(table, request, asked, Limits(response_bytes=1024))
+
+
+# JSON in parameters: whatever it says is answered or refused, never INTERNAL.
+
+ODD = [
+    *("null", "true", "0", "-1", "3", "1.5", "1e308", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
+    *(str(sign * 2**bits) for bits in (31, 32, 63, 64, 70) for sign in (1, -1)),
+    *("9" * 400, "9" * 5000, '""', '"x"', '"0"', r'"\ud800"', r'"\u0000"', '"' + "é" * 2000 + '"'),
+    *("[]", "[null]", "[[]]", "[1]", "[1.5]", "[NaN]", r'["\ud800"]', "{}", '{"a": 1}', r'{"\udfff": {}}', "[{}]"),
+    *("[" * depth + "]" * depth for depth in (20, 40, 200, 900, 960, 980, 1000, 100_000)),
+    *('{"a": ' * depth + "1" + "}" * depth for depth in (40, 900, 960, 980)),
+]
+"""JSON of every kind, and what only resembles it."""
+
+HERE = "here it goes"
+VIEWS: list[dict[str, object]] = [
+    {"take": {"starts": [0], "stops": [4]}},
+    {"window": {"documents": [0], "starts": [0], "lengths": [4]}},
+    {"decode": {"steps": 1}},
+    {"shard": {"rank": 0, "worldSize": 1, "layout": "SHARD_LAYOUT_ZIGZAG"}},
+    {"pad": {"length": 12, "side": "SIDE_LEFT"}},
+]
+SCALINGS: list[dict[str, object]] = [
+    {"type": "linear", "factor": 2},
+    {"type": "ntk", "factor": 2},
+    {"type": "dynamic", "factor": 2, "original_max_position": 64},
+    {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position": 64},
+    {"type": "p-rope", "p": 0.5, "factor": 1.0},
+    {"type": "yarn", "factor": 2, "original_max_position": 64, "beta_fast": 32, "beta_slow": 1, "truncate": True},
+    {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8, "original_max_position": 64},
+]
+ROTARIES: list[dict[str, object]] = [
+    {"theta": 1e4, "axes": 2, "allocation": "split", "pairing": "half", "rotary_dim": 16, "precision": "hf"},
+    {"axes": 2, "allocation": "sections", "mrope_section": [4, 4]},
+    {"axes": 2, "allocation": [0, -1] * 4, "inv_freq": [1.0] * 8},
+    {"axes": 2, "allocation": "heads", "head_axes": [1]},
+    {"axes": 2, "allocation": "axial", "axes_dim": [8, 8], "theta": [1e4, 1e3]},
+    *({"axes": 2, "scaling": scaling, "length": 128} for scaling in SCALINGS),
+]
+RIGHT: dict[tuple[str, str], list[object]] = {
+    ("positions", "views"): [[view] for view in VIEWS],
+    ("positions", "scheme"): [
+        {"name": name, **dict.fromkeys(parameters(scheme), 1)} for name, scheme in SCHEMES.items()
+    ],
+    ("sequences", "scheme"): [{"name": "v2pe", "axes": 1}],
+    ("rotate", "rotary"): [{"head_dim": 16, **rotary} for rotary in ROTARIES],
+    ("rotate", "layout"): ["thd"],
+}
+
+
+def replaced(value: object) -> Iterator[Any]:
+    """The value with HERE in the place of each that is in it, one at a time, and of each key."""
+    yield HERE
+    if isinstance(value, list):
+        for i, inner in enumerate(value[:2]):
+            yield from ([*value[:i], changed, *value[i + 1 :]] for changed in replaced(inner))
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from ({**value, key: changed} for changed in replaced(inner))
+        yield {**value, HERE: 1}
+
+
+def odd_requests() -> Iterator[pb.ModelInferRequest]:
+    """Requests with every odd value at every place of parameters that are right."""
+    inputs: dict[str, dict[str, object]] = {
+        "positions": {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]},
+        "rotate": {"q": Q, "position_ids": [[0, 1]] * 2},
+        "sequences": {"parts": [b"a"]},
+    }
+    quoted = json.dumps(HERE)
+    for (model, name), values in RIGHT.items():
+        tensors = [given(name, values) for name, values in inputs[model].items()]
+        for template in (json.dumps(changed) for value in values for changed in replaced(value)):
+            for odd in ODD:
+                made = pb.ModelInferRequest(model_name=model)
+                for tensor in tensors:
+                    made.inputs.add().MergeFromString(tensor._get_tensor().SerializeToString())
+                    made.raw_input_contents.append(tensor._get_content())
+                # A key is a text; others are tried in its place, too, and are no JSON at all.
+                made.parameters[name].string_param = template.replace(quoted, odd)
+                yield made
+
+
+def odd_tensors() -> Iterator[pb.ModelInferRequest]:
+    """Requests that are right but for the type or the shape of one input."""
+    for raw in inferences():
+        for i in range(len(pb.ModelInferRequest.FromString(raw).inputs)):
+            for datatype in ["", *DATATYPES]:
+                for shape in ([], [0], [1, 1], [2, 1, 3], [-1], [2**62], [0, 2**62]):
+                    made = pb.ModelInferRequest.FromString(raw)
+                    made.inputs[i].datatype = datatype
+                    made.inputs[i].shape[:] = shape
+                    yield made
+
+
+def odd_numbers() -> Iterator[pb.ModelInferRequest]:
+    """Requests with integers of any size as parameters."""
+    ids = bare({"name": "input_ids", "datatype": "INT64", "shape": [1]}, raw=[EIGHT])
+    names = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+    for number in (0, -1, 1, 2**31, 2**62, 2**63 - 1, -(2**63)):
+        for request, name in [*((ids, name) for name in names), (parts(b"a"), "start")]:
+            made = pb.ModelInferRequest.FromString(request.SerializeToString())
+            made.parameters[name].int64_param = number
+            yield made
+
+
+def check_answers(infer: Infer, requests: Iterable[pb.ModelInferRequest]) -> None:
+    statuses = set()
+    for request in requests:
+        status, details = ending(partial(infer, request, timeout=60))
+        assert status in ("OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"), request
+        assert status == "OK" or ": got " in details, (request, details)
+        statuses.add(status)
+    assert "INVALID_ARGUMENT" in statuses
+
+
+@pytest.mark.parametrize("odd", [odd_requests, odd_tensors, odd_numbers])
+def test_odd_requests_are_answered_or_refused(infer: Infer, odd: Callable[[], Iterable[pb.ModelInferRequest]]) -> None:
+    requests = list(odd())
+    check_answers(infer, random.Random(7).sample(requests, min(len(requests), 300)))
+
+
+@pytest.mark.slow
+def test_every_odd_value_at_every_place_is_answered_or_refused(infer: Infer) -> None:
+    check_answers(infer, odd_requests())

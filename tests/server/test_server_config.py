@@ -13,8 +13,7 @@ import pytest
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
-from mmpos.sequence.builder import Markers, SequenceBuilder
-from mmpos.sequence.tokenizers import MarkerIds
+from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, ServerConfig, load
 from mmpos_server.options import Flags, LogLevel
 

@@ -23,7 +23,7 @@ from mmpos import (
     Video,
     place,
 )
-from mmpos.positions.rows import NO_POSITION
+from mmpos.positions.table_rows import NO_POSITION
 from mmpos.rotary import Rotary, apply_rotary
 
 BATCH = SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)], [Text(3)]])

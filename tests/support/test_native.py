@@ -20,9 +20,9 @@ from oracle import CASES, Case, Document, batches
 
 import mmpos
 from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
-from mmpos.positions import rows
+from mmpos.positions import table_rows
 from mmpos.positions.place import BLOCK_ROWS
-from mmpos.positions.rows import AXES
+from mmpos.positions.table_rows import AXES
 from mmpos.segments import Audio, table
 from mmpos.support import native
 
@@ -366,8 +366,8 @@ def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch
 def test_rows_are_numbered_in_c_as_in_python() -> None:
     header = (Path(__file__).parents[2] / "csrc" / "table.h").read_text()
     enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
-    known = [names for names in enums if hasattr(rows, names[0])]
-    assert [[getattr(rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
+    known = [names for names in enums if hasattr(table_rows, names[0])]
+    assert [[getattr(table_rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
     assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmpos import Grid, InvalidInputError, Placeholders, PositionTable, SegmentTable, Text
-from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, WIDTH
+from mmpos.positions.table_rows import AXES, DENOMINATOR, HEIGHT, WIDTH
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint64, np.bool_])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, rerotate, rotate_and_store
 from mmpos.support.cached import cached_property
 from mmpos_bench.gpu.journal import shortened
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
@@ -98,9 +98,9 @@ class Work:
         return q, k
 
     @property
-    def norm(self) -> dict[str, Any]:
-        """Arguments of the norm."""
-        return {"q_norm_weight": self.weights[0], "k_norm_weight": self.weights[1], "norm_eps": _EPS}
+    def norm(self) -> Norm:
+        """Of q and k."""
+        return Norm(*self.weights, _EPS)
 
     def normed(self, pair: Pair) -> Pair:
         """Normalise q and k in float64."""
@@ -190,15 +190,15 @@ def _half_turned(work: Work) -> Call:
     return lambda i: apply_rotary(*work.sets[i], work.layer.table, half, implementation=work.how)
 
 
-def _there_and_back(work: Work, **norm: Any) -> Call:
+def _there_and_back(work: Work, norm: Norm | None = None) -> Call:
     layer, leaves = work.layer, [tuple(x.detach().requires_grad_() for x in pair) for pair in work.sets]
-    weights: dict[str, Any] = {n: x.detach().requires_grad_() if isinstance(x, Tensor) else x for n, x in norm.items()}
-    of_weights = [x for x in weights.values() if isinstance(x, Tensor)]
+    of_weights = [] if norm is None else [x.detach().requires_grad_() for x in norm[:2] if x is not None]
+    given = None if norm is None else Norm(of_weights[0], of_weights[1], norm.eps)
     grads = work.sets[::-1]
 
     def call(i: int) -> tuple[Tensor, ...]:
         q, k = leaves[i]
-        outs = apply_rotary(q, k, layer.table, layer.rotary, implementation=work.how, **weights)
+        outs = apply_rotary(q, k, layer.table, layer.rotary, implementation=work.how, norm=given)
         return torch.autograd.grad([x for x in outs if x is not None], [q, k, *of_weights], grads[i])
 
     return call
@@ -207,14 +207,14 @@ def _there_and_back(work: Work, **norm: Any) -> Call:
 def _store(work: Work, **options: Any) -> Call:
     layer, (keys, values) = work.layer, work.caches
     return lambda i: rotate_and_store(
-        *work.sets[i], work.values[i], layer.table, layer.rotary, keys, values, work.slots[i],
+        *work.sets[i], work.values[i], layer.table, layer.rotary, Cache(keys, values, work.slots[i]),
         implementation=work.how, **options,
     )  # fmt: skip
 
 
 def _store_apart(work: Work) -> Call:
     """Norm and rotation in one launch, and then the stores."""
-    rotate, (keys, values) = _by_table(work, **work.norm), work.caches
+    rotate, (keys, values) = _by_table(work, norm=work.norm), work.caches
     places = [(slots // _PAGE, slots % _PAGE) for slots in work.slots]
 
     def call(i: int) -> Any:
@@ -229,8 +229,8 @@ def _store_in_8_bits(work: Work) -> Call:
     keys, values = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in work.caches)
     scale, layer = torch.full((1,), 0.25, device=work.layer.device), work.layer
     return lambda i: rotate_and_store(
-        *work.sets[i], work.values[i], layer.table, layer.rotary, keys, values, work.slots[i],
-        k_scale=scale, v_scale=scale, implementation=work.how,
+        *work.sets[i], work.values[i], layer.table, layer.rotary,
+        Cache(keys, values, work.slots[i], k_scale=scale, v_scale=scale), implementation=work.how,
     )  # fmt: skip
 
 
@@ -262,16 +262,17 @@ WAYS: tuple[Way, ...] = (
     Way("by an engine's cache", _by_cache, prove=_rotated),
     Way("half of each head", _half_turned),
     Way("there and back", _there_and_back, moved=lambda work: 2 * work.moved),
-    Way("norm", lambda work: _by_table(work, **work.norm), prove=_normalised),
-    Way("norm after", lambda work: _by_table(work, norm_order="after", **work.norm)),
-    Way("norm, in place", lambda work: _by_table(work, inplace=True, **work.norm)),
+    Way("norm", lambda work: _by_table(work, norm=work.norm), prove=_normalised),
+    Way("norm after", lambda work: _by_table(work, norm=work.norm._replace(after=True))),
+    Way("norm, in place", lambda work: _by_table(work, inplace=True, norm=work.norm)),
     # Back it reads q and k once more, beside their gradients.
-    Way(
-        "norm, there and back", lambda work: _there_and_back(work, **work.norm), moved=lambda work: 5 * work.moved // 2
-    ),
+    Way("norm, there and back", lambda work: _there_and_back(work, work.norm), moved=lambda work: 5 * work.moved // 2),
     Way("store", _store, moved=_with_values, prove=partial(_stored, norm=False)),
     Way(
-        "norm and store", lambda work: _store(work, **work.norm), moved=_with_values, prove=partial(_stored, norm=True)
+        "norm and store",
+        lambda work: _store(work, norm=work.norm),
+        moved=_with_values,
+        prove=partial(_stored, norm=True),
     ),
     Way("store in 8 bits", _store_in_8_bits, moved=_with_8_bits),
     Way("rerotate", _move, moved=lambda work: 2 * work.layer.k.nbytes),

@@ -25,7 +25,7 @@ from mmpos.analysis.compare.documents import (
 from mmpos.analysis.compare.matrix import Finding, Matrix, Property, measured
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed
-from mmpos.positions.rows import DELTA
+from mmpos.positions.table_rows import DELTA
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.kinds import Grid, Text

@@ -6,20 +6,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.mistakes import SUSPECTS, Case, Flags, Guess
+from mmpos.analysis.diagnosis.comparison import Comparison, Flags
+from mmpos.analysis.diagnosis.mistakes import MISTAKES
+from mmpos.analysis.diagnosis.shapes import Array, Dump, read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.rows import DELTA, NEXT_POSITION
 from mmpos.positions.table import PositionTable, Side
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integer, one_of, per_document
+from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integer, per_document
 
 
 @dataclass(frozen=True)
@@ -66,32 +67,69 @@ class Diagnosis:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
+        return (*self.difference, *self.explanation)
+
+    @property
+    def difference(self) -> tuple[str, ...]:
+        """The sentences without cause and remedy."""
         documents = counted(self.num_documents, "document")
-        unknown = f"The ids of {counted(self.unknown_tokens, 'more token')} could not be read."
-        hidden = (unknown,) if self.unknown_tokens else ()
         if self.equal and self.unknown_tokens and not self.num_tokens:
             known = f"All ids that could be read are those of {self.scheme}."
             return known, f"The ids of {counted(self.unknown_tokens, 'token')} could not be read."
+        unknown = f"The ids of {counted(self.unknown_tokens, 'more token')} could not be read."
+        hidden = (unknown,) if self.unknown_tokens else ()
         if self.equal:
             return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.", *hidden)
         got, want = (_position(ids) if ids else "no token" for ids in (self.got, self.want))
         first = (
             f"documents[{self.document}], token {self.token}, is {self.what}: got {got}, want {want} in {self.scheme}."
         )
-        count = (
-            f"{self.different_tokens} of {counted(self.num_tokens, 'token')} differ, "
-            f"in {self.different_documents} of {documents}."
-        )
+        tokens = counted(self.num_tokens, "token")
+        count = f"{self.different_tokens} of {tokens} differ, in {self.different_documents} of {documents}."
+        return first, count, *hidden
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """The sentences about cause and remedy; none where all is equal."""
+        if self.equal:
+            return ()
         if self.cause is None:
             many = self.different_tokens > 1
             why = "no known mistake gives the first two differences" if many else "one token alone proves no mistake"
-            return first, count, *hidden, f"Cause unknown: {why}."
+            return (f"Cause unknown: {why}.",)
         part = f" (so {self.explained} of the {self.different_tokens})"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
-        return first, count, *hidden, cause, f"To do: {self.remedy}."
+        return cause, f"To do: {self.remedy}."
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
+
+
+def first_difference(
+    positions: PositionTable, wrong: Flags, owner: IntArray, index: IntArray, **fields: Any
+) -> Diagnosis:
+    """Make the diagnosis of tokens that differ.
+
+    Args:
+        positions: what they differ from.
+        wrong: (tokens,) which do.
+        owner: (tokens,) the document of each.
+        index: (tokens,) its place there.
+        fields: of the first difference, and others than those of the positions.
+    """
+    first, count = int(wrong.argmax()), int(wrong.sum())
+    counts = {"different_tokens": count, "different_documents": np.unique(owner[wrong]).size}
+    if fields.get("cause") is not None:
+        fields = {"explained": count, **fields}
+    where = {"document": int(owner[first]), "token": int(index[first])}
+    whole = {"scheme": positions.scheme, "num_tokens": wrong.size, "num_documents": positions.num_documents}
+    return Diagnosis(**{"equal": False, **whole, **counts, **where, **fields})
+
+
+def fractions_of(positions: PositionTable, token: int) -> tuple[Fraction, ...]:
+    """Return the exact ids of a token, one per axis."""
+    numerators, denominators = positions.slice(token, token + 1).rationals()
+    return tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist())
 
 
 def _position(values: Sequence[Fraction | int | float]) -> str:
@@ -154,7 +192,7 @@ def diagnose(
     positions = without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
-    case = Case(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
+    case = Comparison(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
     if case.wrong.any():
         return different(case, rows=len(dump.ids))
     if text_row:
@@ -209,89 +247,68 @@ def starts(positions: PositionTable) -> IntArray:
     return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
-def different(case: Case, rows: int) -> Diagnosis:
+def different(case: Comparison, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
-    token, document = case.first, int(case.document[case.first])
-    numerators, denominators = case.positions.slice(token, token + 1).rationals()
-    verdict = find_cause(case)
-    return Diagnosis(
-        equal=False,
-        scheme=case.positions.scheme,
-        num_tokens=case.positions.num_tokens,
-        num_documents=case.positions.num_documents,
-        different_tokens=int(case.wrong.sum()),
-        different_documents=np.unique(case.document[case.wrong]).size,
-        document=document,
-        token=int(case.index[token]),
+    token, found = case.first, find_cause(case)
+    return first_difference(
+        case.positions,
+        case.wrong,
+        case.document,
+        case.index,
         what=case.positions.describe(token, case.segments),
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.came[:rows, token].tolist()),
-        want=tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist()),
-        cause=verdict.cause if verdict else None,
-        remedy=verdict.remedy if verdict else None,
-        explained=verdict.explained if verdict else 0,
+        want=fractions_of(case.positions, token),
+        **({} if found is None else vars(found)),
     )
 
 
-def _different_text_row(case: Case, text: Array) -> Diagnosis:
+def _different_text_row(case: Comparison, text: Array) -> Diagnosis:
     """The first difference of a text row from tokens counted in their documents, where all other rows agree."""
     wrong = text != case.index
-    token = int(wrong.argmax())
-    cause = None
+    token, cause = int(wrong.argmax()), None
+    alike = next((axis for axis, row in enumerate(case.came) if (text == row).all()), None)
     if (text == np.arange(text.size)).all():
         cause = "the text row counts through the pack, and documents that follow on are one to Transformers"
-    for axis, row in enumerate(case.came):
-        if cause is None and (text == row).all():
-            cause = (
-                f"the text row repeats axis {axis}, and Transformers begins a new document where that does not count on"
-            )
-    return Diagnosis(
-        equal=False,
+    elif alike is not None:
+        cause = (
+            f"the text row repeats axis {alike}, and Transformers begins a new document where that does not count on"
+        )
+    return first_difference(
+        case.positions,
+        wrong,
+        case.document,
+        case.index,
         scheme=f"the text row of {case.positions.scheme}",
-        num_tokens=case.positions.num_tokens,
-        num_documents=case.positions.num_documents,
-        different_tokens=int(wrong.sum()),
-        different_documents=np.unique(case.document[wrong]).size,
-        document=int(case.document[token]),
-        token=int(case.index[token]),
         what=case.positions.describe(token, case.segments),
         axis=0,
         got=(text[token].item(),),
         want=(Fraction(int(case.index[token])),),
         cause=cause,
-        remedy=None
-        if cause is None
-        else "count the tokens of each document from 0, as position_ids(text_row=True) does",
-        explained=0 if cause is None else int(wrong.sum()),
+        remedy=cause and "count the tokens of each document from 0, as position_ids(text_row=True) does",
     )
 
 
 def _different_padding(dump: Dump, positions: PositionTable, padding_id: int) -> Diagnosis:
     """The first difference in padding, where all tokens agree."""
     wrong = (dump.padding != padding_id).any(axis=0)
-    first = int(wrong.argmax())
-    document, place_in_row = dump.places[:, first].tolist()
-    return Diagnosis(
-        equal=False,
-        scheme=positions.scheme,
+    first = dump.padding[:, int(wrong.argmax())]
+    return first_difference(
+        positions,
+        wrong,
+        *dump.places,
         num_tokens=positions.num_tokens + wrong.size,
-        num_documents=positions.num_documents,
-        different_tokens=int(wrong.sum()),
-        different_documents=np.unique(dump.places[0, wrong]).size,
-        document=document,
-        token=place_in_row,
         what="padding",
-        axis=int((dump.padding[:, first] != padding_id).argmax()),
-        got=tuple(dump.padding[:, first].tolist()),
+        axis=int((first != padding_id).argmax()),
+        got=tuple(first.tolist()),
         want=(Fraction(padding_id),) * positions.axes,
         cause="all tokens have their ids, and padding has others than it should",
         remedy="nothing, if padding is masked; or write the id that padding should have",
-        explained=int(wrong.sum()),
     )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Cause:
     """A mistake, what to do about it, and how many of the different tokens have exactly the ids that it gives."""
 
     cause: str
@@ -299,7 +316,7 @@ class Verdict:
     explained: int
 
 
-def find_cause(case: Case) -> Verdict | None:
+def find_cause(case: Comparison) -> Cause | None:
     """The first mistake that gives every id that came; else the one that explains most.
 
     A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
@@ -308,157 +325,20 @@ def find_cause(case: Case) -> Verdict | None:
     best, most = None, 0
     wrong = np.flatnonzero(case.wrong)
     right = case.wrong.size - wrong.size
-    for suspect in SUSPECTS:
-        for guess in suspect.guesses(case):
-            if not _agrees(case, guess, wrong[:2]).all():
+    for mistake in MISTAKES:
+        for guess in mistake.guesses(case):
+            if guess.ids is None or not _agrees(case, guess.ids, wrong[:2]).all():
                 continue
-            agrees = _agrees(case, guess, slice(None))
+            agrees = _agrees(case, guess.ids, slice(None))
             beyond = int(agrees.sum()) - right - guess.evidence
             if beyond > 0 and (beyond > most or agrees.all()):
-                best = Verdict(guess.cause, suspect.remedy, int((agrees & case.wrong).sum()))
+                best = Cause(guess.cause, mistake.remedy, int((agrees & case.wrong).sum()))
                 most = beyond
                 if agrees.all():
                     return best
     return best
 
 
-def _agrees(case: Case, guess: Guess, tokens: slice | IntArray) -> Flags:
-    """(tokens,) whether each token has the ids that the mistake gives."""
-    return case.near(case.held(guess.ids[..., tokens]), case.got[:, tokens])
-
-
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Dump:
-    """Ids of tokens, padding apart.
-
-    Args:
-        ids: (axes, tokens), or (1, tokens) of 1-D ids, without padding.
-        mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
-        padding: (axes or 1, padded places) the ids there.
-        places: (2, padded places) document, and place in its row, of each.
-    """
-
-    ids: Array
-    mask: Flags | None
-    padding: Array
-    places: IntArray
-
-    @property
-    def column(self) -> IntArray | None:
-        """(tokens,) place of every token in its padded row."""
-        return None if self.mask is None else self.mask.nonzero()[1]
-
-    @property
-    def length(self) -> int:
-        """Places of a padded row."""
-        return 0 if self.mask is None else self.mask.shape[1]
-
-
-def read_ids(
-    ids: npt.ArrayLike,
-    positions: PositionTable,
-    attention_mask: npt.ArrayLike | None,
-    side: Side,
-    shape: tuple[int, ...] | None = None,
-) -> Dump:
-    """Read the ids of the table's tokens from any of the usual shapes.
-
-    Args:
-        ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
-        positions: the table, which may hold padding.
-        attention_mask: (batch, length) of 0 and 1.
-        side: where padding is, if neither a mask nor the table says so.
-        shape: in which they came, for errors; None is their own.
-
-    Raises:
-        InvalidInputError: no numbers, NaN, or a shape that is not that of the table.
-    """
-    array = _numbers(host_array("ids", ids))
-    one_of("side", side, ("left", "right"))
-    packed, batch = _shapes(array, positions)
-    tokens = positions.per_token(~positions.is_padding).astype(np.bool_)
-    if packed and (attention_mask is None or batch is None):
-        if attention_mask is not None:
-            raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
-        rows = array.reshape(_rows(array, 1), positions.num_tokens)
-        (where,) = (~tokens).nonzero()
-        document = positions.cu_seqlens.searchsorted(where, side="right") - 1
-        places = np.stack([document, where - positions.cu_seqlens[document]])
-        return Dump(rows[:, tokens], None, rows[:, where], places)
-    if batch is None:
-        raise _shape_error(array.shape if shape is None else shape, positions)
-    mask = _mask(positions, tokens, attention_mask, side, batch)
-    rows = array.reshape(_rows(array, 2), prod(batch))
-    return Dump(rows[:, mask.ravel()], mask, rows[:, ~mask.ravel()], np.stack((~mask).nonzero()))
-
-
-def _numbers(array: Array) -> Array:
-    if array.dtype.kind not in "iuf":
-        raise InvalidInputError(f"ids: got dtype {array.dtype}, want integers or floats (bfloat16: save ids.float())")
-    if array.dtype.kind == "f" and np.isnan(array).any():
-        at = ", ".join(map(str, np.argwhere(np.isnan(array))[0].tolist()))
-        raise InvalidInputError(f"ids[{at}]: got nan, want a number")
-    return array.astype(np.float64) if array.dtype == np.longdouble else array  # what JSON and Python have
-
-
-def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:
-    """Read a shape: whether ids can be packed, and their batch and length if they can be padded."""
-    shape, has_axes = array.shape, array.shape[:1] in ((1,), (positions.axes,))
-    packed = shape[-1:] == (positions.num_tokens,) and (
-        array.ndim == 1 or (has_axes and (array.ndim == 2 or (array.ndim == 3 and shape[1] == 1)))
-    )
-    padded = (array.ndim == 2 or (array.ndim == 3 and has_axes)) and (
-        shape[-2] == positions.num_documents and shape[-1] >= positions.max_seqlen
-    )
-    return packed, (shape[-2], shape[-1]) if padded else None
-
-
-def _rows(array: Array, places: int) -> int:
-    """Rows of ids, where the last so many dimensions are places; told, since no ids have any number of rows."""
-    return array.shape[0] if array.ndim > places else 1
-
-
-def _mask(
-    positions: PositionTable, tokens: Flags, attention_mask: npt.ArrayLike | None, side: Side, shape: tuple[int, int]
-) -> Flags:
-    """(batch, length) which places are tokens: as the mask says, as the table does, or by the side."""
-    real = np.add.reduceat(np.append(tokens, np.False_), positions.cu_seqlens[:-1], dtype=np.int64)
-    real[positions.lengths == 0] = 0
-    place = np.arange(shape[1])
-    if attention_mask is not None:
-        flags = host_array("attention_mask", attention_mask)
-        if flags.shape != shape:
-            raise InvalidInputError(f"attention_mask: got shape {flags.shape}, want {shape}")
-        mask = flags != 0
-        if (mask.sum(axis=1) != real).any():
-            d = int((mask.sum(axis=1) != real).argmax())
-            raise InvalidInputError(f"attention_mask[{d}]: got {mask[d].sum()} tokens, want {real[d]}")
-        return mask
-    if not tokens.all():
-        mask = place < positions.lengths[:, None]
-        mask[mask] = tokens
-        return mask
-    return place >= shape[1] - real[:, None] if side == "left" else place < real[:, None]
-
-
-def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInputError:
-    axes, tokens, documents = positions.axes, positions.num_tokens, positions.num_documents
-    longest = positions.max_seqlen
-    hint = ""
-    patches = int(positions.segment_lengths[positions.is_grid].sum())
-    for side in (2, 3, 4):
-        if patches and shape and shape[-1] == tokens + patches * (side * side - 1):
-            hint = f"; these are as many tokens as before merging {side}x{side} patches, and grids are told after it"
-    text_row = "with Transformers' text row before the axes"
-    if shape == (axes + 1, tokens):
-        hint = f"; {text_row}, want {(axes + 1, 1, tokens)}: ids[:, None]"
-    elif len(shape) == 3 and shape[0] == documents and shape[1] in (axes, axes + 1):
-        rows = f"{shape[1]} rows" + (f", {text_row}," if shape[1] > axes else "")
-        hint = f"; these are batch first, as verl has them: want the {rows} first: ids.swapaxes(0, 1)"
-    return InvalidInputError(
-        f"ids: got shape {shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
-        f"either without axes for 1-D ids{hint}"
-    )
+def _agrees(case: Comparison, ids: Array, tokens: slice | IntArray) -> Flags:
+    """(tokens,) whether each token has the ids that a mistake gives."""
+    return case.near(case.held(ids[..., tokens]), case.got[:, tokens])

@@ -1,4 +1,4 @@
-"""The known mistakes of pipelines: the ids that each gives in a case, and what to do about it."""
+"""The known mistakes of pipelines: the ids that each gives for some documents, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import MmposError
-from mmpos.positions.place import place
-from mmpos.positions.rows import FIRST_TOKEN, axis_names
-from mmpos.positions.table import PositionTable
+from mmpos.analysis.diagnosis.comparison import Comparison, Ids
+from mmpos.positions.table_rows import FIRST_TOKEN, axis_names
 from mmpos.schemes import (
     SCHEMES,
     Grid2D,
@@ -28,13 +26,9 @@ from mmpos.schemes import (
     Scheme,
     TextRuns,
 )
-from mmpos.segments.kinds import CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import CLIP, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
-from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, IntArray
-
-Ids = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -43,125 +37,31 @@ class Guess:
 
     Args:
         cause: the mistake in words, which follow "Cause: ".
-        ids: (axes, tokens), or (tokens,) the same on all axes.
+        ids: (axes, tokens), or (tokens,) the same on all axes; None where these documents cannot be placed so.
         evidence: how many of the tokens that differ it was made to fit: the first at least, by which it was chosen.
     """
 
     cause: str
-    ids: npt.NDArray[Any]
+    ids: npt.NDArray[Any] | None
     evidence: int = 1
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Ids of tokens against a placed table, padding left out of both.
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake.
 
     Args:
-        came: (axes, tokens) ids as they came; one row stands for all axes.
-        positions: the table.
-        start: (documents,) first id of every document.
-        tolerance: how far an id may be from the exact one.
-        segments: what was placed; None if only its table is known.
-        scheme: how; None likewise.
-        column: (tokens,) place in the padded row; None if the ids were packed.
-        length: places of a padded row.
+        remedy: what to do about it, in words that follow "To do: ".
+        guesses: the ids that it gives in a comparison, one guess for each of its forms.
     """
 
-    came: npt.NDArray[Any]
-    positions: PositionTable
-    start: IntArray
-    tolerance: float = 0.0
-    segments: SegmentTable | None = None
-    scheme: Scheme | None = None
-    column: IntArray | None = None
-    length: int = 0
+    remedy: str
+    guesses: Callable[[Comparison], Iterator[Guess]]
 
-    @cached_property
-    def got(self) -> Ids:
-        """(axes, tokens) the ids that came, as floats."""
-        return np.broadcast_to(self.came.astype(np.float64), self.want.shape)
 
-    @cached_property
-    def want(self) -> Ids:
-        """(axes, tokens) the ids of the scheme."""
-        return self.positions.dense(dtype=np.float64)
-
-    @cached_property
-    def wrong(self) -> Flags:
-        """(tokens,) whether any id of a token differs."""
-        return ~self.near(self.want, self.got)
-
-    @cached_property
-    def first(self) -> int:
-        """The first token that differs."""
-        return int(self.wrong.argmax())
-
-    @cached_property
-    def document(self) -> IntArray:
-        """(tokens,) the document of every token."""
-        return np.arange(self.positions.num_documents).repeat(self.positions.lengths)
-
-    @cached_property
-    def begin(self) -> IntArray:
-        """(tokens,) the first token of every token's document."""
-        return self.positions.documents[FIRST_TOKEN][self.document]
-
-    @cached_property
-    def index(self) -> IntArray:
-        """(tokens,) tokens before every token in its document."""
-        return np.arange(self.positions.num_tokens) - self.begin
-
-    @cached_property
-    def counted(self) -> IntArray:
-        """(tokens,) the ids that text alone would have."""
-        return self.start[self.document] + self.index
-
-    @cached_property
-    def late(self) -> Flags:
-        """(tokens,) whether a token or one before it in its document differs."""
-        since = np.full(self.positions.num_documents, self.positions.num_tokens)
-        documents, where = np.unique(self.document[self.wrong], return_index=True)
-        since[documents] = self.wrong.nonzero()[0][where]
-        return np.arange(self.positions.num_tokens) >= since[self.document]
-
-    @property
-    def deltas(self) -> IntArray | None:
-        """(documents,) deltas, where the scheme has them."""
-        return self.positions.deltas if self.positions.resumable.all() else None
-
-    @cached_property
-    def offset(self) -> float | None:
-        """The amount by which the first token that differs is too large, if the same on all axes."""
-        offsets = self.got[:, self.first] - self.want[:, self.first]
-        return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
-
-    def held(self, ids: npt.NDArray[Any]) -> Ids:
-        """The ids as the dtype in which they came would hold them."""
-        if self.came.dtype.kind == "f":
-            with np.errstate(over="ignore"):
-                ids = ids.astype(self.came.dtype)
-        return ids.astype(np.float64)
-
-    def near(self, ids: Ids, got: Ids) -> Flags:
-        """(tokens,) whether ids agree with those that came on every axis."""
-        with np.errstate(invalid="ignore"):  # inf - inf
-            return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
-
-    def placed(
-        self, scheme: Scheme | None = None, segments: SegmentTable | None = None, start: npt.ArrayLike | None = None
-    ) -> Ids | None:
-        """(axes, tokens) ids of these documents placed otherwise; None where that cannot be."""
-        scheme, segments = scheme or self.scheme, segments or self.segments
-        if scheme is None or segments is None or scheme.axes != self.positions.axes:
-            return None
-        start = self.start if start is None else np.broadcast_to(np.asarray(start), self.start.shape)
-        if (start == start[:1]).all() and start.size:
-            start = start[0]  # what schemes that cannot be resumed take, too
-        try:
-            ids = place(segments, scheme, start, strict=False).dense(dtype=np.float64)
-        except MmposError:
-            return None
-        return ids if ids.shape == self.want.shape else None
+def mistake(remedy: str) -> Callable[[Callable[[Comparison], Iterator[Guess]]], Mistake]:
+    """Make a mistake of the function that guesses its ids."""
+    return lambda guesses: Mistake(remedy, guesses)
 
 
 @dataclass(frozen=True)
@@ -176,7 +76,7 @@ class Mistaken(Scheme):
     right: Scheme
 
     def __post_init__(self) -> None:
-        for name in ("axes", "fractional", "frames", "text", "row_separators", "clips", "tiles", "resumable"):
+        for name in ("axes", "fractional", "frames", "text", "row_separators", "kinds", "resumable"):
             object.__setattr__(self, name, getattr(self.right, name))
 
     def unit(self, grids: Grids) -> IntArray | None:
@@ -184,11 +84,6 @@ class Mistaken(Scheme):
 
     def advance(self, grids: Grids) -> IntArray:
         return self.right.advance(grids)
-
-    def in_units(self, grids: Grids, ids: IntArray) -> IntArray:
-        """Give so many whole ids, (grids,), in the units of ``advance``."""
-        unit = self.unit(grids)
-        return ids if unit is None else ids * unit
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return self.right.place(grids, cursor)
@@ -200,44 +95,45 @@ class Mistaken(Scheme):
         return self.right.place_text(runs, cursor)
 
 
-class AdvancesByTokens(Mistaken):
-    """Grids take as many ids as tokens."""
+@dataclass(frozen=True)
+class OtherAdvance(Mistaken):
+    """Grids in their place, and what comes after them not.
+
+    Args:
+        ids: how many ids grids take, (grids,), by the scheme without the mistake; None where it knows better.
+    """
+
+    ids: Callable[[Scheme, Grids], IntArray | None]
 
     def advance(self, grids: Grids) -> IntArray:
-        tokens = grids.tokens
-        if grids.clip is not None and grids.thumbnail is not None and grids.tile is not None:
-            markers = 2 * CLIP_MARKERS * grids.clip + CROP_MARKERS * (grids.thumbnail | grids.tile)
-            tokens = tokens + markers + (0 if grids.extra_tokens is None else grids.extra_tokens)
-        return self.in_units(grids, tokens)
-
-
-class AdvancesBySide(Mistaken):
-    """Grids take as many ids as their longest side, as in M-RoPE."""
-
-    def advance(self, grids: Grids) -> IntArray:
-        return self.in_units(grids, grids.extents.max(axis=0))
-
-
-class AdvancesByOne(Mistaken):
-    """Grids take one id."""
-
-    def advance(self, grids: Grids) -> IntArray:
-        return self.in_units(grids, np.ones_like(grids.frames))
-
-
-class AdvancesToMaximum(Mistaken):
-    """Text goes on at the maximum of all ids plus one."""
-
-    def advance(self, grids: Grids) -> IntArray:
-        placement = self.right.place(grids, np.zeros_like(grids.frames))
-        if placement.pieces is not None:
+        ids, unit = self.ids(self.right, grids), self.right.unit(grids)
+        if ids is None:
             return self.right.advance(grids)
-        last = grids.extents - 1
-        highest = np.stack([np.broadcast_to(origin, grids.frames.shape) for origin in placement.origin])
-        for steps, moves in zip((placement.step_frame, placement.step_row, placement.step_col), last, strict=True):
-            for axis, step in enumerate(steps or ()):
-                highest[axis] += np.maximum(step, 0) * moves
-        return self.in_units(grids, highest.max(axis=0) // placement.denominator + 1)
+        return ids if unit is None else ids * unit
+
+
+def _tokens_of(right: Scheme, grids: Grids) -> IntArray:
+    return grids.tokens
+
+
+def _longest_side(right: Scheme, grids: Grids) -> IntArray:
+    return grids.extents.max(axis=0)
+
+
+def _one(right: Scheme, grids: Grids) -> IntArray:
+    return np.ones_like(grids.frames)
+
+
+def _beyond_maximum(right: Scheme, grids: Grids) -> IntArray | None:
+    placement = right.place(grids, np.zeros_like(grids.frames))
+    if placement.pieces is not None:
+        return None
+    last = grids.extents - 1
+    highest = np.stack([np.broadcast_to(origin, grids.frames.shape) for origin in placement.origin])
+    for steps, moves in zip((placement.step_frame, placement.step_row, placement.step_col), last, strict=True):
+        for axis, step in enumerate(steps or ()):
+            highest[axis] += np.maximum(step, 0) * moves
+    return highest.max(axis=0) // placement.denominator + 1
 
 
 @dataclass(frozen=True)
@@ -281,7 +177,8 @@ def _with_sides_exchanged(grids: Grids) -> Grids:
     return replace(grids, extents=grids.extents[[0, 2, 1]])
 
 
-def cut_fractions(case: Case) -> Iterator[Guess]:
+@mistake("keep ids as float64, or as exact integers in the table; never .long() them")
+def cut_fractions(case: Comparison) -> Iterator[Guess]:
     """Integers in place of fractions."""
     if not case.positions.fractional:
         return
@@ -293,7 +190,8 @@ def cut_fractions(case: Case) -> Iterator[Guess]:
     yield Guess("ids are twice as large, as if to have no halves", 2 * case.want)
 
 
-def low_precision(case: Case) -> Iterator[Guess]:
+@mistake("keep ids out of casts to low precision: in int32, in float64, or in the table")
+def low_precision(case: Comparison) -> Iterator[Guess]:
     """Ids that went through a float with too few bits."""
     with np.errstate(over="ignore"):
         forms: dict[str, Ids] = {
@@ -306,7 +204,8 @@ def low_precision(case: Case) -> Iterator[Guess]:
         yield Guess(f"ids are rounded to {name}, by up to {error:.3g}", ids)
 
 
-def narrow_integers(case: Case) -> Iterator[Guess]:
+@mistake("hold ids in int32 or int64")
+def narrow_integers(case: Comparison) -> Iterator[Guess]:
     """Integers that wrapped around, ids or the numerators they were computed from."""
     whole = case.want.astype(np.int64)
     for kind in (np.int16, np.uint16, np.int8, np.uint8):
@@ -324,7 +223,8 @@ def bfloat16(ids: Ids) -> Ids:
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
-def token_index(case: Case) -> Iterator[Guess]:
+@mistake("give the model ids with all axes, as positions.dense() has them, in place of arange")
+def token_index(case: Comparison) -> Iterator[Guess]:
     """1-D ids, of the document, of the whole batch, or of the padded row."""
     words = "ids are the token's index{}: 1-D ids, which know no images"
     counts = {
@@ -341,20 +241,19 @@ def token_index(case: Case) -> Iterator[Guess]:
             yield Guess(words.format(where), count + first)
 
 
-def another_start(case: Case) -> Iterator[Guess]:
+@mistake("begin at the same id as the scheme, or tell it yours as start")
+def another_start(case: Comparison) -> Iterator[Guess]:
     """Documents that begin at another id."""
     if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
         return  # no start is so far from another
     first = case.start + int(case.offset)
-    ids = case.placed(start=first)
-    if case.segments is None:
-        ids = case.want + case.offset
-    if ids is not None:
-        document = case.document[case.first]
-        yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
+    ids = case.want + case.offset if case.segments is None else case.placed(start=first)
+    document = case.document[case.first]
+    yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
 
 
-def one_token_off(case: Case) -> Iterator[Guess]:
+@mistake("shift labels and not position ids: id and token have the same index")
+def one_token_off(case: Comparison) -> Iterator[Guess]:
     """Every token has the ids of its neighbour, as if ids had been shifted like labels."""
     token = np.arange(case.index.size)
     for step, neighbour in ((1, "after"), (-1, "before")):
@@ -369,16 +268,17 @@ def one_token_off(case: Case) -> Iterator[Guess]:
             yield Guess(words, np.where(inside, shifted, following))
 
 
-def constant(case: Case) -> Iterator[Guess]:
+@mistake("look at what stands before the first difference: it takes another number of ids")
+def constant(case: Comparison) -> Iterator[Guess]:
     """From the first difference to the end of the document, the same too much or too little."""
     if not case.offset:
         return
-    amount, way = f"{abs(case.offset):g}", "large" if case.offset > 0 else "small"
-    words = f"from the first difference to the end of the document, ids are {amount} too {way}"
+    words = f"from the first difference to the end of the document, ids are {case.too_much}"
     yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
 
 
-def multiplied(case: Case) -> Iterator[Guess]:
+@mistake("count each token once, as the scheme does, and leave factors to the rotation")
+def multiplied(case: Comparison) -> Iterator[Guess]:
     """Ids times a whole number, or over one."""
     got, want = case.got[:, case.first], case.want[:, case.first]
     times = got[want != 0] / want[want != 0]
@@ -389,27 +289,26 @@ def multiplied(case: Case) -> Iterator[Guess]:
         yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
 
 
-def constant_in_runs(case: Case) -> Iterator[Guess]:
+@mistake("place the tokens of a draft after the one before them, as positions.decode does")
+def constant_in_runs(case: Comparison) -> Iterator[Guess]:
     """Runs of tokens, with right ones between, the same too much or too little, as drafts in the windows of steps."""
-    begins = case.wrong & ~np.concatenate([[False], case.wrong[:-1]])
-    runs = int(begins.sum())
-    if not case.offset or runs < 2:
+    if not case.offset or case.runs < 2:
         return
-    amount, way = f"{abs(case.offset):g}", "large" if case.offset > 0 else "small"
-    words = f"{runs} runs of tokens have ids that are {amount} too {way}, and tokens between them are right"
-    yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * runs)
+    words = f"{case.runs} runs of tokens have ids that are {case.too_much}, and tokens between them are right"
+    yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * case.runs)
 
 
-def index_among_right_ids(case: Case) -> Iterator[Guess]:
+@mistake("add the delta to the index of every token; take slots of a cache from the index, since ids are for rotations")
+def index_among_right_ids(case: Comparison) -> Iterator[Guess]:
     """Indexes of tokens among ids that are right: a delta lost for some, or keys in the slots of their ids."""
     index = np.where(case.wrong, case.index, case.want)
     if (case.got[:, case.first] == case.index[case.first]).all():
         words = "tokens among others that are right have their index as id: their delta is forgotten"
-        runs = int((case.wrong & ~np.concatenate([[False], case.wrong[:-1]])).sum())
-        yield Guess(f"{words}, or keys lie in the slots of their ids", index, evidence=2 * runs)
+        yield Guess(f"{words}, or keys lie in the slots of their ids", index, evidence=2 * case.runs)
 
 
-def permuted(case: Case) -> Iterator[Guess]:
+@mistake("order the axes as the scheme does: (row, col) or (frame, row, col)")
+def permuted(case: Comparison) -> Iterator[Guess]:
     """The same rows of ids in another order: each row that came is the axis, not yet taken, that it resembles most."""
     names = axis_names(case.positions.axes)
     want, order = case.held(case.want), list[int]()
@@ -425,7 +324,8 @@ def permuted(case: Case) -> Iterator[Guess]:
         yield Guess(words, case.want[order])
 
 
-def axis_repeated(case: Case) -> Iterator[Guess]:
+@mistake("give each pair the axis that the config says, in the kernel as in the reference")
+def axis_repeated(case: Comparison) -> Iterator[Guess]:
     """One axis in place of others, as by a kernel that drops height and width."""
     names = axis_names(case.positions.axes)
     for axis, name in enumerate(names):
@@ -440,25 +340,24 @@ def axis_repeated(case: Case) -> Iterator[Guess]:
             yield Guess(words.format(f"axis {other} ({names[other]})"), ids)
 
 
-def sides_exchanged(case: Case) -> Iterator[Guess]:
+@mistake("give grids as (frames, height, width), the rows of patches before the columns")
+def sides_exchanged(case: Comparison) -> Iterator[Guess]:
     """Grids whose height was taken for their width."""
     exchanged = _exchanged(case)
-    ids = None if exchanged is None else case.placed(segments=exchanged)
-    if ids is not None:
-        yield Guess("height and width of grids are exchanged", ids)
+    if exchanged is not None:
+        yield Guess("height and width of grids are exchanged", case.placed(segments=exchanged))
 
 
-def column_major(case: Case) -> Iterator[Guess]:
+@mistake("flatten patches row after row, the column fastest")
+def column_major(case: Comparison) -> Iterator[Guess]:
     """Patches one column after the other."""
     exchanged = _exchanged(case)
-    if exchanged is None or case.scheme is None:
-        return
-    ids = case.placed(ColumnMajor(case.scheme), exchanged)
-    if ids is not None:
+    if exchanged is not None and case.scheme is not None:
+        ids = case.placed(ColumnMajor(case.scheme), exchanged)
         yield Guess("patches are in column-major order: column after column, not row after row", ids)
 
 
-def _exchanged(case: Case) -> SegmentTable | None:
+def _exchanged(case: Comparison) -> SegmentTable | None:
     """The documents with height and width of their grids exchanged; none if rows end in separators."""
     segments = case.segments
     if segments is None or segments.row_separator is not None:
@@ -481,60 +380,60 @@ _VARIANTS: tuple[Scheme, ...] = (
 )
 
 _ADVANCES = {
-    "text after a grid goes on at the token's index, one id per patch: the delta is forgotten": AdvancesByTokens,
-    "text after a grid goes on at the maximum of all ids plus one": AdvancesToMaximum,
-    "text after a grid goes on after its longest side, as in M-RoPE": AdvancesBySide,
-    "text after a grid goes on as if the grid took one id": AdvancesByOne,
+    "text after a grid goes on at the token's index, one id per patch: the delta is forgotten": _tokens_of,
+    "text after a grid goes on at the maximum of all ids plus one": _beyond_maximum,
+    "text after a grid goes on after its longest side, as in M-RoPE": _longest_side,
+    "text after a grid goes on as if the grid took one id": _one,
 }
 
 
-def other_scheme(case: Case) -> Iterator[Guess]:
+@mistake("compute ids by the scheme that the model was trained with")
+def other_scheme(case: Comparison) -> Iterator[Guess]:
     """The ids of another scheme, or of the same with other parameters."""
     for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
-        ids = None if scheme == case.scheme else case.placed(scheme)
-        if ids is not None:
-            yield Guess(f"these are the ids of {scheme.label}", ids)
+        if scheme != case.scheme:
+            yield Guess(f"these are the ids of {scheme.label}", case.placed(scheme))
 
 
-def other_times(case: Case) -> Iterator[Guess]:
+@mistake("give what the model's processor has: second_per_grid_ts, frames of one patch over frames per second")
+def other_times(case: Comparison) -> Iterator[Guess]:
     """Frames of videos at other times than theirs."""
     seconds = None if case.segments is None else case.segments.seconds_per_frame
     if case.segments is None or seconds is None:
         return
-    for words, times in _times(seconds):
-        ids = case.placed(segments=replace(case.segments, seconds_per_frame=times))
-        if ids is not None:
-            yield Guess(words, ids)
-
-
-def wrong_advance(case: Case) -> Iterator[Guess]:
-    """Grids in their place, and what comes after them not."""
-    for words, mistake in _ADVANCES.items():
-        ids = None if case.scheme is None else case.placed(mistake(case.scheme))
-        if ids is not None:
-            yield Guess(words, ids)
-
-
-def unmerged(case: Case) -> Iterator[Guess]:
-    """Grids of patches before merging, while tokens are those after it."""
-    for side, whole in product(_MERGES, (False, True)):
-        ids = None if case.scheme is None else case.placed(Unmerged(case.scheme, side, whole))
-        what = "strides and ids after a grid" if whole else "ids after a grid"
-        if ids is not None:
-            yield Guess(f"spatial merging is forgotten: {what} are those of {side}x{side} times the patches", ids)
-
-
-def _times(seconds: IntArray) -> Iterator[tuple[str, IntArray | None]]:
-    """Mistakes about (2, segments) seconds per frame, and what they make of them; where none is known, none is made."""
-    known = seconds[0] > 0
-    yield "seconds_per_frame is forgotten: frames are one second apart", None
-    yield "frames per second are taken for seconds per frame", np.where(known, seconds[::-1], seconds)
+    known = seconds[0] > 0  # where no time is known, none is mistaken
+    times = {
+        "seconds_per_frame is forgotten: frames are one second apart": None,
+        "frames per second are taken for seconds per frame": np.where(known, seconds[::-1], seconds),
+    }
     halves = seconds * np.where(known, [[1], [2]], 1)
     if (halves <= INT32_MAX).all():
-        yield "times are half of what they should be: temporal_patch_size is forgotten", halves
+        times["times are half of what they should be: temporal_patch_size is forgotten"] = halves
+    for words, mistaken in times.items():
+        yield Guess(words, case.placed(segments=replace(case.segments, seconds_per_frame=mistaken)))
 
 
-def other_side(case: Case) -> Iterator[Guess]:
+@mistake("go on after a grid at the scheme's cursor: positions.next_positions has it")
+def wrong_advance(case: Comparison) -> Iterator[Guess]:
+    """Grids in their place, and what comes after them not."""
+    if case.scheme is not None:
+        for words, ids in _ADVANCES.items():
+            yield Guess(words, case.placed(OtherAdvance(case.scheme, ids)))
+
+
+@mistake("divide height and width by the merge size before ids are computed")
+def unmerged(case: Comparison) -> Iterator[Guess]:
+    """Grids of patches before merging, while tokens are those after it."""
+    if case.scheme is None:
+        return
+    for side, whole in product(_MERGES, (False, True)):
+        what = "strides and ids after a grid" if whole else "ids after a grid"
+        words = f"spatial merging is forgotten: {what} are those of {side}x{side} times the patches"
+        yield Guess(words, case.placed(Unmerged(case.scheme, side, whole)))
+
+
+@mistake("pad ids on the side where the token ids are padded")
+def other_side(case: Comparison) -> Iterator[Guess]:
     """Ids padded on the other side than token ids are."""
     if case.column is None:
         return
@@ -548,16 +447,17 @@ def other_side(case: Case) -> Iterator[Guess]:
         yield Guess("ids are padded on the other side than the tokens", np.where(inside, ids, outside))
 
 
-def padding_counted(case: Case) -> Iterator[Guess]:
+@mistake("begin at the first real token: left padding takes no ids")
+def padding_counted(case: Comparison) -> Iterator[Guess]:
     """Ids that began with the padding before the first token."""
     if case.column is None:
         return
     ids = case.placed(start=case.start + (case.column - case.index)[case.positions.documents[FIRST_TOKEN]])
-    if ids is not None:
-        yield Guess("left padding is counted: ids begin with it, not with the first real token", ids)
+    yield Guess("left padding is counted: ids begin with it, not with the first real token", ids)
 
 
-def not_reset(case: Case) -> Iterator[Guess]:
+@mistake("begin every packed document at start, from cu_seqlens")
+def not_reset(case: Comparison) -> Iterator[Guess]:
     """Packed documents that go on from the one before."""
     if case.positions.num_documents < 2:
         return
@@ -575,7 +475,8 @@ def not_reset(case: Case) -> Iterator[Guess]:
         yield Guess(words.format(where), continued)
 
 
-def reset_inside(case: Case) -> Iterator[Guess]:
+@mistake("give one document as one, or the documents as several")
+def reset_inside(case: Comparison) -> Iterator[Guess]:
     """Ids that begin anew inside a document."""
     start = case.start[case.document]
     again = (case.got == start).all(axis=0) & (case.index > 0) & case.wrong
@@ -588,7 +489,8 @@ def reset_inside(case: Case) -> Iterator[Guess]:
     yield Guess(words, case.want + shift, evidence=int(again.sum()))
 
 
-def first_chunk_again(case: Case) -> Iterator[Guess]:
+@mistake("cut the ids of the whole prompt to the chunk, as positions.slice(start, stop) does")
+def first_chunk_again(case: Comparison) -> Iterator[Guess]:
     """The ids of a document's beginning once more, for every chunk or for all that follows a chunk."""
     chunk = int(case.index[case.first])
     if chunk < 2:
@@ -598,14 +500,16 @@ def first_chunk_again(case: Case) -> Iterator[Guess]:
         yield Guess(words, case.want[:, case.begin + np.maximum(index, 0)])
 
 
-def delta_forgotten(case: Case) -> Iterator[Guess]:
+@mistake("add the document's delta to the token index, or take ids from positions.decode")
+def delta_forgotten(case: Comparison) -> Iterator[Guess]:
     """Token indexes from the first difference on, as when decoding goes on at the number of tokens."""
     delta = case.want[0, case.first] - case.counted[case.first]
     words = f"from the first difference on ids are the token's index: the delta {delta:g} is forgotten"
     yield Guess(words, np.where(case.late, case.counted, case.want))
 
 
-def delta_of_another(case: Case) -> Iterator[Guess]:
+@mistake("keep deltas with their documents, never on the model: positions.deltas")
+def delta_of_another(case: Comparison) -> Iterator[Guess]:
     """Token index plus the delta of another document, from the first difference on."""
     if case.deltas is None:
         return
@@ -616,50 +520,31 @@ def delta_of_another(case: Case) -> Iterator[Guess]:
         yield Guess(words, np.where(case.late, case.counted + used, case.want))
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """A kind of mistake.
-
-    Args:
-        guesses: the ids that it gives in a case, one guess for each of its forms.
-        remedy: what to do about it, in words that follow "To do: ".
-    """
-
-    guesses: Callable[[Case], Iterator[Guess]]
-    remedy: str
-
-
-SUSPECTS = (
-    Suspect(cut_fractions, "keep ids as float64, or as exact integers in the table; never .long() them"),
-    Suspect(low_precision, "keep ids out of casts to low precision: in int32, in float64, or in the table"),
-    Suspect(narrow_integers, "hold ids in int32 or int64"),
-    Suspect(token_index, "give the model ids with all axes, as positions.dense() has them, in place of arange"),
-    Suspect(permuted, "order the axes as the scheme does: (row, col) or (frame, row, col)"),
-    Suspect(axis_repeated, "give each pair the axis that the config says, in the kernel as in the reference"),
-    Suspect(sides_exchanged, "give grids as (frames, height, width), the rows of patches before the columns"),
-    Suspect(column_major, "flatten patches row after row, the column fastest"),
-    Suspect(another_start, "begin at the same id as the scheme, or tell it yours as start"),
-    Suspect(
-        other_times,
-        "give what the model's processor has: second_per_grid_ts, frames of one patch over frames per second",
-    ),
-    Suspect(other_scheme, "compute ids by the scheme that the model was trained with"),
-    Suspect(other_side, "pad ids on the side where the token ids are padded"),
-    Suspect(padding_counted, "begin at the first real token: left padding takes no ids"),
-    Suspect(not_reset, "begin every packed document at start, from cu_seqlens"),
-    Suspect(reset_inside, "give one document as one, or the documents as several"),
-    Suspect(first_chunk_again, "cut the ids of the whole prompt to the chunk, as positions.slice(start, stop) does"),
-    Suspect(wrong_advance, "go on after a grid at the scheme's cursor: positions.next_positions has it"),
-    Suspect(unmerged, "divide height and width by the merge size before ids are computed"),
-    Suspect(delta_forgotten, "add the document's delta to the token index, or take ids from positions.decode"),
-    Suspect(delta_of_another, "keep deltas with their documents, never on the model: positions.deltas"),
-    Suspect(one_token_off, "shift labels and not position ids: id and token have the same index"),
-    Suspect(constant, "look at what stands before the first difference: it takes another number of ids"),
-    Suspect(multiplied, "count each token once, as the scheme does, and leave factors to the rotation"),
-    Suspect(constant_in_runs, "place the tokens of a draft after the one before them, as positions.decode does"),
-    Suspect(
-        index_among_right_ids,
-        "add the delta to the index of every token; take slots of a cache from the index, since ids are for rotations",
-    ),
+MISTAKES = (
+    cut_fractions,
+    low_precision,
+    narrow_integers,
+    token_index,
+    permuted,
+    axis_repeated,
+    sides_exchanged,
+    column_major,
+    another_start,
+    other_times,
+    other_scheme,
+    other_side,
+    padding_counted,
+    not_reset,
+    reset_inside,
+    first_chunk_again,
+    wrong_advance,
+    unmerged,
+    delta_forgotten,
+    delta_of_another,
+    one_token_off,
+    constant,
+    multiplied,
+    constant_in_runs,
+    index_among_right_ids,
 )
 """In the order in which they are tried; casts first, since few bits make the ids of all other mistakes alike."""

@@ -24,8 +24,8 @@ from mmpos.analysis.plot.canvas import (
     quiet_axes,
 )
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.segments.kinds import AUDIO_TOKEN, CLIP, GRID, NOUNS, PATCH
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, counted, instance

@@ -1,18 +1,23 @@
 """Read from the keys of an engine what positions it really rotates by."""
 
 from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, transformers
+from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.checkpoint import write_checkpoint
+from mmpos.analysis.probe.confidence import UNKNOWN, Reading, read
 from mmpos.analysis.probe.identify import Identification, identify
-from mmpos.analysis.probe.reading import UNKNOWN, Reading, check, read
+from mmpos.analysis.probe.verdict import Meant, Verdict, judge
 
 __all__ = [
     "UNKNOWN",
     "Identification",
     "KeyRecorder",
     "LayerKeys",
+    "Meant",
     "Reading",
+    "Verdict",
     "check",
     "identify",
+    "judge",
     "read",
     "transformers",
     "write_checkpoint",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from itertools import permutations
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,30 +13,21 @@ import numpy.typing as npt
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, read_keys
 from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.reading import EXPLAINED, MOST, ROUNDED, follow
-from mmpos.errors import InvalidInputError, MmposError
-from mmpos.positions.rows import axis_names
+from mmpos.analysis.probe.suspects import Suspect, if_made, of_axes, suspects
+from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
+from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
-from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
+from mmpos.rotary.allocation import STILL
 from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
-from mmpos.rotary.scaling import NTK, Llama3, Scaling, YaRN
 from mmpos.support.cached import cached_property
-from mmpos.support.checks import IntArray, counted, host_array, instance
-
-THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
-"""Bases of deployed models."""
-
-FACTORS = (1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
-"""Factors of the scalings of deployed models."""
-
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Lengths that such models were trained with before they were scaled."""
+from mmpos.support.checks import IntArray, counted, host_array
 
 FITS = 0.1
 """Most of noise, in rad, that a rotation leaves which the keys were turned by."""
 
+AS_MEANT = "the keys were turned by the rotation that was meant"
 UNEXPLAINED = "no rotation that is known explains the keys"
 
 SAMPLE = 512
@@ -52,7 +42,7 @@ class Identification:
     """The rotation that explains keys best.
 
     Args:
-        as_meant: whether most keys were turned by the first candidate; ``first_wrong`` tells whether all were.
+        as_meant: whether most keys were turned by the rotation that was meant; ``first_wrong`` tells whether all were.
         rotary: the rotation; None where nothing known explains the keys, or none that a Rotary can describe.
         cause: what differs from the one that was meant, in words.
         remedy: what to change.
@@ -60,6 +50,7 @@ class Identification:
         meant: rad: the same of the one that was meant.
         first_wrong: the first token, counted over all rows, whose key is not the one that was meant, where the ids are
             known: also set where only single keys are wrong.
+        kind: the cause without numbers that are fitted to the keys.
     """
 
     as_meant: bool
@@ -69,6 +60,7 @@ class Identification:
     residual: float
     meant: float
     first_wrong: int | None = None
+    kind: str = ""
 
     @property
     def named(self) -> bool:
@@ -83,20 +75,9 @@ class Identification:
         return f"{first}Cause: {self.cause}. To do: {self.remedy}. {left}"
 
 
-@dataclass(frozen=True)
-class _Suspect:
-    """A rotation, and what is wrong about it: ids are multiplied by sign, and cast with the frequencies."""
-
-    cause: str
-    remedy: str
-    rotary: Rotary
-    sign: int = 1
-    cast: str = ""
-
-
 def identify(
     keys: Any,
-    candidates: Rotary | Sequence[Rotary],
+    rotary: Rotary,
     positions: PositionTable | npt.ArrayLike | None = None,
     *,
     reference: Any = None,
@@ -110,54 +91,29 @@ def identify(
 
     Args:
         keys: as ``read`` takes them, of tokens with one hidden state.
-        candidates: the rotary that was meant, or several, of which the first was.
+        rotary: the rotation that was meant.
         positions: the tokens' ids: a table, or (axes, tokens) integers or floats.
         reference: as ``read`` takes it.
         lengths: likewise.
 
     Raises:
-        InvalidInputError: as for ``read``; positions of another shape than the keys; no candidate.
+        InvalidInputError: as for ``read``; positions of another shape than the keys.
     """
-    rotaries = [candidates] if isinstance(candidates, Rotary) else [*candidates]
-    if not rotaries:
-        raise InvalidInputError("candidates: got none, want the Rotary that was meant")
-    for number, rotary in enumerate(rotaries):
-        instance(f"candidates[{number}]", rotary, Rotary, "mmpos.rotary.Rotary")
-    meant, *others = rotaries
-    state = read_keys(keys, meant, reference, lengths)
-    ids = None if positions is None else _ids(positions, meant.axes, state.num_tokens)
-    judged = _Judge(state, ids)
-    first = _Suspect("the keys were turned by the rotation that was meant", "nothing", meant)
-    own = judged.residual(first)
-    if own <= 3 * judged.noise + 1e-4:
+    state = read_keys(keys, rotary, reference, lengths)
+    judged = _Judge(state, None if positions is None else _ids(positions, rotary.axes, state.num_tokens))
+    meant = Suspect(AS_MEANT, "nothing", rotary)
+    own = judged.left(meant)
+    if own <= judged.close:
         return judged.as_meant(own)
-    best, least = first, own
-    for suspect in (*_others(others), *_suspects(meant, ids is not None)):
-        found = judged.residual(suspect)
-        if found < 0.9 * least and (best is not first or least > FITS or found < 0.5 * least):
-            best, least = suspect, found
-    if ids is not None and (best is first or least > 3 * judged.noise + 1e-4):
-        share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
-        for suspect in (*judged.by_pair(meant), *judged.ladders(meant)):
-            found = judged.residual(suspect)
-            if found < share * least:
-                best, least, share = suspect, found, min(share, 0.9)
-    if best is not first and (least > FITS or not judged.believed(best)):
-        best = first
-    if best is first and own <= 3 * judged.noise + ROUNDED:
+    best, least = judged.best(meant, own)
+    if best is not meant and least <= FITS and judged.believed(best):
+        return judged.named(meant, own, best, least)
+    if own <= 3 * judged.noise + ROUNDED:
         return judged.as_meant(own)
-    if best is not first:
-        cause, plain = best.cause, best.sign > 0 and not best.cast
-        if best.cast and ids is not None:
-            cause = f"{cause}: they err by up to {judged.error(best):.2g} rad at id {np.abs(ids).max():g}"
-        wrong = judged.first_wrong(first, best, 3 * max(judged.noise, least) + 1e-4)
-        return Identification(False, best.rotary if plain else None, cause, best.remedy, least, own, wrong)
     remedy = "look whether all tokens had one hidden state and whether the ids are right"
-    if ids is None:
+    if positions is None:
         remedy = "give the ids that are right as positions"
-    wrong_tokens = np.flatnonzero(judged.unexplained)
-    wrong = int(wrong_tokens[0]) if wrong_tokens.size else None
-    return Identification(False, None, UNEXPLAINED, remedy, own, own, wrong)
+    return Identification(False, None, UNEXPLAINED, remedy, own, own, judged.first_unexplained, UNEXPLAINED)
 
 
 def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Float64Array:
@@ -170,122 +126,89 @@ def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Fl
     return ids
 
 
-def _others(rotaries: Sequence[Rotary]) -> Iterator[_Suspect]:
-    for number, rotary in enumerate(rotaries, start=1):
-        yield _Suspect(f"the keys were turned by candidates[{number}]", "make the engine take the first one", rotary)
+@dataclass(frozen=True, eq=False)
+class _Turned:
+    """Pairs of some tokens from those of the reference.
+
+    Args:
+        phases: (tokens, kv_heads, pairs) rad; 0 for pairs without length.
+        lengths: (tokens, kv_heads, pairs) how many times as long they are; 1 likewise.
+        weights: (kv_heads, pairs) lengths of the reference.
+    """
+
+    phases: Float64Array
+    lengths: Float64Array
+    weights: Float64Array
 
 
-def _suspects(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
-    """Yield what engines are known to do instead; those that ids would explain only where ids are known."""
-    other: Literal["half", "adjacent"] = "adjacent" if meant.pairing == "half" else "half"
-    remedy = f"pair channels as {meant.pairing!r} says"
-    yield _Suspect(f"pairs are {other!r}, not {meant.pairing!r}", remedy, replace(meant, pairing=other))
-    yield from _dims(meant)
-    if meant.head_axes is None:
-        yield from _allocations(meant, with_ids)
-    if with_ids:
-        yield _Suspect("pairs turn backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, -1)
-        for cast in ("bfloat16", "float16"):
-            remedy = "make angles, cos and sin in float32 or by exact turns, and cast them last"
-            yield _Suspect(f"angles are made in {cast}", remedy, meant, cast=f"{cast} angles")
-            yield _Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
-            yield _Suspect(f"ids are cast to {cast} before they meet frequencies", remedy, meant, cast=f"{cast} ids")
-            yield _Suspect(f"frequencies are held in {cast}", remedy, meant, cast=f"{cast} frequencies")
-    if meant.inv_freq is None and isinstance(meant.theta, float):
-        for theta in THETAS:
-            if theta != meant.theta:
-                cause = f"theta is {theta:,.0f}, not {meant.theta:,.0f}"
-                yield from _if_made(cause, "give the engine the theta of the config", meant, theta=theta)
-                if meant.scaling is not None:
-                    yield from _if_made(f"{cause}, and the scaling is left out", "", meant, theta=theta, scaling=None)
-        yield from _scalings(meant, with_ids)
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """Some tokens, and their ids.
 
+    Args:
+        keys: all of them, with their reference.
+        tokens: (tokens, kv_heads, head_dim) those that are looked at.
+        ids: (axes, tokens); None if they are not known.
+        zero: (axes, 1) ids of the reference.
+    """
 
-def _scalings(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
-    """Yield other scalings of the frequencies; some where none was meant, if ids are known."""
-    mine: Any = meant.scaling
-    remedy = "apply the scaling of the config to the frequencies"
-    if mine is None:
-        for factor in FACTORS if with_ids else ():
-            others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
-            for other in others:
-                cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, and none was meant"
-                yield from _if_made(cause, "scale no frequencies, as the config says", meant, scaling=other)
-        return
-    yield from _if_made(f"the scaling {mine.name!r} is left out", remedy, meant, scaling=None)
-    for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
-        own = getattr(mine, field, None)
-        for value in values if isinstance(own, int | float) else ():
-            if value != own:
-                cause = f"{field} of the scaling {mine.name!r} is {value:,g}, not {own:,g}"
-                yield from _if_made(cause, remedy, meant, scaling=replace(mine, **{field: value}))
-    if isinstance(mine, YaRN):
-        scaling = replace(mine, truncate=not mine.truncate)
-        cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
-        yield from _if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
+    keys: Keys
+    tokens: npt.NDArray[np.float32]
+    ids: Float64Array | None
+    zero: Float64Array
+    _turned: dict[tuple[str, int], _Turned] = field(default_factory=dict)
 
+    def turned(self, rotary: Rotary) -> _Turned:
+        """Measure how far the pairs of a rotary turned: the same for all that pair the same channels."""
+        layout = rotary.pairing, rotary.num_pairs
+        if layout not in self._turned:
+            keys = replace(self.keys, rotary=rotary)
+            reference, pairs = keys.pairs(keys.reference), keys.pairs(self.tokens)
+            square = np.abs(reference) ** 2
+            phasors = pairs * reference.conj() / np.maximum(square, 1e-30)
+            phasors = np.where(square > 1e-6 * square.max(), phasors, 1)
+            self._turned[layout] = _Turned(np.angle(phasors), np.abs(phasors), np.abs(reference))
+        return self._turned[layout]
 
-def _from(scaling: Scaling) -> str:
-    length = getattr(scaling, "original_max_position", None)
-    return "" if length is None else f" from {length:,} positions"
+    def angles(self, suspect: Suspect) -> Float64Array:
+        """Compute (tokens, kv_heads or 1, pairs) rad from the reference, as a suspect has them."""
+        assert self.ids is not None
+        angles = _angles(suspect, self.ids)
+        with np.errstate(invalid="ignore"):
+            if self.keys.token is not None:
+                angles = angles - _angles(suspect, self.zero)
+        return np.where(np.isfinite(angles), angles, np.pi)
 
+    def squares(self, suspect: Suspect) -> Float64Array:
+        """Return (tokens,) the mean square of what is left in rad, pairs weighted by their lengths.
 
-def _dims(meant: Rotary) -> Iterator[_Suspect]:
-    """Yield other numbers of channels that turn, with sections in proportion."""
-    for size in sorted({meant.head_dim * quarters // 4 for quarters in range(1, 5)} - {meant.rotary_dim}):
-        section = meant.mrope_section and [each * size // meant.rotary_dim for each in meant.mrope_section]
-        cause = f"{size} channels of a head turn, not {meant.rotary_dim}"
-        remedy = f"turn the first {meant.rotary_dim} channels of a head, and leave the others"
-        yield from _if_made(cause, remedy, meant, rotary_dim=size, mrope_section=section)
+        Channels that do not turn count by what they are off.
+        """
+        turned, still = self.turned(suspect.rotary), slice(suspect.rotary.rotary_dim, None)
+        off = _wrapped(turned.phases - self.angles(suspect))
+        weights = turned.weights * (turned.weights > 1e-3 * turned.weights.max())  # as turned leaves the others
+        plain = np.abs(self.keys.reference[:, still])
+        moved = np.abs(self.tokens[..., still] - self.keys.reference[:, still])
+        moved = np.minimum(moved / np.maximum(plain, 1e-30), np.pi)
+        total = np.tensordot(off**2, weights, 2) + np.tensordot(moved**2, plain, 2)
+        return total / (weights.sum() + plain.sum())
 
-
-def _vector(cause: str, meant: Rotary, axis: IntArray) -> Iterator[_Suspect]:
-    """Yield the rotation whose pairs keep their frequencies and have these axes."""
-    change = {"allocation": axis.tolist(), "mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA}
-    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
-    yield from _if_made(cause, remedy, meant, **change, scaling=None, inv_freq=meant.inv_freq_array.tolist())
-
-
-def _if_made(cause: str, remedy: str, meant: Rotary, **change: Any) -> Iterator[_Suspect]:
-    try:
-        yield _Suspect(cause, remedy or "give the engine the rope parameters of the config", replace(meant, **change))
-    except MmposError:
-        return
-
-
-def _allocations(meant: Rotary, with_ids: bool) -> Iterator[_Suspect]:
-    """Yield other axes of pairs: by name, exchanged, dropped."""
-    mine = meant.allocation if isinstance(meant.allocation, str) else "a vector"
-    section = meant.mrope_section or _shares(meant.pair_axis, meant.axes)
-    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
-    names, axis = axis_names(meant.axes), meant.pair_axis
-    for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
-        if name not in (meant.allocation, HEADS):
-            told = section if name in ("sections", "mrope-interleaved") else None
-            change = {"allocation": name, "mrope_section": told, "axes_dim": None}
-            yield from _if_made(f"pairs are allocated as {name!r}, not as {mine!r}", remedy, meant, **change)
-    vectors: dict[str, IntArray] = {}
-    if with_ids:
-        for a, name in enumerate(names):
-            vectors[f"all pairs turn by axis {a} ({name}): the other axes are dropped"] = np.where(axis < 0, axis, a)
-            for b, instead in enumerate(names):
-                if a != b and meant.axes > 2:
-                    vectors[f"pairs of axis {a} ({name}) turn by axis {b} ({instead}), which counts twice"] = np.where(
-                        axis == a, b, axis
-                    )
-        for order in permutations(range(meant.axes)) if meant.axes <= 4 else ():
-            if list(order) != sorted(order):
-                came = ", ".join(names[a] for a in order)
-                exchanged = np.array([*order, STILL])[axis]
-                vectors[f"axes are exchanged: pairs of ({', '.join(names)}) turn by ({came})"] = exchanged
-    for a, name in enumerate(names):
-        vectors[f"pairs of axis {a} ({name}) do not turn"] = np.where(axis == a, STILL, axis)
-    for cause, vector in vectors.items():
-        yield from _vector(cause, meant, vector)
-
-
-def _shares(axis: IntArray, axes: int) -> list[int]:
-    return [int((axis == a).sum()) for a in range(axes)]
+    def scanned(
+        self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
+    ) -> float:
+        """Find the value whose frequencies fit, first to tokens near the reference, then further and finer."""
+        assert self.ids is not None
+        distance = np.abs(self.ids - self.zero).max(axis=0)
+        phases, ids = self.turned(meant).phases, _by_pair(meant, self.ids - self.zero)
+        grid, reach = np.geomspace(*bounds, 1000), max(16.0, float(distance.min()))
+        while True:
+            near = distance <= reach
+            there, here = phases[near], ids[near]
+            value = float(grid[int(np.argmax([np.cos(there - here * frequencies(each)).mean() for each in grid]))])
+            fine = grid[1] / grid[0] - 1
+            if reach > distance.max() and fine * distance.max() < 1e-3:
+                return value
+            grid, reach = value * np.exp(np.linspace(-2, 2, 33) * np.log(grid[1] / grid[0])), 4 * reach
 
 
 class _Judge:
@@ -303,115 +226,158 @@ class _Judge:
             tokens = np.unique(np.concatenate([tokens, spread]))
         sample = keys.take(tokens)
         finite = np.isfinite(sample).all(axis=(1, 2))
-        self.keys, self.sample, self.ids, self.all_ids = keys, sample[finite], None, ids
-        if ids is not None:
-            self.ids = ids[:, tokens[finite]]
-            self.zero = ids[:, [keys.token]] if keys.token is not None else np.zeros((len(ids), 1))
+        self.keys, self.ids = keys, ids
+        self.zero = np.zeros((keys.rotary.axes, 1)) if ids is None or keys.token is None else ids[:, [keys.token]]
+        self.sample = self._sample(sample[finite], None if ids is None else ids[:, tokens[finite]])
 
-    def residual(self, suspect: _Suspect) -> float:
+    def _sample(self, tokens: npt.NDArray[np.float32], ids: Float64Array | None) -> _Sample:
+        return _Sample(self.keys, tokens, ids, self.zero)
+
+    def left(self, suspect: Suspect) -> float:
         """Return the root mean square, in rad, of what is left of the keys' angles."""
-        if self.ids is None:
-            return self._readable(suspect.rotary)
-        return float(np.sqrt(self._squares(suspect).mean()))
+        if self.ids is not None:
+            return float(np.sqrt(self.sample.squares(suspect).mean()))
+        residual = follow(read_keys(self.sample.tokens, suspect.rotary, self.keys.reference, None)).residual
+        alike = np.isfinite(residual)  # half a turn where tokens are not
+        return float(np.sqrt(np.mean(residual[alike] ** 2))) if alike.mean() > 0.9 else float(np.pi)
+
+    def best(self, meant: Suspect, own: float) -> tuple[Suspect, float]:
+        """Choose the suspect that leaves least, known ones before those that are fitted to the keys."""
+        best, least = meant, own
+        for suspect in suspects(meant.rotary, self.ids is not None):
+            left = self.left(suspect)
+            if left < 0.9 * least and (best is not meant or least > FITS or left < 0.5 * least):
+                best, least = suspect, left
+        if self.ids is None or (best is not meant and least <= self.close):
+            return best, least
+        share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
+        for suspect in chain(self._by_pair(meant.rotary), self._scaled(meant.rotary)):
+            left = self.left(suspect)
+            if left < share * least:
+                best, least, share = suspect, left, min(share, 0.9)
+            if least <= self.close:
+                break
+        return best, least
+
+    def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
+        """Name the suspect that was chosen, and the first token that it turned otherwise."""
+        cause = best.cause
+        if best.cast and self.ids is not None:
+            exact = self.sample.angles(replace(best, cast=""))
+            error = float(np.abs(_wrapped(self.sample.angles(best) - exact)).max(initial=0))
+            cause += f": they err by up to {error:.2g} rad at id {np.abs(self.ids).max():g}"
+        rotary = best.rotary if best.sign > 0 and not best.cast else None
+        wrong = self._first_wrong(meant, best, 3 * max(self.noise, least) + 1e-4)
+        return Identification(False, rotary, cause, best.remedy, least, own, wrong, best.kind or best.cause)
+
+    def as_meant(self, left: float) -> Identification:
+        """Say that the rotation is the one that was meant, but for a factor on cos and sin, or for single tokens."""
+        meant = self.keys.rotary
+        if self.keys.token is None and abs(self.scale / meant.attention_factor - 1) > FACTOR:
+            cause = f"cos and sin are multiplied by {self.scale:.4g}, not by {meant.attention_factor:.4g}"
+            remedy = "multiply cos and sin by the attention factor of the config's scaling, once"
+            return Identification(False, None, cause, remedy, left, left, self.first_unexplained, remedy)
+        cause, remedy = AS_MEANT, "nothing"
+        if self.first_unexplained is not None:
+            count = counted(int(self.unexplained.sum()), "token")
+            cause += f", but for those of {count}, the first {self.first_unexplained}"
+            remedy = "look how such tokens enter the cache: with other ids, or without the attention factor"
+        return Identification(True, meant, cause, remedy, left, left, self.first_unexplained, AS_MEANT)
 
     @cached_property
     def unexplained(self) -> Flags:
         """(tokens,) which of all keys are not what the rotation that was meant makes of the ids."""
-        if self.all_ids is None:
+        if self.ids is None:
             return np.zeros(self.keys.num_tokens, np.bool_)
-        return follow(self.keys, ids=self.all_ids - self.zero).unexplained(self.keys.rounding)
+        return follow(self.keys, ids=self.ids - self.zero).unexplained(self.keys.rounding)
 
-    def believed(self, suspect: _Suspect) -> bool:
+    @property
+    def first_unexplained(self) -> int | None:
+        """The first such token."""
+        return int(self.unexplained.argmax()) if self.unexplained.any() else None
+
+    def believed(self, suspect: Suspect) -> bool:
         """Tell whether a rotation leaves as little as other ids would, where these explain the keys as they are meant.
 
         Ids that are a little off, with slow pairs, are nearly another rotation: the ids explain them to the noise.
         """
         if self.ids is None:
             return True
-        free = follow(read_keys(self.sample, self.keys.rotary, self.keys.reference, None))
+        free = follow(read_keys(self.sample.tokens, self.keys.rotary, self.keys.reference, None))
         good = free.alike & ~free.unexplained(self.keys.rounding)
         if good.mean() < MOST:
             return True
         noise = max(float(np.median(free.residual[good])), self.noise)
         if noise > 3 * self.noise + ROUNDED:
             return True
-        left = np.sqrt(self._squares(suspect)[good])
+        left = np.sqrt(self.sample.squares(suspect)[good])
         return bool((left**2).mean() <= (3 * noise + 1e-4) ** 2 and left.max() <= 6 * noise + EXPLAINED)
 
-    def first_wrong(self, meant: _Suspect, found: _Suspect, limit: float) -> int | None:
+    def _first_wrong(self, meant: Suspect, found: Suspect, limit: float) -> int | None:
         """Find the first token of all of which the rotation that was meant leaves more rad than the limit.
 
         It counts only if the rotation that was found leaves less.
         """
-        if self.all_ids is None:
+        if self.ids is None:
             return None
-        block, stop = copy(self), 0
-        for block.sample in self.keys.blocks():
-            start, stop = stop, stop + len(block.sample)
-            block.ids = self.all_ids[:, start:stop]
+        stop = 0
+        for block in self.keys.blocks():
+            start, stop = stop, stop + len(block)
+            sample = self._sample(block, self.ids[:, start:stop])
             with np.errstate(invalid="ignore"):
-                wrong = block._squares(meant) > limit**2
-                if wrong.any():
-                    wrong &= block._squares(found) <= limit**2
+                wrong = (sample.squares(meant) > limit**2) & (sample.squares(found) <= limit**2)
             if wrong.any():
                 return start + int(wrong.argmax())
         return None
 
-    def as_meant(self, residual: float) -> Identification:
-        """Say that the rotation is the one that was meant, but for a factor on cos and sin, or for single tokens."""
-        meant = self.keys.rotary
-        if self.keys.token is None and abs(self.scale() / meant.attention_factor - 1) > 0.02:
-            cause = f"cos and sin are multiplied by {self.scale():.4g}, not by {meant.attention_factor:.4g}"
-            remedy = "multiply cos and sin by the attention factor of the config's scaling, once"
-            return Identification(False, None, cause, remedy, residual, residual)
-        cause = "the keys were turned by the rotation that was meant"
-        wrong, remedy, first = int(self.unexplained.sum()), "nothing", None
-        if wrong:
-            first = int(self.unexplained.argmax())
-            cause += f", but for those of {counted(wrong, 'token')}, the first {first}"
-            remedy = "look how such tokens enter the cache: with other ids, or without the attention factor"
-        return Identification(True, meant, cause, remedy, residual, residual, first)
-
     @cached_property
     def noise(self) -> float:
         """Noise of most keys in rad, by the lengths of their pairs; no more than a rotation that fits may leave."""
-        lengths = np.abs(self._phasors(self.keys.rotary)) / self.scale()
-        weights = np.abs(self.keys.pairs(self.keys.reference))
+        turned = self.sample.turned(self.keys.rotary)
         with np.errstate(over="ignore"):  # where most keys were never written
-            squares = np.tensordot((lengths - 1) ** 2, weights / weights.sum(), 2)
+            off = (turned.lengths / self.scale - 1) ** 2
+            squares = np.tensordot(off, turned.weights / turned.weights.sum(), 2)
         return min(float(np.sqrt(np.median(squares))), FITS / 3)
 
-    def error(self, suspect: _Suspect) -> float:
-        """Return the largest angle, in rad, between a suspect and the rotation that was meant, at the ids."""
-        exact = self._angles(replace(suspect, cast=""))
-        off = np.abs(np.angle(np.exp(1j * (self._angles(suspect) - exact))))
-        return float(off.max(initial=0))
+    @property
+    def close(self) -> float:
+        """Rad that a rotation leaves at most if it explains the keys to their noise."""
+        return 3 * self.noise + 1e-4
 
-    def ladders(self, meant: Rotary) -> Iterator[_Suspect]:
+    @cached_property
+    def scale(self) -> float:
+        """How much longer the turned pairs of most tokens are than those of a key that was not turned."""
+        turned = self.sample.turned(self.keys.rotary)
+        lengths = np.tensordot(turned.lengths, turned.weights / turned.weights.sum(), 2)
+        return max(float(np.median(lengths)), 1e-30)
+
+    def _scaled(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotations whose base, or whose one factor on all frequencies, is fitted to the keys."""
-        base, plain = meant.inv_freq_array, {"theta": DEFAULT_THETA, "scaling": None}
+        base = meant.inv_freq_array
+        plain: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
         if isinstance(meant.theta, float) and meant.theta > 1 and meant.inv_freq is None and meant.scaling is None:
-            power = self._scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
-            theta = meant.theta**power
+            power = self.sample.scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
+            theta, remedy = meant.theta**power, "give the engine the theta of the config"
             cause = f"theta is about {theta:,.0f}, not {meant.theta:,.0f}"
-            yield from _if_made(cause, "give the engine the theta of the config", meant, theta=theta)
-        factor = self._scanned(meant, lambda value: base * value, (1e-2, 1e2))
+            yield from if_made(cause, remedy, meant, kind="theta is another", theta=theta)
+        factor = self.sample.scanned(meant, lambda value: base * value, (1e-2, 1e2))
         whole = round(factor)
         if whole > 1:
             cause = f"all ids are {whole} times those that were meant, or all frequencies are"
             remedy = "count each token once, and scale frequencies as the config says"
-            yield from _if_made(cause, remedy, meant, inv_freq=(base * whole).tolist(), **plain)
+            yield from if_made(cause, remedy, meant, inv_freq=(base * whole).tolist(), **plain)
         cause = f"all frequencies are {factor:.5g} times those that were meant, as ids over {1 / factor:.5g} would be"
-        yield from _if_made(cause, "", meant, inv_freq=(base * factor).tolist(), **plain)
+        inv_freq = (base * factor).tolist()
+        yield from if_made(cause, "", meant, kind="all frequencies are multiplied", inv_freq=inv_freq, **plain)
 
-    def by_pair(self, meant: Rotary) -> Iterator[_Suspect]:
+    def _by_pair(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotation in which every pair has its frequency and the axis that fits it best."""
-        if meant.head_axes is not None or self.ids is None:
+        sample = self.sample
+        if meant.head_axes is not None or sample.ids is None:
             return
-        phasors = self._unit(meant).mean(axis=1)
-        ids = np.concatenate([self.ids - self.zero, np.zeros((1, self.ids.shape[1]))])
-        angles = ids.T[:, :, None] * meant.inv_freq_array
-        left = (np.angle(phasors[:, None] * np.exp(-1j * angles)) ** 2).mean(axis=0)
+        phases = np.angle(np.exp(1j * sample.turned(meant).phases).mean(axis=1))
+        ids = np.concatenate([sample.ids - self.zero, np.zeros((1, sample.ids.shape[1]))])
+        left = (_wrapped(phases[:, None] - ids.T[:, :, None] * meant.inv_freq_array) ** 2).mean(axis=0)
         axis = left.argmin(axis=0)
         axis[axis == meant.axes] = STILL
         own = np.take_along_axis(left, meant.pair_axis[None] % (meant.axes + 1), axis=0)[0]
@@ -420,76 +386,11 @@ class _Judge:
         if moved.size:
             cause = f"{counted(moved.size, 'pair')} of {axis.size}, the first {moved[0]}, turn by other axes: "
             cause += f"{_runs(axis[moved])} instead of {_runs(meant.pair_axis[moved])}"
-            yield from _vector(cause, meant, axis)
-
-    def scale(self) -> float:
-        """Return how much longer the turned pairs of most tokens are than those of a key that was not turned."""
-        weights = np.abs(self.keys.pairs(self.keys.reference))
-        lengths = np.tensordot(np.abs(self._phasors(self.keys.rotary)), weights / weights.sum(), 2)
-        return max(float(np.median(lengths)), 1e-30)
-
-    def _scanned(
-        self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
-    ) -> float:
-        """Find the value whose frequencies fit, first to tokens near the reference, then further and finer."""
-        assert self.ids is not None
-        distance = np.abs(self.ids - self.zero).max(axis=0)
-        unit, ids = self._unit(meant), _by_pair(meant, self.ids - self.zero)
-        grid, reach = np.geomspace(*bounds, 1000), max(16.0, float(distance.min()))
-        while True:
-            near = distance <= reach
-            turned = [np.exp(-1j * ids[near] * frequencies(value)) for value in grid.tolist()]
-            value = float(grid[int(np.argmax([(unit[near] * each).real.mean() for each in turned]))])
-            fine = grid[1] / grid[0] - 1
-            if reach > distance.max() and fine * distance.max() < 1e-3:
-                return value
-            grid, reach = value * np.exp(np.linspace(-2, 2, 33) * np.log(grid[1] / grid[0])), 4 * reach
-
-    def _phasors(self, rotary: Rotary) -> npt.NDArray[np.complex64]:
-        """(tokens, kv_heads, pairs) how far pairs turned from the reference, those without length left at 1."""
-        keys = replace(self.keys, rotary=rotary)
-        reference, pairs = keys.pairs(keys.reference), keys.pairs(self.sample)
-        square = np.abs(reference) ** 2
-        return np.where(square > 1e-6 * square.max(), pairs * reference.conj() / np.maximum(square, 1e-30), 1)
-
-    def _angles(self, suspect: _Suspect) -> Float64Array:
-        """(tokens, kv_heads or 1, pairs) rad from the reference."""
-        assert self.ids is not None
-        there, here = (_turned(suspect, ids) for ids in (self.ids, self.zero))
-        with np.errstate(invalid="ignore"):
-            angles = there - here if self.keys.token is not None else there
-        return np.where(np.isfinite(angles), angles, np.pi)
-
-    def _unit(self, rotary: Rotary) -> npt.NDArray[np.complex64]:
-        phasors = self._phasors(rotary)
-        length = np.abs(phasors)
-        return np.where(length > 0, phasors / np.where(length > 0, length, 1), 1)
-
-    def _squares(self, suspect: _Suspect) -> Float64Array:
-        """Return (tokens,) the mean square of what is left in rad, pairs weighted by their lengths.
-
-        Channels that do not turn count by what they are off.
-        """
-        keys = replace(self.keys, rotary=suspect.rotary)
-        off = np.angle(self._unit(suspect.rotary) * np.exp(-1j * self._angles(suspect)))
-        weights = np.abs(keys.pairs(keys.reference))
-        weights *= weights > 1e-3 * weights.max()  # as _phasors leaves the others
-        still = slice(suspect.rotary.rotary_dim, None)
-        plain = np.abs(keys.reference[:, still])
-        moved = np.abs(self.sample[..., still] - keys.reference[:, still])
-        moved = np.minimum(moved / np.maximum(plain, 1e-30), np.pi)
-        off, weights = np.concatenate([off, moved], axis=-1), np.concatenate([weights, plain], axis=-1)
-        return np.tensordot(off**2, weights, 2) / weights.sum()
-
-    def _readable(self, rotary: Rotary) -> float:
-        """Return what a reading leaves, and half a turn where tokens are not alike."""
-        residual = follow(read_keys(self.sample, rotary, self.keys.reference, None)).residual
-        alike = np.isfinite(residual)
-        return float(np.sqrt(np.mean(residual[alike] ** 2))) if alike.mean() > 0.9 else float(np.pi)
+            yield from of_axes(cause, meant, axis, kind="pairs turn by other axes")
 
 
-def _turned(suspect: _Suspect, ids: Float64Array) -> Float64Array:
-    """Compute (tokens, kv_heads or 1, pairs) rad as a suspect has them."""
+def _angles(suspect: Suspect, ids: Float64Array) -> Float64Array:
+    """Compute (tokens, kv_heads or 1, pairs) rad of (axes, tokens) ids as a suspect has them."""
     rotary, frequencies = suspect.rotary, suspect.rotary.inv_freq_array
     kind, _, what = suspect.cast.partition(" ")
     if what in ("ids", "angles"):
@@ -505,6 +406,11 @@ def _by_pair(rotary: Rotary, ids: Float64Array) -> Float64Array:
     """Lay (axes, tokens) ids out as (tokens, kv_heads or 1, pairs)."""
     ids = rotary.pair_ids(ids)
     return np.moveaxis(ids[None] if ids.ndim == 2 else ids, 2, 0)
+
+
+def _wrapped(rad: Float64Array) -> Float64Array:
+    """Turn back whole turns: from −π to π."""
+    return rad - 2 * np.pi * np.rint(rad / (2 * np.pi))
 
 
 def _cast(values: Float64Array, kind: str) -> Float64Array:

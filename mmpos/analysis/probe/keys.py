@@ -26,6 +26,10 @@ LARGEST = 1e15
 """Largest number of a reference whose squares float32 holds."""
 
 
+class UnwrittenError(InvalidInputError):
+    """The token that ids are relative to was never written."""
+
+
 @dataclass(frozen=True, eq=False)
 class Keys:
     """Keys of tokens, padding left out, and the key that they are compared with.
@@ -185,7 +189,8 @@ def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike 
     known = found.reference
     if not np.isfinite(known).all() or not known[:, : rotary.rotary_dim].any():
         what = "NaN or infinity" if known.any() else "nothing but zeros"
-        raise InvalidInputError(f"{name}: got {what}, want a key of finite numbers, not all zero in channels that turn")
+        wrong = InvalidInputError if found.token is None else UnwrittenError
+        raise wrong(f"{name}: got {what}, want a key of finite numbers, not all zero in channels that turn")
     largest = float(np.abs(known[:, : rotary.rotary_dim]).max())
     if not 1 / LARGEST <= largest <= LARGEST:
         got = f"numbers up to {largest:.2g} in channels that turn"

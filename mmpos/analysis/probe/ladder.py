@@ -41,6 +41,9 @@ FITS = 0.8
 FAR = 2.0**40
 """Ids up to which pairs that hardly turn may lead; none of them is told."""
 
+SURE = 1 - 1e-6
+"""Least confidence of an id that is told."""
+
 FUTILE = 256
 """Searches without a result after which tokens are no more searched, where nine of ten found nothing."""
 
@@ -104,6 +107,16 @@ class Ladder:
     def one(self) -> float:
         """A pair's share of all that weigh: one over their number where all weigh the same."""
         return float(np.square(self.weight, dtype=np.float64).sum())
+
+    @cached_property
+    def chance(self) -> float:
+        """How many times the usual noise the pairs of a token have once in a million.
+
+        Source: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by model selection, 2000,
+        lemma 1.
+        """
+        rare = -np.log(1 - SURE)
+        return float(np.sqrt(1 + 2 * np.sqrt(rare * self.one) + 2 * rare * self.one))
 
     def rounding(self, ids: Float64Array) -> Float64Array:
         """Compute (ids,) rad that angles which are made in float32 may be off, from those of the reference."""
@@ -233,20 +246,6 @@ class Ladder:
         across = np.where(far > ROUNDS, np.maximum(across, far), across)
         return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
 
-    def _apart(self, weights: Float64Array, times: int = 1) -> Float64Array:
-        """Compute (2·REACH,) 2·Σ w·(1 − cos(k·ω)), squared distances of the phasors of ids that are k apart, from 1.
-
-        ω is that of pairs which are ``times`` as fast. A difference is the sum of one of 512 and a multiple of 512,
-        whose cosines one matrix product makes.
-        """
-        near, far = np.arange(1, 513, dtype=np.uint64), np.arange(0, 2 * REACH, 512, dtype=np.uint64)
-        here, there = (
-            (ids[:, None] * self.turns * np.uint64(times)).view(np.int64) * (2 * np.pi * 2.0**-64)
-            for ids in (near, far)
-        )
-        cosines = (np.cos(there) * weights) @ np.cos(here).T - (np.sin(there) * weights) @ np.sin(here).T
-        return np.maximum(2 * (weights.sum() - cosines), 0).ravel()
-
     def doubt(self, noise: Float64Array, misfit: Float64Array, by_pair: Float64Array, across: float) -> Float64Array:
         """Bound (tokens,) probabilities that noise lets another integer within reach explain the phases as well.
 
@@ -261,23 +260,68 @@ class Ladder:
             across: how much of the squared noise there is across phasors, of that along them.
         """
         weight = self.weights / max(self.weights.sum(), 1e-300)
-        squares = self._apart(weight)
         noises = weight**2 * by_pair / max(float(weight @ by_pair), 1e-300)
-        sines = self._apart(noises / 4, 2)  # Σ w·sin²
-        onward = across * sines + np.maximum(self._apart(noises) - sines, 0)
-        half, onward = np.sqrt(squares) / 2, np.sqrt(np.maximum(onward, 1e-300) / np.maximum(squares, 1e-300))
         rads = np.fmin(np.fmax([noise, misfit], LEAST_NOISE), 8.0)
-        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(
-            np.int16
-        )  # below 93; of so few bits that sorts are quick
+        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(np.int16)  # below 93: so few bits sort quickly
         levels, inverse = np.unique(steps[0] * np.int16(128) + steps[1], return_inverse=True)
-        out = np.ones(levels.size)
-        for index, level in enumerate(levels.tolist()):
-            own, off = (LEAST_NOISE * 2.0 ** (each / 4) for each in divmod(level, 128))
-            with np.errstate(under="ignore"):
-                others = np.exp(-np.square(np.maximum(half - off, 0) / (own * onward)) / 2).sum()
-            out[index] = min(1.0, float(others))
-        return out[inverse]
+        own, off = LEAST_NOISE * 2.0 ** (np.array(np.divmod(levels, 128)) / 4)
+        # No span counts whose ids are all further away than nine times the largest noise on any way.
+        reach = off + 9 * own * float(np.sqrt((noises / np.maximum(weight, 1e-300)).max(initial=0)))
+        least = np.sqrt(self._least_squares(weight)) / 2
+        order, out = np.argsort(least), np.zeros(levels.size)
+        for start in range(0, order.size, SPANS):
+            spans = order[start : start + SPANS]
+            counting = np.flatnonzero((out < 1) & (reach > least[spans[0]]))
+            if not counting.size:
+                break
+            squares, along, sines = self._apart(spans, weight, noises)
+            half = np.sqrt(squares) / 2
+            onward = np.maximum(across * sines + np.maximum(along - sines, 0), 1e-300)
+            onward = np.sqrt(onward / np.maximum(squares, 1e-300))
+            for level in counting.tolist():
+                with np.errstate(under="ignore"):
+                    out[level] += np.exp(-np.square(np.maximum(half - off[level], 0) / (own[level] * onward)) / 2).sum()
+        return np.minimum(out, 1)[inverse]
+
+    def _least_squares(self, weight: Float64Array) -> Float64Array:
+        """Bound (spans,) squared distances from below: each pair is as near to 1 as it comes in a span."""
+        middle = np.abs(_rad(np.arange(SPAN // 2, 2 * REACH, SPAN), self.turns))
+        return 2 * (1 - np.cos(np.maximum(middle - np.abs(self.inv_freq) * (SPAN / 2), 0))) @ weight
+
+    def _apart(
+        self, spans: IntArray, weight: Float64Array, noises: Float64Array
+    ) -> tuple[Float64Array, Float64Array, Float64Array]:
+        """Compare the phasors of ids that are k apart, for every k of some spans.
+
+        A difference is the sum of a multiple of SPAN and of a part of one, whose cosines one matrix product makes.
+
+        Returns:
+            (k,) 2·Σ w·(1 − cos(k·ω)), squared distances; the same of noises; and Σ n·sin²(k·ω) of them.
+        """
+        cos, sin = self._part_of_span
+        there = _rad(spans * SPAN, self.turns)
+        far_cos, far_sin = np.cos(there), np.sin(there)
+
+        def cosines(weights: Float64Array) -> Float64Array:
+            return ((far_cos * weights) @ cos.T - (far_sin * weights) @ sin.T).ravel()
+
+        # sin² = (1 − cos of twice the angle) / 2, and cos of twice an angle is 2·cos² − 1
+        double = (
+            ((2 * far_cos**2 - 1) * noises) @ (2 * cos**2 - 1).T - (2 * far_sin * far_cos * noises) @ (2 * sin * cos).T
+        ).ravel()
+        squares, along = (np.maximum(2 * (each.sum() - cosines(each)), 0) for each in (weight, noises))
+        return squares, along, np.maximum(noises.sum() - double, 0) / 2
+
+    @cached_property
+    def _part_of_span(self) -> tuple[Float64Array, Float64Array]:
+        """(SPAN, pairs) cosines and sines of 1 to SPAN ids."""
+        rad = _rad(np.arange(1, SPAN + 1), self.turns)
+        return np.cos(rad), np.sin(rad)
+
+
+def _rad(ids: IntArray, turns: UInt64Array) -> Float64Array:
+    """Compute (ids, pairs) rad within half a turn, by exact turns."""
+    return (ids.astype(np.uint64)[:, None] * turns).view(np.int64).astype(np.float64) * (2 * np.pi * 2.0**-64)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import reprlib
@@ -11,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
 from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
+from mmpos.images.decode import read_data_url
 from mmpos.segments.kinds import Grid
 from mmpos.support.files import local_path
 
@@ -27,7 +26,6 @@ REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
 """Good references to an image, as errors describe them."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,10 @@ class Images:
 
     def _named(self, name: str, text: str) -> object:
         if text[:5].lower() == "data:":
-            return _image(name, _decoded(name, text))
+            try:
+                return _image(name, read_data_url(name, text))
+            except InvalidInputError as error:
+                raise RecordError(str(error)) from error
         if self.resolver is not None:
             answer = _asked(name, "resolver", self.resolver, text)
             if answer is not None:
@@ -195,22 +196,3 @@ def _asked(name: str, role: str, call: Callable[[str], object], text: str) -> ob
     except Exception as error:
         got = f"{type(error).__name__} ({str(error)[:200]}) from the {role}"
         raise RecordError(f"{name}: got {got} for {describe(text)}, want an image") from error
-
-
-def _decoded(name: str, url: str) -> bytes:
-    """Decode a data: URL as RFC 2397 has it, percent-encoded and base64 if it says so, and refuse any other."""
-    head, comma, payload = url[5:].partition(",")
-    media, *parameters = head.split(";")
-    if not comma:
-        raise RecordError(f"{name}: got the data URL {describe(url)}, want a comma before the data")
-    if media and not media.lower().startswith("image/"):
-        raise RecordError(f"{name}: got a data URL of {describe(media)}, want one of image/…")
-    if not payload.isascii() or _BROKEN_ESCAPE.search(payload):
-        raise RecordError(f"{name}: got the data URL {describe(url)}, want ASCII, and two hex digits after each %")
-    data = unquote_to_bytes(payload)
-    if parameters and parameters[-1].lower() == "base64":
-        try:
-            return base64.b64decode(data, validate=True)
-        except ValueError as error:
-            raise RecordError(f"{name}: got the data URL {describe(url)}, want base64 ({error})") from error
-    return data

@@ -18,8 +18,8 @@ from pyarrow import parquet
 from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, text

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
+from mmpos.images.decode import read_data_url
 from mmpos.support.checks import IntArray, naming
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "is_chat",
     "patches_of",
     "process",
-    "read_base64",
     "read_conversations",
     "read_image",
     "without_url",
@@ -88,13 +87,9 @@ def read_image(name: str, text: str, read_files: bool) -> bytes | Path:
         text: a data: or file: URL, or a path.
         read_files: whether text may name a file.
     """
-    head, comma, data = text.partition(",")
-    if head[:5].lower() != "data:":
-        return without_url(name, text, read_files, "bytes, a Pillow image, an array or a data: URL")
-    if not comma or not data.isascii():
-        raise InvalidInputError(f"{name}: got a broken data: URL, want data:image/...;base64,...")
-    raw = unquote_to_bytes(data)
-    return read_base64(name, raw) if head.lower().endswith(";base64") else raw
+    if text[:5].lower() == "data:":
+        return read_data_url(name, text)
+    return without_url(name, text, read_files, "bytes, a Pillow image, an array or a data: URL")
 
 
 def without_url(name: str, text: str, read_files: bool, other: str) -> Path:
@@ -109,14 +104,6 @@ def without_url(name: str, text: str, read_files: bool, other: str) -> Path:
     if not os.path.isfile(path):
         raise InvalidInputError(f"{got}, want the path of a file that exists, {other}")
     return Path(path)
-
-
-def read_base64(name: str, data: str | bytes) -> bytes:
-    """Decode base64, or raise an error that names the image."""
-    try:
-        return base64.b64decode(data, validate=True)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{name}: got base64 that is broken ({error}), want base64") from error
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
@@ -252,7 +239,7 @@ def _block(name: str, block: object, known: Known) -> Mapping[str, object]:
 def _image(name: str, key: str, value: Any, read_files: bool) -> object:
     """Read the image of a block: text becomes bytes or a path, all else stays."""
     if key == "base64":
-        return read_base64(name, value)
+        return read_data_url(name, f"data:;base64,{value}")
     if key == "path" and not isinstance(value, str | PathLike):
         raise InvalidInputError(f"{name}.path: got {type(value).__name__}, want text or a path")
     if key == "url" and not isinstance(value, str):

@@ -34,7 +34,8 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.tokenizers import Markers, Tokenizer, adapt
+from mmpos.sequence.builder import Markers
+from mmpos.sequence.tokenizers import Tokenizer, adapt
 from mmpos.sequence.video import QWEN3_VL
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 

@@ -14,7 +14,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.table import Side
 from mmpos.segments.table import SegmentTable, separator_tokens
-from mmpos.sequence.tokenizers import MarkerIds
+from mmpos.sequence.builder import MarkerIds
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
 
 __all__ = [

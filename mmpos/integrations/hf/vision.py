@@ -18,7 +18,8 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.hf.chat import FRAMES, Frames, flat, patches_of, process, read_image, without_url
 from mmpos.integrations.hf.texts import FIXED, NORMALISING, OF_IMAGES
-from mmpos.sequence.tokenizers import MarkerIds, Tokenizer
+from mmpos.sequence.builder import MarkerIds
+from mmpos.sequence.tokenizers import Tokenizer
 from mmpos.support.checks import IntArray, boolean, finite, integer, naming
 
 __all__ = [

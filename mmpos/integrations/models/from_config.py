@@ -25,6 +25,7 @@ from mmpos.schemes import (
     XDRope,
     get_scheme,
 )
+from mmpos.segments.kinds import CLIP
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.support.checks import integer, one_of
 
@@ -80,7 +81,7 @@ def from_hf_config(
         placeholders=Placeholders(
             image,
             None if video == image and not many_axes else video,
-            _placeholder(fields, None, "audio") if scheme.clips else None,
+            _placeholder(fields, None, "audio") if CLIP in scheme.kinds else None,
             (image, image) if known.row_separator and image is not None else None,
             _crop_markers(fields, known),
         ),

@@ -18,7 +18,7 @@ from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
 from mmpos.segments.placeholders import PackedIds, Placeholders
 from mmpos.segments.table import GRID, TEXT, SegmentTable
-from mmpos.sequence.tokenizers import Markers
+from mmpos.sequence.builder import Markers
 from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array
 from mmpos.support.ragged import ragged_arange
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rotary.apply import cos_sin
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer, per_document

@@ -13,10 +13,10 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.sections import Sections, request_positions
 from mmpos.positions.place import place
-from mmpos.positions.rows import true_ranges
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, boolean, host_array, int_array, integer
+from mmpos.support.ragged import true_runs
 
 __all__ = ["check_apart", "mrope_input_positions", "request_segments"]
 
@@ -173,7 +173,7 @@ def _pieces(item: _Item, grid: list[int], separators: int) -> _Pieces:
             want = f"{tokens} for {frames}x{height}x{width} after merging{ended}"
             raise InvalidInputError(f"{item.name}.mm_position.length: got {item.length}, want {want}")
         return _Pieces([item.offset], [grid])
-    starts, stops = true_ranges(item.is_embed)
+    starts, stops = true_runs(item.is_embed).T
     offsets, sizes = (starts + item.offset).tolist(), (stops - starts).tolist()
     if separators:
         after = np.append(starts[1:], item.length) - stops

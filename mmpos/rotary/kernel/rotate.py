@@ -20,7 +20,7 @@ from mmpos.rotary.kernel.float8 import (
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
 from mmpos.rotary.paged import Stored
-from mmpos.rotary.reference import NONE, Norm, RotationArguments
+from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments
 
 
 # Strides are specialised, for wide loads; numbers that change with every batch are not, or it might compile anew.
@@ -117,7 +117,7 @@ def store_kernel(
 
 
 def launch_rotate(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
 ) -> None:
     """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
 
@@ -133,10 +133,10 @@ def launch_rotate(
     tokens = batch * seq
     if tokens == 0:
         return
-    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
+    width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
     shares = tiling.shares_of(shares, rotation.head_groups)
-    of = tiling.channels_of if norm is not NONE else tiling.pieces_of
+    of = tiling.pieces_of if norm.is_none else tiling.channels_of
     channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
     rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
     # Of both: what has no heads has no address either.
@@ -153,7 +153,13 @@ def launch_rotate(
 
 
 def launch_store(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm = NONE
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    stored: Stored,
+    rotation: RotationArguments,
+    norm: Norm = NO_NORM,
 ) -> None:
     """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
 
@@ -172,7 +178,7 @@ def launch_store(
     tokens = batch * seq
     if tokens == 0:
         return
-    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE or not scales.are_none)
+    width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     shares = tiling.shares_of(shares, rotation.head_groups)
     with launching.on(q.device):
@@ -180,7 +186,8 @@ def launch_store(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),
-            *(heads_of_scales(*each) for each in (scales.of_q(), scales.of_k(), scales.of_v())), slots,
+            heads_of_scales(None, scales.q_computed), heads_of_scales(scales.k, scales.k_computed),
+            heads_of_scales(scales.v, scales.v_computed), slots,
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k_heads,
             slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1], rotation.attention_factor,

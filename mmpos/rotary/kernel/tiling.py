@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mmpos.rotary.reference import NONE, Norm, RotationArguments
+from mmpos.rotary.reference import Norm, RotationArguments
 
 
 class Heads(NamedTuple):
@@ -28,7 +28,7 @@ class Heads(NamedTuple):
     channel: Any
 
 
-class Channels(NamedTuple):
+class HeadChannels(NamedTuple):
     """The channels of a head, known when a kernel is compiled.
 
     Args:
@@ -78,14 +78,14 @@ def heads_of(x: Tensor) -> Heads:
 
 
 @lru_cache
-def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> Channels:
+def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> HeadChannels:
     """Return the channels of a head of which some pairs turn."""
     rest = head_dim - 2 * pairs
-    return Channels(pairs, power_of_two(pairs), rest, power_of_two(rest), adjacent)
+    return HeadChannels(pairs, power_of_two(pairs), rest, power_of_two(rest), adjacent)
 
 
 @lru_cache
-def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> Channels:
+def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
     """Return the channels of a head in pieces that are a power of two, where its pairs are none, or else whole.
 
     Threads would idle where a power of two is more than there are pairs: 37 % of them for heads of 80. Nothing may be
@@ -114,7 +114,7 @@ def angles_of(rotation: RotationArguments) -> Angles:
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     """Return both weights, eps and offset; without a norm None for each, which is no parameter of a kernel."""
-    return (norm.q_weight, norm.k_weight, norm.eps, norm.offset) if norm is not NONE else (None,) * 4
+    return (None,) * 4 if norm.is_none else (norm.q_weight, norm.k_weight, norm.eps, norm.offset)
 
 
 LEAST_PIECE = 4

@@ -11,8 +11,8 @@ import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.place import place
-from mmpos.positions.rows import DENOMINATOR
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import DENOMINATOR
 from mmpos.rotary import Rotary
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
 from mmpos.rpc.tensors import owned

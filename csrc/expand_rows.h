@@ -1,4 +1,4 @@
-/* Rows of ids of one element type. Included by kinds.h once per type, with what that is given, and
+/* Rows of ids of one element type. Included by expand_vectors.h once per type, with what that is given, and
  *
  *   T        the element: an unsigned integer, whose sums wrap around and come out right, or double
  *   NAME(x)  the name x has for this type

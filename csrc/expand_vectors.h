@@ -7,27 +7,27 @@
 #define T uint32_t
 #define NAME(x) W(x##_int32)
 #define OUT(x) (x)
-#include "rows.h"
+#include "expand_rows.h"
 
 #define T uint64_t
 #define NAME(x) W(x##_int64)
 #define OUT(x) (x)
-#include "rows.h"
+#include "expand_rows.h"
 
 #define T double
 #define NAME(x) W(x##_whole)
 #define OUT(x) (x)
-#include "rows.h"
+#include "expand_rows.h"
 
 #define T double
 #define NAME(x) W(x##_product)
 #define OUT(x) ((x) * unit)
-#include "rows.h"
+#include "expand_rows.h"
 
 #define T double
 #define NAME(x) W(x##_quotient)
 #define OUT(x) ((x) / unit)
-#include "rows.h"
+#include "expand_rows.h"
 
 /* Ids of one axis of one segment, in the format of an output. */
 static TARGET inline void W(put_ids)(char *out, char format, const Segment *s, const int64_t *steps,

@@ -10,13 +10,21 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.diagnosis import Diagnosis, different, starts, without_padding
-from mmpos.analysis.diagnosis.mistakes import Case
-from mmpos.analysis.fingerprint import ExactIds, read_ids
+from mmpos.analysis.diagnosis.comparison import Comparison
+from mmpos.analysis.diagnosis.diagnosis import (
+    Diagnosis,
+    different,
+    first_difference,
+    fractions_of,
+    starts,
+    without_padding,
+)
+from mmpos.analysis.diagnosis.shapes import table_of_ids
+from mmpos.analysis.fingerprint import read_ids
 from mmpos.errors import InvalidInputError
-from mmpos.positions.rows import AXES, DENOMINATOR, FIRST_TOKEN, HEIGHT, NO_POSITION, OFFSET, WIDTH
 from mmpos.positions.table import PositionTable
-from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, naming
+from mmpos.positions.table_rows import FIRST_TOKEN
+from mmpos.support.checks import Array, IntArray, counted, naming
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["Positions", "same_positions"]
@@ -64,7 +72,7 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     if (got.lengths != want.lengths).any():
         diagnosis = _of_other_lengths(got, want)
     else:
-        case = Case(got.ids, want.positions, want.starts)
+        case = Comparison(got.ids, want.positions, want.starts)
         if not case.wrong.any():
             raise InvalidInputError(
                 f"a: got fractions in documents[{wrong[0]}] that float64 cannot tell from b's, want others"
@@ -119,70 +127,45 @@ def _read(name: str, side: Positions) -> _Side:
     with naming(name, joint="."):
         exact = read_ids(**arguments)
         ids = exact.numerators if exact.denominators is None else exact.numerators / exact.denominators
-        positions = _table(exact)
+        positions = table_of_ids(exact.numerators, exact.denominators, exact.lengths, "b")
     first = np.zeros(positions.num_documents, np.int64)
     full = positions.lengths > 0
     first[full] = np.floor(ids[0, positions.documents[FIRST_TOKEN, full]])
     return _Side(ids, positions.lengths, exact.fingerprints(), name, positions, first)
 
 
-def _table(exact: ExactIds) -> PositionTable:
-    """A table with a column for every token."""
-    numerators, lengths = exact.numerators, exact.lengths
-    denominators = np.ones((1, 1), np.int64) if exact.denominators is None else exact.denominators
-    tokens = numerators.shape[1]
-    over = np.lcm.reduce(denominators, axis=0)
-    if (over > INT32_MAX).any() or (over < 1).any():
-        raise InvalidInputError("position_ids: got fractions of a token without a common denominator below 2**31")
-    table = np.zeros((AXES + 4 * len(numerators), tokens), np.int64)
-    table[[HEIGHT, WIDTH]] = 1
-    table[OFFSET], table[DENOMINATOR] = np.arange(tokens), over
-    table[AXES::4] = numerators * (over // denominators)
-    table[AXES + 3 :: 4] = 1  # which no token takes, so that id 0 is not padding
-    documents = np.full((4, lengths.size), NO_POSITION)
-    documents[: FIRST_TOKEN + 1] = lengths.cumsum() - lengths
-    return PositionTable(table, documents, tokens, bool((over > 1).any()), "b")
-
-
 def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:
     """The first difference of the first document that has another number of tokens than it should."""
-    document = int((got.lengths != want.lengths).argmax())
-    both, most = np.minimum(got.lengths, want.lengths), np.maximum(got.lengths, want.lengths)
-    owner, index = ragged_arange(both)
-    mine = index + (got.lengths.cumsum() - got.lengths)[owner]
-    theirs = index + want.positions.documents[FIRST_TOKEN][owner]
-    wrong = (got.ids[:, mine] != want.positions.dense()[:, theirs]).any(axis=0)
-    (here,) = (wrong & (owner == document)).nonzero()
-    token = int(index[here[0]]) if here.size else int(both[document])
+    first = int((got.lengths != want.lengths).argmax())
+    most = np.maximum(got.lengths, want.lengths)
+    document, index = ragged_arange(most)
+    wrong = (index >= got.lengths[document]) | (index >= want.lengths[document])
+    mine, theirs = (index + (side.lengths.cumsum() - side.lengths)[document] for side in (got, want))
+    both = np.flatnonzero(~wrong)
+    unlike = got.ids[:, mine[both]] != want.positions.dense()[:, theirs[both]]
+    wrong[both] = unlike.any(axis=0)
+    at = int((wrong & (document == first)).argmax())
     ids: tuple[int | float, ...] = ()
     exact: tuple[Fraction, ...] = ()
-    axis = None
-    if token < got.lengths[document]:
-        ids = tuple(got.ids[:, int((got.lengths.cumsum() - got.lengths)[document]) + token].tolist())
     what = "one token too many"
-    if token < want.lengths[document]:
-        at = int(want.positions.documents[FIRST_TOKEN, document]) + token
-        numerators, over = want.positions.slice(at, at + 1).rationals()
-        exact = tuple(Fraction(value, int(over[0])) for value in numerators[:, 0].tolist())
-        what = want.positions.describe(at)
-    if ids and exact:
-        axis = next(axis for axis, (one, other) in enumerate(zip(ids, exact, strict=True)) if one != float(other))
-    tokens = f"{counted(int(got.lengths[document]), 'token')} and should have {want.lengths[document]}"
-    count = int(wrong.sum() + (most - both).sum())
-    return Diagnosis(
-        equal=False,
+    if index[at] < got.lengths[first]:
+        ids = tuple(got.ids[:, mine[at]].tolist())
+    if index[at] < want.lengths[first]:
+        exact, what = fractions_of(want.positions, int(theirs[at])), want.positions.describe(int(theirs[at]))
+    axis = next((axis for axis, (one, other) in enumerate(zip(ids, exact, strict=False)) if one != float(other)), None)
+    tokens = f"{counted(int(got.lengths[first]), 'token')} and should have {want.lengths[first]}"
+    return first_difference(
+        want.positions,
+        wrong,
+        document,
+        index,
         scheme=want.label,
-        num_tokens=int(most.sum()),
-        num_documents=most.size,
-        different_tokens=count,
-        different_documents=np.union1d(owner[wrong], (most > both).nonzero()[0]).size,
-        document=document,
-        token=token,
+        document=first,
+        token=int(index[at]),
         what=what,
         axis=axis,
         got=ids,
         want=exact,
-        cause=f"documents[{document}] has {tokens}",
+        cause=f"documents[{first}] has {tokens}",
         remedy="give both sides the same tokens, and a mask of those that are padding",
-        explained=count,
     )

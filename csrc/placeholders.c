@@ -28,15 +28,15 @@ static int add_run(Runs *runs, int64_t document, int64_t first, int64_t tokens, 
 
 #define T int32_t
 #define NAME(x) x##_narrow
-#include "scan.h"
+#include "placeholders_scan.h"
 
 #define T int64_t
 #define NAME(x) x##_wide
-#include "scan.h"
+#include "placeholders_scan.h"
 
 #define T uint8_t
 #define NAME(x) x##_byte
-#include "scan.h"
+#include "placeholders_scan.h"
 
 /* 1, or 0 for documents outside of the ids, or -1 for want of memory. */
 static int scan(Runs *runs, const Vector *ids, int wide, const Vector *starts, const Vector *stops, int64_t token,

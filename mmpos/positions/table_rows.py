@@ -73,12 +73,6 @@ def cut(table: IntArray, num_tokens: int, starts: IntArray, stops: IntArray) -> 
     return Cut(columns, segment, owner)
 
 
-def true_ranges(mask: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """Find the runs of True in a mask: the first index of each, and one past its last."""
-    edges = np.diff(mask.view(np.int8), prepend=0, append=0).nonzero()[0]
-    return edges[::2], edges[1::2]
-
-
 def text_columns(axes: int, first: IntArray, lengths: IntArray) -> IntArray:
     """Make (5 + 4·axes, runs) columns of text from id ``first`` on every axis; the OFFSET row holds lengths."""
     columns = np.zeros((AXES + 4 * axes, first.size), np.int64)

@@ -1,0 +1,173 @@
+"""Rotations that engines are known to apply in place of the one that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations
+from typing import Any, Literal
+
+import numpy as np
+
+from mmpos.errors import MmposError
+from mmpos.positions.table_rows import axis_names
+from mmpos.rotary import Rotary
+from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
+from mmpos.rotary.config import DEFAULT_THETA
+from mmpos.rotary.scaling import NTK, Llama3, Scaling, YaRN
+from mmpos.support.checks import IntArray
+
+THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
+"""Bases of deployed models."""
+
+FACTORS = (1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
+"""Factors of the scalings of deployed models."""
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Lengths that such models were trained with before they were scaled."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rotation that keys may have been turned by.
+
+    Args:
+        cause: how it differs from the one that was meant, in words.
+        remedy: what to change.
+        rotary: the rotation.
+        kind: the cause without numbers that are fitted to keys; by default the cause.
+        sign: −1 for pairs that turn backwards.
+        cast: a dtype and what is cast to it, such as "bfloat16 angles"; empty for none.
+    """
+
+    cause: str
+    remedy: str
+    rotary: Rotary
+    kind: str = ""
+    sign: int = 1
+    cast: str = ""
+
+
+@lru_cache(maxsize=8)  # layers and heads share a rotation, and the exact frequencies of suspects take longest
+def suspects(meant: Rotary, with_ids: bool) -> tuple[Suspect, ...]:
+    """Make what engines are known to do instead; what ids would explain, only where ids are known."""
+    return tuple(_suspects(meant, with_ids))
+
+
+def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
+    other: Literal["half", "adjacent"] = "adjacent" if meant.pairing == "half" else "half"
+    remedy = f"pair channels as {meant.pairing!r} says"
+    yield Suspect(f"pairs are {other!r}, not {meant.pairing!r}", remedy, replace(meant, pairing=other))
+    yield from _dims(meant)
+    if meant.head_axes is None:
+        yield from _allocations(meant, with_ids)
+    if with_ids:
+        yield Suspect(
+            "pairs turn backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
+        )
+        for cast in ("bfloat16", "float16"):
+            remedy = "make angles, cos and sin in float32 or by exact turns, and cast them last"
+            yield Suspect(f"angles are made in {cast}", remedy, meant, cast=f"{cast} angles")
+            yield Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
+            yield Suspect(f"ids are cast to {cast} before they meet frequencies", remedy, meant, cast=f"{cast} ids")
+            yield Suspect(f"frequencies are held in {cast}", remedy, meant, cast=f"{cast} frequencies")
+    if meant.inv_freq is None and isinstance(meant.theta, float):
+        for theta in THETAS:
+            if theta != meant.theta:
+                cause = f"theta is {theta:,.0f}, not {meant.theta:,.0f}"
+                yield from if_made(cause, "give the engine the theta of the config", meant, theta=theta)
+                if meant.scaling is not None:
+                    yield from if_made(f"{cause}, and the scaling is left out", "", meant, theta=theta, scaling=None)
+        yield from _scalings(meant, with_ids)
+
+
+def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
+    """Yield other scalings of the frequencies; some where none was meant, if ids are known."""
+    mine: Any = meant.scaling
+    remedy = "apply the scaling of the config to the frequencies"
+    if mine is None:
+        for factor in FACTORS if with_ids else ():
+            others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
+            for other in others:
+                cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, and none was meant"
+                yield from if_made(cause, "scale no frequencies, as the config says", meant, scaling=other)
+        return
+    yield from if_made(f"the scaling {mine.name!r} is left out", remedy, meant, scaling=None)
+    for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
+        own = getattr(mine, field, None)
+        for value in values if isinstance(own, int | float) else ():
+            if value != own:
+                cause = f"{field} of the scaling {mine.name!r} is {value:,g}, not {own:,g}"
+                yield from if_made(cause, remedy, meant, scaling=replace(mine, **{field: value}))
+    if isinstance(mine, YaRN):
+        scaling = replace(mine, truncate=not mine.truncate)
+        cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
+        yield from if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
+
+
+def _from(scaling: Scaling) -> str:
+    length = getattr(scaling, "original_max_position", None)
+    return "" if length is None else f" from {length:,} positions"
+
+
+def _dims(meant: Rotary) -> Iterator[Suspect]:
+    """Yield other numbers of channels that turn, with sections in proportion."""
+    for size in sorted({meant.head_dim * quarters // 4 for quarters in range(1, 5)} - {meant.rotary_dim}):
+        section = meant.mrope_section and [each * size // meant.rotary_dim for each in meant.mrope_section]
+        cause = f"{size} channels of a head turn, not {meant.rotary_dim}"
+        remedy = f"turn the first {meant.rotary_dim} channels of a head, and leave the others"
+        yield from if_made(cause, remedy, meant, rotary_dim=size, mrope_section=section)
+
+
+def of_axes(cause: str, meant: Rotary, axis: IntArray, kind: str = "") -> Iterator[Suspect]:
+    """Yield the rotation whose pairs keep their frequencies and have these axes."""
+    change: dict[str, Any] = {
+        "allocation": axis.tolist(),
+        "mrope_section": None,
+        "axes_dim": None,
+        "theta": DEFAULT_THETA,
+    }
+    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
+    inv_freq = meant.inv_freq_array.tolist()
+    yield from if_made(cause, remedy, meant, kind=kind, **change, scaling=None, inv_freq=inv_freq)
+
+
+def if_made(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change: Any) -> Iterator[Suspect]:
+    """Yield the suspect whose rotary has these changes, if there is such a rotary."""
+    try:
+        rotary = replace(meant, **change)
+    except MmposError:
+        return
+    yield Suspect(cause, remedy or "give the engine the rope parameters of the config", rotary, kind)
+
+
+def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
+    """Yield other axes of pairs: by name, exchanged, dropped."""
+    mine = meant.allocation if isinstance(meant.allocation, str) else "a vector"
+    section = meant.mrope_section or np.bincount(meant.pair_axis[meant.pair_axis >= 0], minlength=meant.axes).tolist()
+    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
+    names, axis = axis_names(meant.axes), meant.pair_axis
+    for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
+        if name not in (meant.allocation, HEADS):
+            told = section if name in ("sections", "mrope-interleaved") else None
+            change: dict[str, Any] = {"allocation": name, "mrope_section": told, "axes_dim": None}
+            yield from if_made(f"pairs are allocated as {name!r}, not as {mine!r}", remedy, meant, **change)
+    vectors: dict[str, IntArray] = {}
+    if with_ids:
+        for a, name in enumerate(names):
+            vectors[f"all pairs turn by axis {a} ({name}): the other axes are dropped"] = np.where(axis < 0, axis, a)
+            for b, instead in enumerate(names):
+                if a != b and meant.axes > 2:
+                    vectors[f"pairs of axis {a} ({name}) turn by axis {b} ({instead}), which counts twice"] = np.where(
+                        axis == a, b, axis
+                    )
+        for order in permutations(range(meant.axes)) if meant.axes <= 4 else ():
+            if list(order) != sorted(order):
+                came = ", ".join(names[a] for a in order)
+                exchanged = np.array([*order, STILL])[axis]
+                vectors[f"axes are exchanged: pairs of ({', '.join(names)}) turn by ({came})"] = exchanged
+    for a, name in enumerate(names):
+        vectors[f"pairs of axis {a} ({name}) do not turn"] = np.where(axis == a, STILL, axis)
+    for cause, vector in vectors.items():
+        yield from of_axes(cause, meant, vector)

@@ -1,0 +1,108 @@
+"""The kernels compiled ahead of time for GPUs that need not be here: wide, exact code without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[1] / "helpers/aot_compile.py"
+QUICK = ["rotate, sm_90", "norm, sm_90"]
+WIDE = [
+    "rotate, sm_80", "rotate fractional, sm_100", "rotate dense adjacent, sm_80", "rotate dense fixed, sm_90",
+    "rotate head_dim 80 adjacent, sm_100", "rotate few tokens, sm_80", "rotate by head fractional adjacent, sm_90",
+    "rotate cached bfloat16 adjacent, sm_100",
+    "norm fractional, sm_80", "norm after head_dim 80, sm_90", "norm of q, few tokens, sm_100",
+    "backward, sm_80", "backward after adjacent, sm_90", "backward by head fractional, sm_100",
+    "store, sm_80", "store norm adjacent, return k, sm_90", "store other values, few tokens, sm_100",
+    "rerotate, sm_90", "rerotate fractional from ids, sm_80",
+]  # fmt: skip
+"""Heads of 16 bits that are loaded and stored 16 bytes at a time, and nothing in smaller pieces."""
+
+NARROW = [
+    "rotate partial, one token, sm_90", "norm partial adjacent, sm_80", "backward partial, sm_100",
+    "store partial, sm_90", "store e4m3, sm_80", "store e4m3 adjacent, norm, computed, sm_90",
+    "store e4m3 partial, q too, computed, sm_100",
+    "rerotate e4m3, sm_80", "rerotate e4m3 adjacent, scales, sm_90", "rerotate e5m2 partial, scales, sm_100",
+]  # fmt: skip
+FUSED = "rotate fused, sm_80"
+AMD = ["backward after, gfx942", "store e4m3, norm, computed, gfx942", "rerotate e4m3, scales, gfx942"]
+
+REGISTERS = {"rotate": 72, "norm": 80, "backward": 128, "store": 96, "rerotate": 96}
+"""Most registers of wide kernels: 64, 72, 128, 89 and 96 are seen with Triton 3.9."""
+
+Facts = dict[str, dict[str, int]]
+
+
+def compiled(names: list[str], cache: Path) -> Facts:
+    """Compile cases in a process without the interpreter, and give its counts by case."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *names], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts: Facts = json.loads(done.stdout)
+    assert list(facts) == names
+    return facts
+
+
+@pytest.fixture(scope="module")
+def slowly(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """Facts of all cases that slow tests share."""
+    return compiled([*WIDE, *NARROW, FUSED, *AMD], tmp_path_factory.mktemp("triton"))
+
+
+def assert_exact(case: str, facts: dict[str, int]) -> None:
+    """Products and sums are rounded one by one, nothing is computed in float64 and nothing spilled."""
+    # What grows, and what is divided for 8 bits, is divided in fused steps.
+    if "scales" not in case and "e4m3" not in case:
+        assert facts["fma"] == 0, case
+    assert facts["float64"] == 0, case
+    assert (facts["divisions_64"] > 0) == ("fractional" in case or "one token" in case), case  # only fractions divide
+    assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+
+
+def assert_wide(case: str, facts: dict[str, int]) -> None:
+    assert_exact(case, facts)
+    kernel = case.replace(",", "").split()[0]
+    assert facts["loads_128"] >= (2 if kernel == "rerotate" else 4), case
+    assert facts["stores_128"] >= (2 if kernel == "rerotate" else 4), case
+    # Only the sums of the weights' gradients are smaller, once a program.
+    assert facts["narrow_stores"] <= (4 if kernel == "backward" else 0), case
+    # A row's mean is made by threads of one warp.
+    assert facts["heads_shared"] == 0 or kernel not in ("norm", "backward"), case
+    assert facts["registers"] <= REGISTERS[kernel], case
+
+
+def test_kernels_compile_to_wide_exact_code_without_spills(tmp_path: Path) -> None:
+    for case, facts in compiled(QUICK, tmp_path).items():
+        assert_wide(case, facts)
+
+
+@pytest.mark.slow
+def test_they_do_in_every_other_shape(slowly: Facts) -> None:
+    for case in WIDE:
+        assert_wide(case, slowly[case])
+
+
+@pytest.mark.slow
+def test_heads_that_turn_in_part_and_numbers_of_8_bits_compile_without_spills(slowly: Facts) -> None:
+    for case in NARROW:
+        assert_exact(case, slowly[case])
+
+
+@pytest.mark.slow
+def test_with_fusion_the_count_of_fused_instructions_is_not_zero(slowly: Facts) -> None:
+    assert slowly[FUSED]["fma"] > 0
+
+
+@pytest.mark.slow
+def test_an_amd_gpu_compiles_them_without_spills(slowly: Facts) -> None:
+    assert {case: slowly[case] for case in AMD} == {case: {"spills": 0} for case in AMD}

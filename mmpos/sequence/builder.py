@@ -42,7 +42,7 @@ from mmpos.support import checks
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids"]
+__all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids", "join_patches"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
@@ -194,6 +194,7 @@ class SequenceBuilder:
     markers: Markers = field(default_factory=Markers)
     start: int = 0
     marker_ids: MarkerIds = field(init=False, repr=False)
+    _all_markers: IntArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.markers, Markers):
@@ -203,6 +204,8 @@ class SequenceBuilder:
         object.__setattr__(self, "tokenizer", adapt(self.tokenizer))
         object.__setattr__(self, "scheme", get_scheme(self.scheme))
         object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
+        ids = sorted(marker for marker in self.marker_ids if marker is not None)
+        object.__setattr__(self, "_all_markers", np.array(ids, np.int64))
 
     def build(self, parts: Sequence[object]) -> InterleavedSequence:
         """Build the sequence of these parts, in order.
@@ -325,21 +328,16 @@ class SequenceBuilder:
 
     def _encode(self, name: str, text: str) -> IntArray:
         """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
-        ids = self._ids(name, checks.text(name, text))
-        if self._marked(ids):
-            ids = np.concatenate([self._ids(name, piece) for piece in self._pieces(name, text)])
-            for marker in self._marked(ids):
-                raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
+        encoder, markers = f"{name}: tokenizer.encode", self._all_markers
+        ids = _token_ids(encoder, self.tokenizer.encode(checks.text(name, text)) if text else [])
+        # As is usual, special tokens come last.
+        if not ids.size or ids.max() < markers[0] or not np.isin(ids, markers).any():
+            return ids
+        ids = np.concatenate([_token_ids(encoder, self.tokenizer.encode(p)) for p in self._pieces(name, text)])
+        marked = ids[np.isin(ids, markers)]
+        if marked.size:
+            raise InvalidInputError(f"{name}: got text that encodes to marker id {marked[0]}, want plain text")
         return ids
-
-    def _ids(self, name: str, text: str) -> IntArray:
-        return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text) if text else [])
-
-    def _marked(self, ids: IntArray) -> list[int]:
-        markers = [marker for marker in self.marker_ids if marker is not None]
-        if not ids.size or ids.max() < min(markers):  # as is usual: special tokens come last
-            return []
-        return [marker for marker in markers if (ids == marker).any()]
 
     def _pieces(self, name: str, text: str) -> Iterator[str]:
         markers = (getattr(self.markers, field.name) for field in fields(self.markers))
@@ -570,7 +568,7 @@ class _Contents:
         if not document:
             raise InvalidInputError("parts: got no tokens, want at least one")
         segments = SegmentTable.from_documents([document])
-        patches = self._patches()
+        patches = join_patches("parts", self.images)
         positions = place(segments, scheme, start)
         spans = np.array(self.spans, np.int64).reshape(-1, 2)
         markers = self.marker_ids
@@ -599,10 +597,17 @@ class _Contents:
             audio_margins=markers.audio_margins,
         )
 
-    def _patches(self) -> Array | None:
-        pixels = [image.patches for image in self.images if image.patches is not None]
-        if pixels and len(pixels) < len(self.images):
-            raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
-        if len(pixels) == 1:
-            return pixels[0]
-        return np.concatenate(pixels) if pixels else None
+
+def join_patches(name: str, images: Sequence[ProcessedImage]) -> Array | None:
+    """Concatenate the patches of images; None where only their sizes are known. One image's are not copied.
+
+    Args:
+        name: of the images, for errors.
+        images: all with pixels, or all without.
+    """
+    pixels = [image.patches for image in images if image.patches is not None]
+    if pixels and len(pixels) < len(images):
+        raise InvalidInputError(f"{name}: got images with and without pixels, want all of one sort")
+    if len(pixels) == 1:
+        return pixels[0]
+    return np.concatenate(pixels) if pixels else None

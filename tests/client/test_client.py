@@ -312,52 +312,21 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
         target(("four:1", "none:2"))
 
 
-def test_a_channel_has_these_options() -> None:
-    several = dict(channel_options(Destination(("a:1", "b:2"), 3, Tls())))
-    assert json.loads(str(several.pop("grpc.service_config"))) == {
-        "methodConfig": [
-            {
-                "name": [
-                    {"service": "mmpos.rpc.v1.PositionService", "method": "StreamPlace"},
-                    {"service": "mmpos.rpc.v1.SequenceService", "method": "StreamBuild"},
-                ]
-            },
-            {
-                "name": [{}],
-                "retryPolicy": {
-                    "maxAttempts": 3,
-                    "initialBackoff": "0.1s",
-                    "backoffMultiplier": 3,
-                    "maxBackoff": "2.0s",
-                    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
-                },
-            },
-        ],
-        "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
-        "loadBalancingConfig": [{"round_robin": {}}],
-        "healthCheckConfig": {"serviceName": ""},
-    }
-    assert several == {
-        "grpc.max_receive_message_length": -1,
-        "grpc.per_rpc_retry_buffer_size": 2**31 - 1,
-        "grpc.keepalive_time_ms": 30_000,
-        "grpc.keepalive_timeout_ms": 10_000,
-        "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.max_pings_without_data": 0,
-        "grpc.initial_reconnect_backoff_ms": 100,
-        "grpc.max_reconnect_backoff_ms": 5_000,
-        "grpc.service_config_disable_resolution": 1,
-        "grpc.use_local_subchannel_pool": 1,
-        "grpc.default_authority": "a:1",
-        "grpc.ssl_target_name_override": "a",
-    }
-    one = dict(channel_options(Destination(("a:1",), 1, Tls(server_name="b"))))
-    config = json.loads(str(one["grpc.service_config"]))
-    assert config["methodConfig"][1] == {"name": [{}]}
-    assert "loadBalancingConfig" not in config
+def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
+    def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = dict(channel_options(Destination(*arguments)))
+        return found, json.loads(str(found["grpc.service_config"]))
+
+    several, config = options(("a:1", "b:2"), 3, Tls())
+    streams, calls = config["methodConfig"]
+    assert {name["method"] for name in streams["name"]} == {"StreamPlace", "StreamBuild"}
+    assert ("retryPolicy" in streams, calls["retryPolicy"]["maxAttempts"]) == (False, 3)
+    assert config["healthCheckConfig"] == {"serviceName": ""}
+    assert (several["grpc.default_authority"], several["grpc.ssl_target_name_override"]) == ("a:1", "a")
+    one, config = options(("a:1",), 1, Tls(server_name="b"))
+    assert ("loadBalancingConfig" in config, config["methodConfig"][1]) == (False, {"name": [{}]})
     assert one["grpc.ssl_target_name_override"] == "b"
-    replicas = dict(channel_options(Destination(("dns:///a:1",), 1, None)))
-    assert "loadBalancingConfig" in json.loads(str(replicas["grpc.service_config"]))
+    assert "loadBalancingConfig" in options(("dns:///a:1",), 1, None)[1]
 
 
 def test_a_unix_socket_is_an_address(tmp_path: Path) -> None:

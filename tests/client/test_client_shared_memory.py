@@ -24,8 +24,8 @@ from clients import opened
 from results import same
 from shared_objects import PREFIX, names
 
-from mmpos import Grid, Placeholders, SegmentTable, Text, place
-from mmpos.client import AsyncClient, Client, Dense, InputIds, PositionsQuery, shared_memory
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.client import AsyncClient, Client, shared_memory
 from mmpos.client.shared_memory import LEAST, Lease, SharedObjects
 from mmpos.errors import (
     InvalidInputError,
@@ -80,37 +80,6 @@ def kept(client: Client) -> list[int]:
     return [] if pool is None else sorted(region.size for region in pool.regions._idle)
 
 
-IDS = np.arange(200_000) % 7
-CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
-    "rotations": ("apply_rotary", (*tensors(), TABLE, ROTARY), {}),
-    "rotations of q": ("apply_rotary", (tensors()[0].float(), None, TABLE, ROTARY), {"conjugate": True}),
-    "small rotations": ("apply_rotary", (torch.ones(1024, 1, 16), None, TABLE, Rotary(16)), {}),
-    "photographs": ("build", (["A ", Path(PHOTOS[0]), " and ", np.full((300, 400, 3), 7, np.uint8)],), {}),
-    "sizes": ("build", (["A ", Path(PHOTOS[0])],), {"patches": False}),
-    "a batch": ("build_batch", ([["a", Path(PHOTOS[0])], [b"x"], [IDS, None], ["é"]], "return"), {}),
-    "dense ids": ("query", (PositionsQuery(SEGMENTS, dense=Dense("int64")),), {}),
-    "input ids": ("place", (InputIds(IDS, Placeholders(image=9)),), {}),
-    "a wrong query": ("query", (PositionsQuery(SEGMENTS, "rows", dense=Dense(axes=(9,))),), {}),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_results_and_errors_are_those_of_messages(server: str, client: Client, name: str) -> None:
-    method, arguments, options = CALLS[name]
-
-    def outcome(client: object) -> object:
-        try:
-            return getattr(client, method)(*arguments, **options)
-        except InvalidInputError as error:
-            return error
-
-    with Client(server, timeout=60) as plain:
-        want = outcome(plain)
-    same(outcome(client), want)
-    with opened("async", server, shared_memory=64 * MIB, timeout=60) as other:
-        same(outcome(other), want)
-
-
 def test_large_tensors_travel_beside_the_messages(server: str) -> None:
     config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"request_bytes": MIB})})
     q, k = tensors()
@@ -137,13 +106,6 @@ def test_regions_are_used_again(client: Client) -> None:
     first = names()
     client.apply_rotary(*tensors(1), TABLE, ROTARY)
     assert (names(), len(first), len(kept(client))) == (first, 3, 3)
-
-
-def test_few_bytes_need_no_region(client: Client) -> None:
-    client.apply_rotary(torch.ones(1024, 1, 8), None, TABLE, Rotary(8))
-    client.build(["abc"], patches=False)
-    client.place(SEGMENTS)
-    assert names() == set()
 
 
 def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:

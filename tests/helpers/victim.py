@@ -62,12 +62,12 @@ class Victim:
     """The server.
 
     Args:
-        process: it.
+        pid: id of its process; None is this one.
         address: where it listens.
     """
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
-        self.process, self.address = process, address
+    def __init__(self, pid: int | None, address: str) -> None:
+        self.pid = os.getpid() if pid is None else pid
         unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options=unlimited)
 
@@ -103,19 +103,19 @@ class Victim:
 
     def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
         """The answer, and its cost."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # forgets the peak
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # forgets the peak
         memory, seconds = self.memory("VmRSS"), self.seconds()
         answer = self.call(method, request)
         return answer, Cost(self.seconds() - seconds, self.memory("VmHWM") - memory)
 
     def memory(self, which: str = "VmRSS") -> float:
         """MiB that the server holds, or held at most."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
     def seconds(self) -> float:
         """Processor time of the server so far."""
-        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -140,7 +140,7 @@ def victim(backend: str = "pillow", shared_memory: str | None = None, **tables: 
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout, process.stdin:
-        server = Victim(process, process.stdout.readline().strip())
+        server = Victim(process.pid, process.stdout.readline().strip())
         try:
             yield server
             assert process.poll() is None, "the server has died"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,6 +19,7 @@ from clients import opened
 from message_strategies import for_each, places
 from PIL import Image
 from results import same
+from shared_objects import PREFIX, names
 
 import mmpos.rotary
 from mmpos import (
@@ -37,15 +39,30 @@ from mmpos import (
     Video,
     place,
 )
-from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.client import (
+    Client,
+    Decode,
+    Dense,
+    InputIds,
+    Pad,
+    PositionsQuery,
+    Shard,
+    Spans,
+    Take,
+    View,
+    Window,
+    shared_memory,
+)
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc.positions import get_query
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
 from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Placeholders, Thumbnail, Tile
 from mmpos_server.config import ServerConfig
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
+LINUX = sys.platform == "linux"
 COFFEE = Path(str(resources.files("mmpos"))) / "photos" / "coffee.jpg"
 PROFILES = """
 [limits]
@@ -91,17 +108,18 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by the sync and by the async client, whose answers must be one."""
+    """Calls by the sync and by the async client, and by one with all tensors in shared memory: one answer."""
 
     sync: Client
-    awaited: Any
+    others: tuple[Any, ...]
 
     def __call__(self, name: str, *arguments: object, profile: str | None = None, **options: object) -> Any:
-        here, other = (
+        here, *elsewhere = (
             _outcome(partial(getattr(client.with_options(profile=profile), name), *arguments, **options))
-            for client in (self.sync, self.awaited)
+            for client in (self.sync, *self.others)
         )
-        same(here, other)
+        for outcome in elsewhere:
+            same(here, outcome)
         if isinstance(here, MmposError):
             raise here
         return here
@@ -111,11 +129,14 @@ class Both:
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path = tmp_path_factory.mktemp("config") / "server.toml"
     with (
-        running(ServerConfig.read(PROFILES, path)) as address,
+        pytest.MonkeyPatch.context() as patch,
+        running(ServerConfig.read(PROFILES, path), shared_memory=SharedMemory(PREFIX)) as address,
         opened("sync", address, timeout=60) as sync,
         opened("async", address, timeout=60) as awaited,
+        opened("sync", address, timeout=60, shared_memory=2**26 if LINUX else 0) as sharing,
     ):
-        yield Both(sync, awaited)
+        patch.setattr(shared_memory, "LEAST", 1)
+        yield Both(sync, (awaited, sharing))
 
 
 def _outcome(call: Callable[[], object]) -> object:
@@ -237,6 +258,12 @@ def test_queries(ask: Both, query: PositionsQuery) -> None:
 @pytest.mark.parametrize("query", WRONG)
 def test_wrong_queries(ask: Both, query: PositionsQuery) -> None:
     same(_outcome(lambda: ask("query", query)), _outcome(query.run))
+
+
+@pytest.mark.skipif(not LINUX, reason="objects are looked for where Linux keeps them")
+def test_one_client_has_its_tensors_in_shared_memory(ask: Both) -> None:
+    ask("query", PositionsQuery(SEGMENTS, dense=Dense()))
+    assert names() != set()
 
 
 def test_random_queries(ask: Both) -> None:

@@ -1,4 +1,4 @@
-"""The protocol: generated code is fresh, every name has a comment, and nothing that was promised is taken back."""
+"""The protocol: generated code is fresh; names without a comment and broken promises are found by `make check`."""
 
 from __future__ import annotations
 
@@ -71,26 +71,11 @@ def test_all_of_the_protocol_is_generated() -> None:
     assert folders == set(GENERATED)
 
 
-def test_the_style_is_that_of_buf_and_every_name_has_a_comment() -> None:
-    done = buf("lint")
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
 def test_a_name_without_a_comment_is_found(copy: Path) -> None:
     change(copy, "error.proto", "  // Its kind.\n", "")
     done = buf("lint", cwd=copy)
     assert done.returncode != 0
     assert 'Field "code" should have a non-empty comment' in done.stdout
-
-
-def test_the_format_is_that_of_buf() -> None:
-    done = buf("format", "--diff", "--exit-code")
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def test_nothing_of_the_baseline_is_taken_back() -> None:
-    done = buf("breaking", "--against", str(BASELINE))
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_an_addition_breaks_nothing(copy: Path) -> None:
@@ -109,36 +94,15 @@ def test_an_addition_breaks_nothing(copy: Path) -> None:
     assert breaking(copy) == ""
 
 
-BREAKS = {
-    "a field deleted": ("error.proto", "  string message = 2;\n", "", 'field "2" with name "message"'),
-    "a number used again": ("error.proto", "string message = 2", "string reason = 2", 'from "message" to "reason"'),
-    "a number changed": ("error.proto", "string message = 2", "string message = 3", 'field "2" with name "message"'),
-    "a type changed": ("tensor.proto", "repeated int64 shape", "repeated sint64 shape", 'from "int64" to "sint64"'),
-    "presence taken away": ("scheme.proto", "optional int64 axes", "int64 axes", 'cardinality from "optional with'),
-    "an enum value deleted": (
-        "positions.proto",
-        "  SHARD_LAYOUT_CONTIGUOUS = 2;\n",
-        "",
-        'enum "ShardLayout" was deleted',
-    ),
-    "an enum value renamed": ("positions.proto", "SIDE_LEFT = 1", "SIDE_START = 1", '"SIDE_LEFT" to "SIDE_START"'),
-    "a call deleted": ("info.proto", "rpc GetInfo(GetInfoRequest)", "rpc Get(GetInfoRequest)", "GetInfo"),
-    "a stream made unary": (
-        "positions.proto",
-        "returns (stream StreamPlaceResponse)",
-        "returns (StreamPlaceResponse)",
-        "from server streaming to server unary",
-    ),
-    "a field moved into a oneof": (
-        "error.proto",
-        "  string message = 2;\n",
-        "  oneof what {\n    string message = 2;\n  }\n",
-        '"message"',
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "old", "new", "found"), BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize(
+    ("name", "old", "new", "found"),
+    [
+        ("error.proto", "  string message = 2;\n", "", 'field "2" with name "message"'),
+        ("positions.proto", "SIDE_LEFT = 1", "SIDE_START = 1", '"SIDE_LEFT" to "SIDE_START"'),
+        ("info.proto", "rpc GetInfo(GetInfoRequest)", "rpc Get(GetInfoRequest)", "GetInfo"),
+    ],
+    ids=["a field", "a value", "a call"],
+)
 def test_a_promise_taken_back_is_found(copy: Path, name: str, old: str, new: str, found: str) -> None:
     change(copy, name, old, new)
     assert found in breaking(copy)

@@ -14,7 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, ServerConfig, load
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, load
 from mmpos_server.options import Flags, LogLevel
 
 BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
@@ -123,7 +123,6 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
     ("text", "said"),
     [
         ("[limits]\ntokens = 'x'\n", "limits.tokens: got 'x', want integer"),
-        ("[limits]\ntokens = 0\n", "limits.tokens: got 0, want >= 1"),
         ("[limits]\nrequest_bytes = 4294967296\n", "limits.request_bytes: got 4294967296, want <= 2147483647"),
         (
             "[limits]\ntoken = 1\n",
@@ -136,17 +135,12 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         ("limits = 1\n", "limits: got 1, want a table"),
         (
-            "[profiles.a]\nschema = 1\n",
-            "profiles.a.schema: got an unknown field, want one of scheme, tokenizer, markers, images, rotary",
-        ),
-        (
             "[profiles.a.markers]\nstart = 1\n",
             "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row, video, "
             "audio, audio_begin, audio_end",
         ),
         ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
-        ("[profiles.a]\ntokenizer = 1\n", "profiles.a.tokenizer: got 1, want string"),
         (
             "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
             "profiles.a.scheme.stride: got a value, want none: 'rope-tie' has no stride",
@@ -163,17 +157,11 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
             "[profiles.a.markers]\nbegin = '<img>'\n",
             "profiles.a.markers.begin: got '<img>', want a token that is one id of the tokenizer",
         ),
-        ("[profiles.a.images]\npatch_size = 0\n", "profiles.a.images.patch_size: got 0, want >= 1"),
         (
             "[profiles.a.images]\nbackend = 'opencv'\n",
             "profiles.a.images.backend: got 'opencv', want one of 'torchvision', 'pillow'",
         ),
         ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
-        (
-            "[profiles.a.rotary]\nhead_dim = 8\nbase = 1\n",
-            "profiles.a.rotary: got 'base', want one of 'head_dim', 'theta', 'axes', 'allocation', 'pairing', "
-            "'rotary_dim', 'scaling', 'precision', 'mrope_section', 'inv_freq', 'length', 'axes_dim', 'head_axes'",
-        ),
         ("[profiles.a.rotary]\n", "profiles.a.rotary: got [], want head_dim among them"),
         ("a = \n", "got broken TOML (Invalid value (at line 1, column 5)), want TOML"),
     ],
@@ -203,13 +191,6 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
         Profiles.from_config(load(file))
     want = 'want pip install "multimodal-positions[tokenizers]"'
     assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
-
-
-def test_settings_are_frozen() -> None:
-    config = load(None)
-    with pytest.raises(ValueError, match="frozen"):
-        config.limits.tokens = 1  # type: ignore[misc]
-    assert isinstance(config, ServerConfig)
 
 
 def test_workers_get_the_flags_of_their_server_but_those_of_its_ports() -> None:

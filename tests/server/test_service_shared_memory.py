@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from message_strategies import tensor
 from shared_objects import PREFIX, content, names, shared
-from victim import Answer, Victim, victim
+from victim import Answer, Victim
 from waiting import eventually
 
 from mmpos.client import Client
@@ -30,6 +30,7 @@ from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profil
 from mmpos_server.listening import Listen
 from mmpos_server.position_service import PositionService
 from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
+from mmpos_server.testing import running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
 
@@ -39,15 +40,14 @@ TURNS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Victim]:
-    with victim(shared_memory=PREFIX) as found:
-        yield found
+def server(hardy: Victim) -> Victim:
+    return hardy
 
 
 @pytest.fixture(scope="module")
 def without() -> Iterator[Victim]:
-    with victim() as found:
-        yield found
+    with running(load()) as address:
+        yield Victim(None, address)
 
 
 def elsewhere(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
@@ -78,7 +78,7 @@ def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
 def opened(server: Victim) -> list[str]:
     """The objects that a server has open."""
     found = []
-    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+    for path in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
             found.append(os.readlink(path))
     return [name for name in found if name.startswith("/dev/shm/")]
@@ -147,14 +147,6 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
     assert offsets == [0, 64, 9472, 9536]
 
 
-def test_a_tensor_without_numbers_lies_nowhere(server: Victim) -> None:
-    with shared(bytes(64)) as key:
-        fields: dict[str, Any] = {"segments": {}, "dense": {}, **output(key, 64)}
-        request = positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**fields))
-        found = positions_pb2.PlaceResponse.FromString(server.call("PositionService/Place", request).data)
-    assert found.positions.dense == tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[2, 0])
-
-
 def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: Victim) -> None:
     q = tensor(Q, "float32")
     tables = rotary_pb2.CosSinRequest(positions=TURNS, rotary=rotate(q).rotary)
@@ -189,8 +181,6 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
     "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
     "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
-    "outside": ({"offset": 1}, "q.shared: got bytes 1 to 385 of "),
-    "another name": ({"key": "/other"}, "q.shared.key: got '/other', want '/"),
     "no such name": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
 }
 
@@ -348,22 +338,6 @@ def test_an_answer_is_expected_at_its_places() -> None:
             exchange.expect([10, 37])
     assert raised.value.needed == 101
     Exchange().expect([10**9])
-
-
-def test_a_call_that_needs_all_bytes_and_more_comes_alone() -> None:
-    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
-    one, other = (Call(name, admission, Clients(ClientLimits()).lease(name)) for name in "ab")
-
-    async def scenario() -> None:
-        one.admit(10)
-        await one.weigh(2048)  # its own request is no other call
-        with pytest.raises(ServiceOverloadedError):
-            other.admit(10)
-        one.release()
-
-    asyncio.run(scenario())
-    other.release()
-    assert admission.bytes.taken == 0
 
 
 def test_shared_bytes_take_the_places_of_bytes() -> None:

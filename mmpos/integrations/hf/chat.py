@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
@@ -25,7 +24,6 @@ __all__ = [
     "flat",
     "images_beside",
     "is_chat",
-    "patches_of",
     "process",
     "read_conversations",
     "read_image",
@@ -67,16 +65,6 @@ def process(
         with naming(name):
             processed.append(images.process(read, temporal_patch_size=temporal_patch_size))
     return processed
-
-
-def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[np.generic] | None:
-    """Concatenate the patches of all images; None where only their sizes are known."""
-    pixels = [image.patches for image in processed if image.patches is not None]
-    if pixels and len(pixels) < len(processed):
-        raise InvalidInputError("images: got images with and without pixels, want all of one sort")
-    if len(pixels) == 1:
-        return pixels[0]
-    return np.concatenate(pixels) if pixels else None
 
 
 def read_image(name: str, text: str, read_files: bool) -> bytes | Path:

@@ -16,9 +16,9 @@ from transformers.image_utils import SizeDict
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import FRAMES, Frames, flat, patches_of, process, read_image, without_url
+from mmpos.integrations.hf.chat import FRAMES, Frames, flat, process, read_image, without_url
 from mmpos.integrations.hf.texts import FIXED, NORMALISING, OF_IMAGES
-from mmpos.sequence.builder import MarkerIds
+from mmpos.sequence.builder import MarkerIds, join_patches
 from mmpos.sequence.tokenizers import Tokenizer
 from mmpos.support.checks import IntArray, boolean, finite, integer, naming
 
@@ -226,7 +226,7 @@ class ImagesOfProcessor:
         if processed:
             pixels, grid = self.model_input_names
             batch[grid] = grid_thw * (1, self.merge_size, self.merge_size)
-            patches = patches_of(processed)
+            patches = join_patches("images", processed)
             if patches is not None:
                 if used.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
                     patches = patches.reshape(len(patches), -1, self.patch_size, self.patch_size)

@@ -104,7 +104,7 @@ def test_the_text_runs_that_touch_the_image_are_seen_and_no_others() -> None:
             "positions: got an image at token 0 that is cut, want a whole one",
         ),
         (
-            table("3,3x2x2").slice(5, 13),
+            table("3x2x2", scheme="grid-2d").slice(2, 10),
             0,
             InvalidInputError,
             "positions: got an image at token 0 that is cut, want a whole one",

@@ -323,7 +323,7 @@ def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
         ),
         ([1], {"placeholders": None}, "placeholders: got NoneType, want Placeholders"),
         ([1], {"seconds_per_frame": [1.0]}, "seconds_per_frame: got 1 values, want 0, one per video"),
-        ([1], {"frames_apart": "yes"}, "frames_apart: got 'yes', want True or False"),
+        ([1], {"frames_apart": "yes", "video_grid_thw": []}, "frames_apart: got 'yes', want True or False"),
         (
             [1],
             {"cu_seqlens": [0, 1], "attention_mask": [1]},

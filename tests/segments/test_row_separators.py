@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import exact, settled
 from test_data_masks import by_loops, dense
-from test_tokenizers import trained_bpe
 
 from mmpos import (
     ByteTokenizer,
@@ -31,7 +30,7 @@ from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
 from mmpos.segments import Audio, Placeholders
-from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL
 from mmpos.segments.table import separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
@@ -72,14 +71,6 @@ def test_photographs_and_videos_have_them_too_and_as_many_patches_as_without() -
     assert at_patches[0] == at_patches[1]
 
 
-@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten"])
-def test_sequences_of_every_scheme_with_them(scheme: str) -> None:
-    sequence = replace(BUILDER, scheme=scheme).build([Grid(2, 2), Grid(1, 1)])
-    expected = [BEGIN, PATCH, PATCH, ROW, PATCH, PATCH, ROW, END, BEGIN, PATCH, ROW, END]
-    assert sequence.input_ids.tolist() == expected
-    assert sequence.positions.num_tokens == 12
-
-
 def test_schemes_without_them_refuse() -> None:
     with pytest.raises(UnsupportedError, match=r"^documents\[0\]\[1\]: got a grid with row separators, want none in"):
         replace(BUILDER, scheme="mrope").build([Grid(2, 2)])
@@ -92,28 +83,6 @@ def test_a_grid_with_row_separators_wants_a_marker_for_them() -> None:
         SequenceBuilder().build(["a", grid])
     message = "parts[1]: got a grid with row separators, want one without, or a builder with Markers(row=…)"
     assert str(refused.value) == message
-
-
-def test_a_row_marker_in_user_text_stays_text() -> None:
-    tokenizer = trained_bpe()
-    tokenizer.add_special_tokens(["[IMG_BREAK]"])
-    for each in (tokenizer, ByteTokenizer(NAMES)):
-        builder = replace(BUILDER, tokenizer=each)
-        ids = builder.build(["a [IMG_BREAK] b"]).input_ids.tolist()
-        assert builder.marker_ids[3] not in ids
-        assert builder.tokenizer.decode(ids) == "a [IMG_BREAK] b"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("[X]", r"markers.row: got '\[X\]', want a token that is one id of the tokenizer"),
-        (257, "markers: got ids 256, 257, 258 and 257, want 4 different ids"),
-    ],
-)
-def test_row_markers_that_are_no_ids_of_their_own_are_refused(row: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{message}$"):
-        SequenceBuilder(markers=Markers(row=row))
 
 
 def test_separators_of_any_table() -> None:
@@ -136,12 +105,6 @@ def test_of_spans_the_rows_of_grids_alone_end_in_separators(
     assert table.lengths.tolist() == [1, tokens, 13 - tokens]
     separators = None if table.row_separator is None else table.row_separator.tolist()
     assert separators == ([False, True, False] if kind == GRID else None)
-
-
-def test_spans_of_a_picture_of_tiles_have_no_rows_that_end() -> None:
-    kinds, grids = [THUMBNAIL, TILE, GRID], [[1, 2, 2], [1, 1, 2], [1, 2, 1]]
-    table = SegmentTable.from_spans([14], [0, 6, 10], grids, row_separator=True, kind=kinds)
-    assert table.lengths.tolist() == [6, 4, 4]
 
 
 def test_separators_are_labels_only_as_markers_are() -> None:

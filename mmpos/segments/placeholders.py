@@ -99,7 +99,7 @@ class Placeholders:
             if len(rows) != 2:
                 raise InvalidInputError(f"Placeholders.rows: got {rows}, want the ids after a row and after the last")
             object.__setattr__(self, "rows", rows)
-            if (rows[0] != rows[1] or self.audio in rows) and not patches.keys().isdisjoint(rows):
+            if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(f"Placeholders.rows: got {rows}, want others, or twice the id of patches")
         if self.crops is not None:
             if not isinstance(self.crops, CropMarkers):
@@ -118,7 +118,7 @@ class Placeholders:
 
 
 class FoundSpans(NamedTuple):
-    """FoundSpans of placeholders in token order.
+    """Spans of placeholders in token order.
 
     Args:
         first: (spans,) first token in the batch, that of a marker where markers belong to the span.
@@ -158,33 +158,25 @@ def find_spans(
     if not isinstance(placeholders, Placeholders):
         raise InvalidInputError(f"placeholders: got {type(placeholders).__name__}, want Placeholders")
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
-    grids, tokens = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}, {}
-    for name, token in (("image_grid_thw", placeholders.image), ("video_grid_thw", placeholders.video)):
+    grids, tokens = {"image": image_grid_thw, "video": video_grid_thw}, {}
+    for kind, given in grids.items():
+        token = getattr(placeholders, kind)
         if token is not None:
-            tokens[name] = token
-        elif grids[name] is not None:
-            raise InvalidInputError(f"placeholders.{name[:5]}: got None, want the placeholder id of {name}")
+            tokens[kind] = token
+        elif given is not None:
+            raise InvalidInputError(f"placeholders.{kind}: got None, want the placeholder id of {kind}_grid_thw")
     runs = dict(zip(tokens, batch.runs(*tokens.values()), strict=True)) if tokens else {}
     if placeholders.rows is not None and not placeholders.framed:
-        runs = {name: _with_row_ends(batch, own, placeholders.rows) for name, own in runs.items()}
+        runs = {kind: _with_row_ends(batch, own, placeholders.rows) for kind, own in runs.items()}
     sound = None
     if placeholders.audio is not None:
         (sound,) = batch.runs(placeholders.audio)
-        if "video_grid_thw" in runs:
-            runs["video_grid_thw"], sound = _merged_runs(runs["video_grid_thw"], sound)
+        if "video" in runs:
+            runs["video"], sound = _merged_runs(runs["video"], sound)
     spans = []
-    for name, own in runs.items():
-        spans.append(
-            _match(
-                batch,
-                name,
-                grids[name],
-                own,
-                placeholders,
-                merge,
-                name[0] == "v" and boolean("frames_apart", frames_apart),
-            )
-        )
+    for kind, own in runs.items():
+        apart = kind == "video" and boolean("frames_apart", frames_apart)
+        spans.append(_match(batch, kind, grids[kind], own, placeholders, merge, apart))
     if sound is not None:
         spans.append(_audio_spans(sound))
     found = spans[0] if len(spans) == 1 else _joined(spans)
@@ -195,14 +187,15 @@ def find_spans(
 
 def _match(
     batch: PackedIds,
-    name: str,
+    kind: str,
     grid_thw: object,
     runs: PlaceholderRuns,
     placeholders: Placeholders,
     merge: int,
     frames_apart: bool,
 ) -> FoundSpans:
-    """Match the runs of one placeholder with its grids."""
+    """Match the runs of the placeholder of images or videos with their grids."""
+    name = f"{kind}_grid_thw"
     raw = int_array(name, () if grid_thw is None else grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
     grids, owner = raw, np.arange(len(raw))
@@ -228,7 +221,7 @@ def _match(
         fits, first, document = runs.fit(tokens)
         if not fits.all() or tokens.sum() != runs.total:
             raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge, separators))
-    video = owner if name == "video_grid_thw" else 0 * owner - 1
+    video = owner if kind == "video" else 0 * owner - 1
     spans = FoundSpans(first, document, merged, video, np.full(owner.size, GRID, np.uint8), 0 * owner)
     if runs.row_ends is not None and placeholders.rows is not None:
         _check_row_ends(batch, runs.row_ends, name, spans, owner, placeholders.rows)
@@ -348,7 +341,7 @@ def _merged_runs(video: PlaceholderRuns, sound: PlaceholderRuns) -> tuple[Placeh
     seen, audio = (np.add.reduceat(tokens * own, start) for own in (~heard, heard))
     document, first, pictured = document[start], first[start], seen > 0
     return (
-        PlaceholderRuns(document[pictured], first[pictured], seen[pictured], audio[pictured]),
+        PlaceholderRuns(document[pictured], first[pictured], seen[pictured], audio[pictured], video.row_ends),
         PlaceholderRuns(document[~pictured], first[~pictured], audio[~pictured]),
     )
 

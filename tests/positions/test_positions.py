@@ -254,7 +254,9 @@ def test_the_advice_for_odd_lengths_works(batch: PositionTable) -> None:
 
 
 def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:
-    assert batch.pad().lengths.tolist() == [11, 11, 11]
+    longest = batch.pad()
+    assert longest.lengths.tolist() == [11, 11, 11]
+    assert longest.width[longest.is_padding].tolist() == [9, 9]
     assert batch.pad([11, 3, 4], "left").dense()[1].tolist() == [*DENSE[1], 0, 7, 8, 0, 0, 100, 102]
     assert batch.pad([12, 2, 3]).dense()[0].tolist() == [*DENSE[0], 0, 7, 8, 100, 102, 0]
 

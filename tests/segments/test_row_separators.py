@@ -310,6 +310,8 @@ def test_rows_of_images_and_videos_are_told_apart() -> None:
     want = SegmentTable.from_documents([[Text(1), one, Text(1), two, three, four]])
     np.testing.assert_array_equal(table.extents, want.extents)
     np.testing.assert_array_equal(table.row_separator, want.row_separator)
+    with pytest.raises(InvalidInputError, match=r"^video_grid_thw\[0\]: got token 5 at document 0, token 6, want 6"):
+        SegmentTable.from_input_ids([1, 9, 5, 9, 5, 9, 5], Placeholders(8, 9, 7, (5, 6)), None, [[1, 3, 1]])
 
 
 INCLUDED = "ends of rows included"

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,6 +18,16 @@ import mmpos  # noqa: F401
 
 # A channel of grpc.aio waits for its thread when it is collected: for ever in a forked child, which has none.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_runtest_logfinish() -> None:
+    """End a worker whose CUDA context is lost, so that the next tests run in another one."""
+    torch = sys.modules.get("torch")
+    if "PYTEST_XDIST_WORKER" in os.environ and torch is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -65,27 +65,43 @@ class Clock:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3, ahead
 
-    def timing(self, calls: Sequence[Call], rounds: int) -> Timing:
-        """Time one of several calls that do the same work on memory of their own, by replays of a graph of them all.
 
-        Each is made once in a replay, and so finds its memory cold; what they share, such as a table, is warm from the
-        second on, as it is in the layers of a model. A call counts with the gap before it.
-        """
+class Replays:
+    """Several calls that do the same work on memory of their own, as one graph that replays them all.
+
+    Each is made once in a replay, and so finds its memory cold; what they share, such as a table, is warm from the
+    second on, as it is in the layers of a model. A call counts with the gap before it.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self._replay: Call | None = None
+
+    def capture(self) -> Call:
+        """Capture them, if they are not yet."""
         kept: list[object] = []  # a result that stays makes the next call write elsewhere
 
         def all_of_them() -> None:
             kept.clear()
-            kept.extend(call() for call in calls)
+            kept.extend(call() for call in self.calls)
 
-        replay = capture(all_of_them, warm=lambda: [call() for call in calls[:2]])
-        warm = min(_WARM, rounds)
-        spent = [self.seconds(replay) / len(calls) for _ in range(warm + rounds)]
-        return Timing.of(spent[warm:])
+        if self._replay is None:
+            self._replay = capture(all_of_them, warm=lambda: [call() for call in self.calls[:2]])
+        return self._replay
+
+    def __call__(self) -> None:
+        """Replay them."""
+        self.capture()()
 
 
 def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-    """Time contestants on a GPU by its own clock, with a cold cache before every call."""
-    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), Clock().seconds, tick)
+    """Time contestants by the clock of a GPU, with a cold cache before every call; of replays, one of their calls."""
+    clock = Clock()
+
+    def seconds(call: Call) -> float:
+        return clock.seconds(call) / (len(call.calls) if isinstance(call, Replays) else 1)
+
+    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), seconds, tick)
 
 
 def capture(call: Call, warm: Call | None = None) -> Callable[[], object]:

@@ -6,28 +6,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 from mmpos.support.extras import needed_for
-from mmpos_bench.timing import Budget, Timing, compare
+from mmpos_bench.results import seconds_text
+from mmpos_bench.timing import Call, Timing, in_turns
 
 with needed_for("the host time of rotations", extra="all"):
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from mmpos.rotary import Cache, apply_rotary, paged, rotate_and_store
-    from mmpos.rotary.device import Implementation
+    from mmpos.rotary import DevicePositions, paged
     from mmpos.rotary.kernel import launching
+    from mmpos_bench.cuda import synchronize
     from mmpos_bench.layers import SHAPES, Layer, interleaved
+    from mmpos_bench.rotary import launches
 
-__all__ = ["StandIn", "host_times"]
+BY_TRITON = ("into new tensors: mmpos, table", "in place: mmpos, table", "norm, rotation and store: without a norm")
+"""Launches that are also made through Triton's binder."""
 
-_SLOTS = 16  # of a block of the cache
-_BUDGET = Budget(1.0, 25)
 _H100 = GPUTarget("cuda", 90, 32)
 
 
@@ -64,77 +67,74 @@ class StandIn:
         return 0
 
 
-def host_times(tokens: int = 256, budget: Budget = _BUDGET) -> dict[str, Timing]:
-    """Time the host's part of rotations of a 7B layer in bfloat16: each as it is, and with every launch by Triton.
-
-    With a GPU a launch is in it, and the queue of launches must not fill up: keep rounds of a budget short. Without
-    one, tensors are on the CPU and a launch does nothing, so that the driver's own time is missing.
+def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: int = 100) -> dict[str, Timing]:
+    """Time the host's part of launches: each as it is, and some with Triton's binder, too.
 
     Args:
-        tokens: of a call.
-        budget: time and rounds for each contestant.
+        layer: whose q and k are rotated.
+        only: launches by group and name; none are all.
+        rounds: of turns that count.
+        count: calls of a turn, fewer than the queue of launches of a GPU takes.
 
     Returns:
         seconds per call, by name.
     """
-    with torch.inference_mode(), ExitStack() as stack:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu":
-            stack.enter_context(_without_gpu())
-        calls = _calls(tokens, device)
-        return compare({**calls, **{f"{name}, by Triton": _by_triton(call) for name, call in calls.items()}}, budget)
+    calls: dict[str, Call] = {name: partial(call, 0) for name, call in launches(layer, only).items()}
+    calls |= {f"{name}, by Triton": _by_triton(calls[name]) for name in BY_TRITON if name in calls}
+    calls["a table to the device"] = partial(DevicePositions.from_table, layer.positions, layer.device)
+    calls["a table refreshed"] = partial(layer.table.refresh, layer.positions)
+
+    def seconds(call: Call) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+
+    return in_turns(calls, rounds, 1, seconds, lambda done, of: None)  # the first round compiles
 
 
-def _calls(tokens: int, device: str) -> Mapping[str, Callable[[], object]]:
-    layer = Layer(SHAPES["7B layer"], interleaved(tokens), torch.bfloat16, device)
-    q, k, table, rotary = layer.q, layer.k, layer.table, layer.rotary
-    v = torch.empty_like(k)
-    blocks = -(-tokens // _SLOTS)
-    keys, values = torch.zeros(2, blocks, _SLOTS, *k.shape[2:], dtype=k.dtype, device=device).unbind(0)
-    slots = torch.arange(tokens, device=device)
-    way: Implementation = "triton"
-    return {
-        "apply_rotary": lambda: apply_rotary(q, k, table, rotary, implementation=way),
-        "apply_rotary in place": lambda: apply_rotary(q, k, table, rotary, implementation=way, inplace=True),
-        "rotate_and_store": lambda: rotate_and_store(
-            q, k, v, table, rotary, Cache(keys, values, slots), implementation=way
-        ),
-    }  # fmt: skip
+def _by_triton(call: Call) -> Call:
+    """Make the same call without the way past Triton's binder."""
+
+    def slower() -> None:
+        with patch.object(launching, "_goes_straight", _never):
+            call()
+
+    return slower
 
 
 def _never(kernel: object) -> bool:
     return False
 
 
-def _by_triton(call: Callable[[], object]) -> Callable[[], object]:
-    """Make the same call without the way past Triton's binder."""
-    usual = launching._goes_straight
-
-    def slower() -> None:
-        launching._goes_straight = _never
-        try:
-            call()
-        finally:
-            launching._goes_straight = usual
-
-    return slower
-
-
 @contextmanager
-def _without_gpu() -> Iterator[None]:
-    """Launch on tensors of a CPU as if they lay on a GPU, where slots are not read.
+def without_gpu() -> Iterator[None]:
+    """Launch on tensors of a CPU as if they lay on a GPU, where slots are not read and nothing is differentiated: the
+    driver's own time is missing.
 
     Kernels that are interpreted since ``TRITON_INTERPRET`` was set stay so: leave it unset.
     """
     usual = driver._active  # None until somebody asks for one
     driver.set_active(StandIn())
-    with patch.dict(os.environ, TRITON_INTERPRET="1"), patch.object(paged, "_check_slots", lambda *_: None):
+    environment = patch.dict(os.environ, TRITON_INTERPRET="1")
+    with torch.inference_mode(), environment, patch.object(paged, "_check_slots", lambda *_: None):
         try:
             yield
         finally:
             driver.set_active(usual)
 
 
+def main(tokens: int = 256, *turns: int) -> None:
+    """Print the times of a 7B layer in bfloat16."""
+    with nullcontext() if torch.cuda.is_available() else without_gpu():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        layer = Layer(SHAPES["7B layer"], interleaved(tokens), torch.bfloat16, device, how="triton")
+        times = host_times(layer, BY_TRITON, *turns)
+    for name, timing in times.items():
+        low, median, high = map(seconds_text, (timing.p20, timing.median, timing.p80))
+        print(f"{name:60} {median}  ({low} to {high})")
+
+
 if __name__ == "__main__":
-    for name, timing in host_times().items():
-        print(f"{name:36} {1e6 * timing.median:6.1f} µs  ({1e6 * timing.p20:.1f} to {1e6 * timing.p80:.1f})")
+    main()

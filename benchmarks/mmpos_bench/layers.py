@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.rotary import DevicePositions, Rotary
+from mmpos.rotary import DevicePositions, Norm, Rotary
+from mmpos.rotary.device import Implementation
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos_bench.proofs import holds
@@ -17,7 +20,8 @@ from mmpos_bench.workloads import Document, loop_ids, workload
 
 Pair = tuple[Tensor, Tensor]
 
-_THETA, _SCHEME = 10000.0, "rope-tie"
+THETA, SCHEME, EPS = 10000.0, "rope-tie", 1e-6
+PAGE = 16  # slots in a block of the cache
 _BLOCK = 1024  # tokens that are judged at a time, in float64
 
 ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
@@ -25,7 +29,7 @@ ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """A layer of a model: heads, their channels, and how the axes share them."""
 
     q_heads: int
@@ -35,9 +39,9 @@ class Shape:
 
 
 SHAPES = {
-    "7B layer": Shape(32, 8, 128),
-    "72B layer": Shape(64, 8, 128),
-    "vision encoder": Shape(16, 16, 80, "axial"),
+    "7B layer": LayerShape(32, 8, 128),
+    "72B layer": LayerShape(64, 8, 128),
+    "vision encoder": LayerShape(16, 16, 80, "axial"),
 }
 
 
@@ -56,24 +60,31 @@ class Layer:
         documents: what the tokens are, all together one row.
         dtype: of q and k.
         device: where everything lies.
+        sets: of q, k, v and slots, so that each of several calls finds its own cold.
+        how: the implementation that ours are called with.
     """
 
-    def __init__(self, shape: Shape, documents: list[Document], dtype: torch.dtype, device: str) -> None:
-        self.shape, self.documents, self.dtype, self.device = shape, documents, dtype, device
-        self.rotary = Rotary(shape.head_dim, theta=_THETA, allocation=shape.allocation, axes=2)
-        self.positions: PositionTable = place(SegmentTable.from_documents(documents), _SCHEME)
+    def __init__(
+        self,
+        shape: LayerShape,
+        documents: list[Document],
+        dtype: torch.dtype,
+        device: str,
+        sets: int = 1,
+        how: Implementation = "auto",
+    ) -> None:
+        self.shape, self.documents, self.dtype, self.device, self.how = shape, documents, dtype, device, how
+        self.rotary = Rotary(shape.head_dim, theta=THETA, allocation=shape.allocation, axes=2)
+        self.positions: PositionTable = place(SegmentTable.from_documents(documents), SCHEME)
         self.tokens = self.positions.num_tokens
         self.table = DevicePositions.from_table(self.positions, device)
         self.dense = torch.from_numpy(self.positions.dense()).to(device)
-        self.q, self.k = self.random(0)
-
-    def generator(self, seed: int) -> torch.Generator:
-        """Make a source of random numbers on the device."""
-        return torch.Generator(self.device).manual_seed(seed)
+        self.sets = [self.random(seed) for seed in range(sets)]
+        self.q, self.k = self.sets[0]
 
     def random(self, seed: int) -> Pair:
         """Draw new tensors like q and k, (1, tokens, heads, head_dim)."""
-        generator = self.generator(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         q, k = (
             torch.randn(1, self.tokens, heads, self.shape.head_dim, generator=generator, device=self.device)
             for heads in (self.shape.q_heads, self.shape.k_heads)
@@ -81,22 +92,58 @@ class Layer:
         return q.to(self.dtype), k.to(self.dtype)
 
     @property
-    def work(self) -> dict[str, int]:
-        """Tokens, and the bytes that a rotation must read and write."""
-        moved = 2 * (self.q.nbytes + self.k.nbytes)
-        return {"tokens": self.tokens, "documents": len(self.documents), "bytes": moved}
+    def moved(self) -> int:
+        """Bytes of q and k, read and written."""
+        return 2 * (self.q.nbytes + self.k.nbytes)
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """v of each set."""
+        return [torch.randn_like(k) for _, k in self.sets]
+
+    @cached_property
+    def caches(self) -> Pair:
+        """Paged keys and values, with room for all sets."""
+        blocks = len(self.sets) * -(-self.tokens // PAGE)
+        keys, values = torch.zeros(2, blocks, PAGE, *self.k.shape[2:], dtype=self.dtype, device=self.device).unbind(0)
+        return keys, values
+
+    @cached_property
+    def slots(self) -> list[Tensor]:
+        """Slots of each set, in blocks that are dealt out anew."""
+        order = torch.randperm(self.caches[0].shape[0], generator=torch.Generator().manual_seed(0))
+        rows = (order[:, None] * PAGE + torch.arange(PAGE)).view(len(self.sets), -1)
+        return [row[: self.tokens].to(self.device) for row in rows]
+
+    @cached_property
+    def weights(self) -> Pair:
+        """Of the norms of q and of k."""
+        generator = torch.Generator(self.device).manual_seed(7)
+        drawn = torch.rand(2, self.shape.head_dim, generator=generator, device=self.device) + 0.5
+        q, k = drawn.to(self.dtype).unbind()
+        return q, k
+
+    @property
+    def norm(self) -> Norm:
+        """Of q and k."""
+        return Norm(*self.weights, EPS)
+
+    def normed(self, pair: Pair) -> Pair:
+        """Normalise the heads of q and k, each by its own weight."""
+        q, k = (rms_norm(x, w.shape, w.to(x.dtype), EPS) for x, w in zip(pair, self.weights, strict=True))
+        return q, k
 
     @cached_property
     def angles(self) -> Tensor:
         """(tokens, pairs) float64: every pair's position by its frequency."""
-        ids = torch.from_numpy(loop_ids(self.documents, _SCHEME)).to(self.device)
+        ids = torch.from_numpy(loop_ids(self.documents, SCHEME)).to(self.device)
         dim = self.shape.head_dim
         pair = torch.arange(dim // 2, device=self.device, dtype=torch.float64)
         if self.shape.allocation == "axial":  # the first half of the pairs turns by rows, the other by columns
             axis, step, ladder = pair // (dim // 4), pair % (dim // 4), dim // 2
         else:
             axis, step, ladder = pair % 2, pair, dim
-        return ids[axis.long()].T * _THETA ** (-2 * step / ladder)
+        return ids[axis.long()].T * THETA ** (-2 * step / ladder)
 
     @cached_property
     def tables(self) -> Pair:
@@ -106,20 +153,22 @@ class Layer:
         )
         return cos, sin
 
-    def judge(self, got: Pair, before: Pair, *, rounded: bool = False, backwards: bool = False) -> None:
+    def judge(
+        self, got: Sequence[Tensor], before: Sequence[Tensor], *, rounded: bool = False, angles: Tensor | None = None
+    ) -> None:
         """Check a rotation at every token and channel.
 
         Args:
-            got: rotated q and k.
+            got: rotated q and k, or one of them.
             before: q and k themselves.
             rounded: whether by cos and sin in the dtype of q and k.
-            backwards: whether by the negative angles, as gradients are.
+            angles: other ones than those of the positions, such as their negatives.
 
         Raises:
             NotEqualError: saying how far it is from the formula.
         """
         at_most = ROUNDING[self.dtype][rounded]
-        angles = -self.angles if backwards else self.angles
+        angles = self.angles if angles is None else angles
         errors = [
             _error(after[:, at : at + _BLOCK], x[:, at : at + _BLOCK], angles[at : at + _BLOCK])
             for after, x in zip(got, before, strict=True)

@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +88,13 @@ def stamp(malloc: str) -> Machine:
     Args:
         malloc: the setting that `set_malloc` was called with.
     """
+    gpus = _gpus()
+    counts = Counter(name for name, _ in gpus)
+    packages = {name: known for name in _PACKAGES if (known := version_of(name))}
     return Machine(
         cpu=_cpu(),
         cores=cores(),
-        gpu=_gpu(),
+        gpu=", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items()) or None,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         mmpos=version(),
@@ -100,7 +103,7 @@ def stamp(malloc: str) -> Machine:
         malloc=malloc,
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        packages={name: known for name in _PACKAGES if (known := version_of(name))},
+        packages=packages | ({"GPU driver": gpus[0][1]} if gpus else {}),
     )
 
 
@@ -115,15 +118,10 @@ def _cpu() -> str:
     return next(filter(None, models), platform.processor() or platform.machine() or "unknown")
 
 
-def _gpu() -> str | None:
-    """The GPUs, from torch where a suite has imported it: importing it here would take longer than some suites."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    else:
-        names = (_said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
-    counts = {name: names.count(name) for name in dict.fromkeys(names)}
-    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items()) or None
+def _gpus() -> list[list[str]]:
+    """The name of every GPU, and the version of its driver."""
+    said = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    return [line.split(", ") for line in said.splitlines()]
 
 
 def _commit() -> str | None:

@@ -27,14 +27,6 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A place on a curve: what grows along it, such as "tokens", and how much of that."""
-
-    axis: str
-    value: float
-
-
-@dataclass(frozen=True)
 class Measurement:
     """One comparison; see `mmpos_bench.Comparison` and `mmpos_bench.Lineup` for the fields."""
 
@@ -43,7 +35,6 @@ class Measurement:
     entries: tuple[Timed, ...]
     work: dict[str, int]
     unit: str
-    point: Point | None = None
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Timed:
@@ -127,16 +118,14 @@ def _report_text(report: SuiteReport) -> str:
 
 
 def _row(measurement: Measurement) -> dict[str, object]:
-    values = vars(measurement) | {"facts": {name: _rounded(value) for name, value in measurement.facts.items()}}
-    if measurement.point is not None:
-        values["point"] = [measurement.point.axis, measurement.point.value]
-    values["entries"] = [
+    row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
+    if measurement.facts:
+        row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
+    row["entries"] = [
         [e.name, e.role, *map(_rounded, (e.timing.median, e.timing.p20, e.timing.p80)), e.timing.turns]
         for e in measurement.entries
     ]
-    return {
-        name: values[name] for name in ("group", "name", "work", "unit", "point", "facts", "entries") if values[name]
-    }
+    return row
 
 
 def _rounded(value: float) -> float:
@@ -149,11 +138,9 @@ def _report(machine: dict[str, Any], measurements: list[dict[str, Any]], **value
     return SuiteReport(machine=Machine(**machine), measurements=made, **values)
 
 
-def _measurement(
-    *, entries: Sequence[Sequence[Any]] = (), point: list[Any] | None = None, **values: Any
-) -> Measurement:
+def _measurement(*, entries: list[list[Any]], **values: Any) -> Measurement:
     timed = tuple(Timed(name, role, Timing(*numbers)) for name, role, *numbers in entries)
-    return Measurement(entries=timed, point=None if point is None else Point(*point), **values)
+    return Measurement(entries=timed, **values)
 
 
 # Text.
@@ -170,7 +157,8 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
     """Write a row per comparison, a column per contestant and fact; ours as multiples of the limit, peers of ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
-    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
+    of_limit = " (× limit)" if "limit" in roles.values() else ""
+    multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": ", the limit"}
     facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
     rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
     for m in measurements:

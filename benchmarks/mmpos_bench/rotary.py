@@ -1,368 +1,449 @@
-"""Rotations of q and k: into new tensors, in place, with gradients, norms and stores, against a copy of the bytes."""
+"""Rotations of q and k: into new tensors, in place, with gradients, norms and stores, against a copy of the bytes.
+
+A further launch is a `Way` of a group in `GROUPS`, from which timing, host cost and sanitizers take it; a further peer
+is one of `mmpos_bench.peers.rotations`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from typing import Any, Literal
 
-from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.proofs import holds
-from mmpos_bench.results import Point
-from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
-from mmpos_bench.timing import Budget, one_thread
-from mmpos_bench.workloads import workload
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions
+from mmpos_bench.timing import Budget, compare, one_thread
 
 with needed_for("the rotary suite", extra="all"):
     import torch
     from torch import Tensor
-    from torch.nn.functional import rms_norm
 
-    from mmpos.rotary import Cache, DevicePositions, Norm, apply_rotary, cos_sin, rotate_and_store
-    from mmpos.rotary.device import Implementation, Positions
-    from mmpos_bench.cuda import by_events, capture, no_waits
-    from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
-    from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, Rotate, Rotation
+    from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
+    from mmpos_bench.cuda import Replays, by_events
+    from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
+    from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make
 
-_LONG = (2048, 8192, 32768, 131072, 262144)
-_DECODE = 256
+_BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
-_BUDGET, _CURVE, _EVENTS = Budget(1.0, 15), Budget(0.5, 11), Budget(0.0, 61)
-_EPS = 1e-6
-_BLOCK = 16  # slots in a block of the cache
+_COLD, _MOST_SETS = 128 << 20, 64  # bytes that all sets move together; of many short calls, a graph's start is no part
+_TOY, _SCALE = LayerShape(2, 1, 16), 0.25  # of caches in 8 bits
+
+Call = Callable[[int], Any]
+"""Does the work on the set of that number, and gives what came of it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The work to do: a layer of a model, tokens, and the documents that they are of."""
+
+    shape: str
+    tokens: int
+    documents: int = 1
+
+    def __str__(self) -> str:
+        of = f" of {self.documents:,} documents" if self.documents > 1 else ""
+        return f"{self.shape}, {self.tokens:,} tokens{of}"
+
+
+SIZES = (*(Size(shape, 4096) for shape in SHAPES), Size("7B layer", 256))
+"""Of a CPU."""
+
+# Those that decide first: a run that is cut off by the clock has them.
+GPU_SIZES = (
+    *(Size("7B layer", tokens) for tokens in (8192, 2048, 256, 64, 16, 1)),
+    Size("7B layer", 256, 256),
+    Size("72B layer", 8192),
+    Size("vision encoder", 8192),
+    Size("7B layer", 32768),
+    Size("72B layer", 256),
+    Size("vision encoder", 2048),
+    Size("7B layer", 21504),
+    Size("72B layer", 2048),
+    Size("7B layer", 8192, 512),
+    Size("7B layer", 131072),
+    Size("72B layer", 32768),
+    Size("vision encoder", 32768),
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where layers are made: on a device, or as toys in Triton's interpreter, which prove the code of a GPU alone."""
+
+    device: Literal["cuda", "cpu"]
+    toy: bool = False
+
+    def layer(self, size: Size, dtype: torch.dtype = torch.bfloat16, sets: int | None = None) -> Layer:
+        """Make a layer; on a GPU with so many sets that the caches do not hold them, unless their number is given."""
+        shape, documents = SHAPES[size.shape], interleaved(size.tokens, size.documents)
+        if self.toy:  # in float32: the interpreter truncates bfloat16, which no proof passes
+            return Layer(_TOY, documents, torch.float32, "cpu", sets or 2, "triton")
+        moved = 4 * size.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
+        cold = max(2, min(_MOST_SETS, math.ceil(_COLD / moved))) if self.device == "cuda" else 1
+        return Layer(shape, documents, dtype, self.device, sets or cold)
+
+    def compare(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype = torch.bfloat16) -> Comparison:
+        """Line up a group at a size."""
+        name = f"{group}, {str(dtype).removeprefix('torch.')}"
+        line_up = partial(self._line_up, group, size, options, dtype)
+        timer, budget = (by_events, _EVENTS) if self.device == "cuda" else (compare, _BUDGET)
+        return Comparison(name, str(size), line_up, budget=budget, timer=timer)
+
+    def _line_up(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype) -> Lineup:
+        layer, known = self.layer(size, dtype), GROUPS[group]
+        ways = [*known.ways, *known.peers(layer, options)]
+        if self.device == "cuda" and layer.tokens > _REFERENCE:
+            ways = [way for way in ways if way.name != "mmpos, reference"]
+        work = {"tokens": layer.tokens, "documents": size.documents, "bytes": known.moved(layer)}
+        return Lineup([contestant(way, layer) for way in ways], work)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case: on the GPU where there is one, else on one CPU thread, but where threads are counted."""
-    with one_thread() as threads:
-        suite = _Suite("cuda" if torch.cuda.is_available() else "cpu", options)
-        yield from suite.shapes()
-        yield from suite.stores()
-        yield from suite.curves()
-        yield from suite.graphs() if suite.device == "cuda" else suite.over_threads(threads)
+    """Yield every case: on the GPU where there is one, else on one CPU thread."""
+    with one_thread():
+        yield from compared(Bench("cuda" if torch.cuda.is_available() else "cpu"), options)
 
 
-@dataclass(frozen=True)
-class _Suite:
-    """The cases of a device."""
-
-    device: str
-    options: SuiteOptions
-
-    def case(
-        self,
-        group: str,
-        line_up: Callable[[Layer, SuiteOptions], Lineup],
-        tokens: int,
-        shape: str = "7B layer",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> Comparison:
-        """Make a case on a layer that is made when it is timed, as its device wants it."""
-        name, layer = f"{shape}, {tokens:,} tokens", partial(Layer, SHAPES[shape], interleaved(tokens), dtype)
-        return self.timed(Comparison(group, name, lambda: line_up(layer(self.device), self.options), budget=_BUDGET))
-
-    def on_curve(self, group: str, name: str, point: Point, tokens: int, documents: int = 1) -> Comparison:
-        """Make a case in place, where nothing is allocated."""
-        layer = partial(Layer, SHAPES["7B layer"], interleaved(tokens, documents), torch.bfloat16, self.device)
-        return self.timed(Comparison(group, name, lambda: inplace(layer(), self.options), point=point, budget=_CURVE))
-
-    def timed(self, case: Comparison) -> Comparison:
-        """Time a case by the clock of the device."""
-        return replace(case, budget=_EVENTS, timer=by_events) if self.device == "cuda" else case
-
-    def shapes(self) -> Iterator[Comparison]:
-        """Yield every layer at every length."""
-        lengths = (8,) if self.options.quick else _LONG if self.device == "cuda" else (4096,)
-        layers = [(name, tokens) for name in SHAPES for tokens in lengths if self.fits(SHAPES[name], tokens)]
+def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
+    """Yield every group at every size."""
+    sizes: Sequence[Size] = [Size("7B layer", 8), Size("vision encoder", 8)][: 1 if bench.toy else 2]
+    if not options.quick:
+        sizes = GPU_SIZES if bench.device == "cuda" else SIZES
+    for size in filter(partial(fits, bench), sizes):
         # What is compiled takes seconds for each.
-        layers = layers[::2] if self.options.quick else [*layers, ("7B layer", _DECODE)]
-        few = layers[: 1 if self.options.quick else None]
-        for dtype, chosen in ((torch.bfloat16, layers), (torch.float32, few)):
-            for way, line_up in (("into new tensors", fresh), ("in place", inplace)):
-                for name, tokens in chosen:
-                    yield self.case(f"{way}, {str(dtype).removeprefix('torch.')}", line_up, tokens, name, dtype)
-        for name, tokens in few:
-            yield self.case("norm and rotation, bfloat16", normalised, tokens, name)
-            yield self.case("forward and backward, bfloat16", with_gradients, tokens, name)
+        groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
+        yield from (bench.compare(group, size, options) for group in groups)
+    for size in () if options.quick else sizes if bench.device == "cpu" else sizes[:1]:
+        yield from (bench.compare(group, size, options, torch.float32) for group in list(GROUPS)[:2])
 
-    def stores(self) -> Iterator[Comparison]:
-        """Yield the way from the projection to attention, as servers go it, in prefill and in decode."""
-        long = (_DECODE, *_LONG[:3]) if self.device == "cuda" else (_DECODE, 4096)
-        for tokens in (8,) if self.options.quick else long:
-            yield self.case("norm, rotation and store, bfloat16", stored, tokens)
 
-    def curves(self) -> Iterator[Comparison]:
-        """Yield time per token over tokens and over documents."""
-        most = 64 if self.options.quick else 262144 if self.device == "cuda" else 32768
-        for tokens in (16, 64, 256, 1024, 4096, 16384, 32768, 65536, 262144):
-            if tokens <= most and self.fits(SHAPES["7B layer"], tokens):
-                point = Point("tokens, an image of 16×16 in every 320", tokens)
-                yield self.on_curve("in place over tokens", f"{tokens:,} tokens", point, tokens)
-        tokens = 64 if self.options.quick else 8192
-        for count in (1, 2) if self.options.quick else (1, 2, 8, 64, 512):
-            point = Point(f"documents, {tokens:,} tokens in all", count)
-            yield self.on_curve("in place over documents", counted(count, "document"), point, tokens, count)
+def fits(bench: Bench, size: Size) -> bool:
+    """True where a GPU has memory for q and k in float32 two dozen times: contestants make copies of their own."""
+    if bench.device != "cuda":
+        return True
+    shape = SHAPES[size.shape]
+    needed = 24 * 4 * size.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
+    return needed <= torch.cuda.get_device_properties(0).total_memory
 
-    def over_threads(self, threads: int) -> Iterator[Comparison]:
-        """Yield as many threads as torch would take here, a copy likewise."""
-        tokens = 64 if self.options.quick else 4096
-        for count in sorted({1, threads, *(2**i for i in range(threads.bit_length()) if 2**i <= threads)}):
-            torch.set_num_threads(count)
-            yield self.on_curve("in place over threads", counted(count, "thread"), Point("threads", count), tokens)
 
-    def graphs(self) -> Iterator[Comparison]:
-        """Yield CUDA graphs whose positions change at every replay, at the size of a decoding step and of a training
-        step: no wait of the host, no kernel compiled anew.
-        """
-        group = "a CUDA graph replayed, positions changed every time"
-        for tokens in (64,) if self.options.quick else (256, 8192):
-            yield self.timed(Comparison(group, f"7B layer, {tokens:,} tokens", partial(_replayed, tokens)))
+# Ways.
 
-    def fits(self, shape: Shape, tokens: int) -> bool:
-        """True where a GPU has memory for q and k in float32 a dozen times: contestants make copies of their own."""
-        if self.device != "cuda":
-            return True
-        needed = 12 * 4 * tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
-        return needed <= torch.cuda.get_device_properties(0).total_memory
+Prove = Callable[[Layer, Any, Pair], None]
+"""Receives what a call gave for the first set, and q and k as they were before; raises NotEqualError."""
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way to rotate q and k."""
+class Way:
+    """One way to do the work of a layer."""
 
     name: str
-    rotate: Rotate
+    make: Callable[[Layer], Call]
+    prove: Prove = lambda layer, got, before: None  # only a limit may lack it
     role: Role = Role.OURS
-    rounded: bool = False  # whether cos and sin, or the result of a norm, are rounded to the dtype of q and k before
-
-    def contestant(self, layer: Layer, before: Callable[[], Pair] | None = None) -> Contestant:
-        """Rotate the q and k of a layer; before gives what should have been rotated, if anything else."""
-
-        def prove() -> None:
-            rotated = self.rotate(layer.q.clone(), layer.k.clone())
-            layer.judge(rotated, (layer.q, layer.k) if before is None else before(), rounded=self.rounded)
-
-        return Contestant(self.name, partial(self.rotate, layer.q, layer.k), prove, self.role)
 
 
-def _new_copies(layer: Layer) -> Contestant:
-    return limit("copy into new tensors", lambda: (layer.q.clone(), layer.k.clone()))
+@dataclass(frozen=True)
+class WaysOfWork:
+    """Ways of the same work, the limit first."""
+
+    ways: Sequence[Way]
+    moved: Callable[[Layer], int] = lambda layer: layer.moved  # bytes that must be read and written
+    peers: Callable[[Layer, SuiteOptions], Iterator[Way]] = lambda layer, options: iter(())
 
 
-def fresh(layer: Layer, options: SuiteOptions) -> Lineup:
-    """Line up rotations into new tensors, against copies in new tensors."""
-    ours = [way.contestant(layer) for way in _ours(layer)]
-    peers = [way.contestant(layer) for way in _peers(layer, options, lambda rotation: rotation.fresh)]
-    return Lineup([_new_copies(layer), *ours, _phases(layer), *peers], layer.work)
+def contestant(way: Way, layer: Layer) -> Contestant:
+    """Make what times a way: a call on the first set, or on a GPU replays of a graph of calls on all."""
+    made: list[Call] = []
+
+    def call(i: int) -> Any:
+        if not made:
+            made.append(way.make(layer))
+        return made[0](i)
+
+    timed: Any = partial(call, 0)
+    if layer.device == "cuda":
+        timed = Replays([partial(call, i) for i in range(len(layer.sets))])
+
+    def prove() -> None:
+        q, k = layer.sets[0]
+        before = q.clone(), k.clone()
+        way.prove(layer, call(0), before)
+        q.copy_(before[0])
+        k.copy_(before[1])
+        if isinstance(timed, Replays):
+            timed.capture()
+
+    return Contestant(way.name, timed, prove, way.role)
 
 
-def inplace(layer: Layer, options: SuiteOptions) -> Lineup:
-    """Line up rotations in place, against a copy into tensors that are there."""
-    q, k = torch.empty_like(layer.q), torch.empty_like(layer.k)
-    ways = [*_ours(layer, inplace=True), *_peers(layer, options, lambda rotation: rotation.inplace)]
-    copy = limit("copy", lambda: (q.copy_(layer.q), k.copy_(layer.k)))
-    return Lineup([copy, *(way.contestant(layer) for way in ways)], layer.work)
+def _rotated(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
+    layer.judge(got[:2], before, rounded=rounded)
 
 
-def with_gradients(layer: Layer, options: SuiteOptions) -> Lineup:
-    """Line up rotations into new tensors, and then the gradients of q and k, against both copies."""
-    gradients = layer.random(1)
-    q, k = (x.clone().requires_grad_() for x in (layer.q, layer.k))
-
-    def contestant(way: _Way) -> Contestant:
-        def call(incoming: Pair = gradients) -> Pair:
-            return _both(torch.autograd.grad(way.rotate(q, k), (q, k), incoming))
-
-        def prove() -> None:
-            with torch.no_grad():
-                layer.judge(way.rotate(layer.q.clone(), layer.k.clone()), (layer.q, layer.k), rounded=way.rounded)
-            # Copies, since some write into the gradients that come, too.
-            back = call((gradients[0].clone(), gradients[1].clone()))
-            layer.judge(back, gradients, rounded=way.rounded, backwards=True)
-
-        return Contestant(way.name, call, prove, way.role)
-
-    ways = [*_ours(layer), *_peers(layer, options, lambda rotation: rotation.training or rotation.fresh)]
-    copies = limit("copies into new tensors", lambda: [x.clone() for x in (layer.q, layer.k, *gradients)])
-    return Lineup([copies, *map(contestant, ways)], layer.work | {"bytes": 2 * layer.work["bytes"]})
+def _turned_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
+    layer.judge(got[:2], before, rounded=rounded, angles=-layer.angles)
 
 
-def _ours(layer: Layer, *, inplace: bool = False) -> Iterator[_Way]:
-    """Rotate from a table and from dense ids, and from a table by the reference in plain torch."""
-
-    def by(positions: Positions, implementation: Implementation, q: Tensor, k: Tensor) -> Pair:
-        return _both(apply_rotary(q, k, positions, layer.rotary, inplace=inplace, implementation=implementation))
-
-    yield _Way("mmpos, table", partial(by, layer.table, "auto"))
-    yield _Way("mmpos, dense ids", partial(by, layer.dense, "auto"))
-    if layer.device == "cpu" or layer.tokens <= _REFERENCE:
-        yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
+def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
+    layer.judge(got[:2], layer.normed((before[0].double(), before[1].double())), rounded=rounded)
 
 
-def _peers(layer: Layer, options: SuiteOptions, choose: Callable[[Rotation], Make | None]) -> Iterator[_Way]:
-    """Yield the peers that rotate in the chosen way, and take such tensors."""
+def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
+    """Compare with the same call of the reference, where there is no formula here."""
+    for x, kept in zip(layer.sets[0], before, strict=True):
+        x.copy_(kept)
+    twin = copy(layer)
+    twin.how = "reference"
+    for x, want in zip(got, make(twin)(0), strict=True):
+        error = float(((x.double() - want.double()).abs().amax() / want.double().abs().amax()).cpu())
+        at_most = ROUNDING[layer.dtype][True]
+        holds(error <= at_most, f"an error of {error:.1e}", f"at most {at_most:.1e}")
+
+
+def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded: bool = False) -> None:
+    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
+    keys, values = layer.caches
+    wide = before[0].double(), before[1].double()
+    layer.judge((got[0], keys[at][None]), layer.normed(wide) if norm else wide, rounded=rounded)
+    holds(torch.equal(values[at], layer.values[0][0]), "other values in the cache", "v")
+    keys.zero_()
+    values.zero_()
+
+
+def _stored_in_8_bits(layer: Layer, got: Any, before: Pair) -> None:
+    """Half a step of e4m3 is a sixteenth of a normal number, and 2⁻¹⁰ of the scale of the others."""
+    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
+    layer.judge(got[:1], before[:1])
+    error = (got[2][at].double() * _SCALE - layer.values[0][0].double()).abs()
+    at_most = layer.values[0][0].double().abs() / 15.9 + _SCALE * 2**-10
+    holds(bool((error <= at_most).all()), "other values in the cache", "v")
+
+
+def _moved(layer: Layer, got: Any, before: Pair) -> None:
+    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
+    layer.judge([layer.caches[0][at][None]], before[1:], angles=layer.angles.flip(0) - layer.angles)
+
+
+def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int = 1) -> Call:
+    """Copy what a rotation reads to where it writes, or into new tensors."""
+
+    def sources(i: int) -> list[Tensor]:
+        q, k = layer.sets[i]
+        known = {"q": q, "k": k} | ({"v": layer.values[i]} if "v" in tensors else {})
+        return [known[name] for name in tensors] * times
+
+    if fresh:
+        return lambda i: [x.clone() for x in sources(i)]
+    outs = [[torch.empty_like(x) for x in sources(i)] for i in range(len(layer.sets))]
+    return lambda i: [out.copy_(x) for out, x in zip(outs[i], sources(i), strict=True)]
+
+
+def _turn(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
+    """Rotate by a table or by dense ids."""
+    positions = layer.dense if dense else layer.table
+    asked = {"implementation": layer.how} | options
+    if norm:
+        asked["norm"] = layer.norm._replace(after=after)
+    return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **asked)
+
+
+def _by_cache(layer: Layer) -> Call:
+    """Rotate by the rows of an engine's cache of cos and sin."""
+    angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * torch.from_numpy(layer.rotary.inv_freq_array.copy())
+    return _turn(layer, cos_sin=torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32))
+
+
+def _half_turned(layer: Layer) -> Call:
+    half = Rotary(layer.shape.head_dim, rotary_dim=layer.shape.head_dim // 2)
+    return lambda i: apply_rotary(*layer.sets[i], layer.table, half, implementation=layer.how)
+
+
+def _phases(layer: Layer) -> Call:
+    """Compute cos and sin alone, which peers are given: what a model spends on them once for all its layers."""
+    return lambda i: cos_sin(layer.rotary, layer.table, "transformers")
+
+
+def _right_phases(layer: Layer, got: Any, before: Pair) -> None:
+    """q of ones and zeros, turned, is cos and sin."""
+    cos, sin = (table[0, :, None, : layer.shape.head_dim // 2] for table in got)
+    ones = torch.cat((torch.ones_like(cos), torch.zeros_like(cos)), dim=-1)[None]
+    turned = torch.cat((cos, sin), dim=-1)[None]
+    layer.judge((turned, turned), (ones, ones))
+
+
+def _apart(layer: Layer) -> Call:
+    """Normalise by torch, and then rotate."""
+    return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, implementation=layer.how)
+
+
+def _there_and_back(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
+    positions = layer.dense if dense else layer.table
+    weights = [x.detach().clone().requires_grad_() for x in layer.weights if norm]
+    asked = {"implementation": layer.how} | options
+    if norm:
+        asked["norm"] = Norm(weights[0], weights[1], EPS)
+    return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **asked), weights)
+
+
+def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weights: Sequence[Tensor] = ()) -> Call:
+    """Rotate copies of q and k, and bring gradients back, which have the values of q and k."""
+    leaves = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in layer.sets]
+
+    def call(i: int) -> tuple[Tensor, ...]:
+        q, k = leaves[i]
+        outs = [x for x in rotate(q, k) if x is not None]
+        return torch.autograd.grad(outs, [q, k, *weights], layer.sets[i])
+
+    return call
+
+
+def _store(layer: Layer, *, norm: bool = True) -> Call:
+    caches, asked = [Cache(*layer.caches, slots) for slots in layer.slots], layer.norm if norm else None
+    return lambda i: rotate_and_store(
+        *layer.sets[i], layer.values[i], layer.table, layer.rotary, caches[i], norm=asked, implementation=layer.how
+    )
+
+
+def _store_apart(layer: Layer, *, norm: bool = False) -> Call:
+    """Normalise and rotate, at once or not, and then store."""
+    turn, (keys, values) = _turn(layer, norm=True) if norm else _apart(layer), layer.caches
+    places = [(slots // PAGE, slots % PAGE) for slots in layer.slots]
+
+    def call(i: int) -> Any:
+        q, k = turn(i)
+        keys[places[i]], values[places[i]] = k[0], layer.values[i][0]
+        return q, k
+
+    return call
+
+
+def _store_in_8_bits(layer: Layer) -> Call:
+    keys, values = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in layer.caches)
+    scale = torch.full((1,), _SCALE, device=layer.device)
+
+    def call(i: int) -> tuple[Any, ...]:
+        cache = Cache(keys, values, layer.slots[i], k_scale=scale, v_scale=scale)
+        asked = *layer.sets[i], layer.values[i], layer.table, layer.rotary, cache
+        return rotate_and_store(*asked, implementation=layer.how)[0], keys, values
+
+    return call
+
+
+def _move(layer: Layer) -> Call:
+    """Turn stored keys to where they stand in reverse."""
+    keys, there = layer.caches[0], layer.dense.flip(1)
+    for slots, (_, k) in zip(layer.slots, layer.sets, strict=True):
+        keys.flatten(0, 1)[slots] = k[0]
+    return lambda i: rerotate(keys, layer.slots[i], layer.table, there, layer.rotary, implementation=layer.how)
+
+
+def _peers(layer: Layer, options: SuiteOptions, kind: str) -> Iterator[Way]:
+    """Yield the peers that rotate into new tensors ("fresh"), "inplace" or in "training", and take such tensors."""
     for name, load in ROTATIONS.items():
         rotation = options.peer(name, load)
-        if rotation and (make := choose(rotation)) and (rotate := make(layer)):
-            yield _Way(name, rotate, Role.PEER, rounded=True)
+        if rotation is None or layer.tokens > rotation.most:
+            continue
+        make: Make | None = getattr(rotation, kind) or (rotation.fresh if kind == "training" else None)
+        if make and (rotate := options.peer(name, partial(make, layer))):
+            if kind == "training":
+                yield Way(name, partial(_with_gradients, rotate=rotate), partial(_turned_back, rounded=True), Role.PEER)
+            else:
+                yield Way(name, partial(_on_sets, rotate=rotate), partial(_rotated, rounded=True), Role.PEER)
 
 
-def _both(pair: tuple[Tensor, Tensor | None] | tuple[Tensor, ...]) -> Pair:
-    """Return q and k, where both were given."""
-    q, k = pair
-    assert k is not None
-    return q, k
+def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
+    return lambda i: rotate(*layer.sets[i])
 
 
-def _phases(layer: Layer) -> Contestant:
-    """Compute cos and sin alone, which peers are given: what a model spends on them once for all its layers."""
-    call = partial(cos_sin, layer.rotary, layer.table, "transformers")
-
-    def prove() -> None:
-        # q of ones and zeros, turned, is cos and sin.
-        half = layer.shape.head_dim // 2
-        cos, sin = (table[0, :, None, :half] for table in call())
-        ones = torch.cat((torch.ones_like(cos), torch.zeros_like(cos)), dim=-1)[None]
-        turned = torch.cat((cos, sin), dim=-1)[None]
-        layer.judge((turned, turned), (ones, ones))
-
-    return Contestant("cos and sin alone", call, prove, Role.PART)
-
-
-def normalised(layer: Layer, options: SuiteOptions) -> Lineup:
-    """Line up rotations into new tensors after a norm of each head, against copies in new tensors."""
-    drawn = torch.rand(2, layer.shape.head_dim, generator=layer.generator(7), device=layer.device) + 0.5
-    weights = _both(drawn.to(layer.dtype).unbind())
-    norm = Norm(*weights, _EPS)
-
-    def at_once(q: Tensor, k: Tensor) -> Pair:
-        return _both(apply_rotary(q, k, layer.table, layer.rotary, norm=norm))
-
-    def apart(q: Tensor, k: Tensor) -> Pair:
-        return _both(apply_rotary(*_norms(q, k, weights), layer.table, layer.rotary))
-
-    ways = [_Way("mmpos, at once", at_once), _Way("torch's norm, then mmpos", apart, Role.PEER, rounded=True)]
+def _norms(layer: Layer, options: SuiteOptions) -> Iterator[Way]:
+    """Yield the peers that normalise, too."""
     for name, load in NORMS.items():
-        if make := options.peer(name, load):
-            ways.append(_Way(name, make(layer, weights, _EPS), Role.PEER, rounded=True))
-    before = partial(_norms, layer.q.double(), layer.k.double(), weights)
-    return Lineup([_new_copies(layer), *(way.contestant(layer, before) for way in ways)], layer.work)
+        make = options.peer(name, load)
+        if make and (rotate := options.peer(name, partial(make, layer, layer.weights, EPS))):
+            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
 
-def _norms(q: Tensor, k: Tensor, weights: Pair) -> Pair:
-    """Normalise the heads of q and k, each by its own weight."""
-    q, k = (rms_norm(x, weight.shape, weight.to(x.dtype), _EPS) for x, weight in zip((q, k), weights, strict=True))
-    return q, k
+def _part(name: str, make: Callable[[Layer], Call]) -> Way:
+    """Make a way that is compared with the same call of the reference."""
+    return Way(name, make, partial(_as_reference, make=make), Role.PART)
 
 
-def stored(layer: Layer, options: SuiteOptions) -> Lineup:
-    """Line up everything between the projection and attention, against a copy of the same bytes: q, k and v of all
-    tokens, and a cache whose blocks are dealt out anew.
-    """
-    (_, v), tokens, dim = layer.random(1), layer.tokens, layer.shape.head_dim
-    blocks = -(-tokens // _BLOCK)
-    both = torch.zeros(2, blocks, _BLOCK, layer.shape.k_heads, dim, dtype=layer.dtype, device=layer.device)
-    keys, values = both.unbind(0)
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
-    slots = (order[:, None] * _BLOCK + torch.arange(_BLOCK)).flatten()[:tokens].to(layer.device)
-    at = slots // _BLOCK, slots % _BLOCK
-    weights = _both(torch.rand(2, dim, generator=layer.generator(2), device=layer.device).to(layer.dtype).unbind(0))
-    norm = Norm(*weights, _EPS)
-
-    def in_one_call() -> Tensor:
-        cache = Cache(keys, values, slots)
-        return rotate_and_store(layer.q, layer.k, v, layer.table, layer.rotary, cache, norm=norm)[0]
-
-    def with_the_norm() -> Tensor:
-        return store(*_both(apply_rotary(layer.q, layer.k, layer.table, layer.rotary, norm=norm)))
-
-    def separately() -> Tensor:
-        return store(*_both(apply_rotary(*_norms(layer.q, layer.k, weights), layer.table, layer.rotary)))
-
-    def store(q: Tensor, k: Tensor) -> Tensor:
-        keys[at], values[at] = k[0], v[0]
-        return q
-
-    def copy() -> None:
-        layer.q.clone()
-        for x, cache in ((layer.k, keys), (v, values)):
-            cache.flatten(0, 1)[:tokens].copy_(x[0])
-
-    def prove(call: Callable[[], Tensor], rounded: bool) -> None:
-        both.zero_()
-        q = call()
-        before = _norms(layer.q.double(), layer.k.double(), weights)
-        layer.judge((q, keys[at][None]), before, rounded=rounded)
-        holds(torch.equal(values[at], v[0]), "other values in the cache", "v")
-
-    ways = (
-        ("mmpos, one call", in_one_call, Role.OURS, False),
-        ("norm and rotation, then store", with_the_norm, Role.PEER, False),
-        ("separate operations", separately, Role.PEER, True),
-    )
-    contestants = [Contestant(who, call, partial(prove, call, rounded), role) for who, call, role, rounded in ways]
-    moved = 2 * (layer.q.nbytes + layer.k.nbytes + v.nbytes)
-    return Lineup([limit("copy", copy), *contestants], layer.work | {"bytes": moved})
+def _ours(**options: Any) -> list[Way]:
+    """Rotate from a table and from dense ids, and from a table by the reference in plain torch."""
+    return [
+        Way("mmpos, table", partial(_turn, **options), _rotated),
+        Way("mmpos, dense ids", partial(_turn, dense=True, **options), _rotated),
+        Way("mmpos, reference", partial(_turn, implementation="reference", **options), _rotated, Role.PART),
+    ]
 
 
-def _replayed(tokens: int) -> Lineup:
-    """Refresh the table and replay; the limit is the replay of a copy."""
-    # One document of so many tokens, with more and fewer images, at other places.
-    variants = [interleaved(tokens), workload(1, tokens, 1, 4), workload(1, tokens, 2, 4), workload(1, tokens, 0, 1)]
-    layers = [Layer(SHAPES["7B layer"], documents, torch.bfloat16, "cuda") for documents in variants]
-    layer = layers[0]
-    capacity = max(one.positions.num_segments for one in layers)
-    device = DevicePositions.from_table(layer.positions, "cuda", capacity)
-    q_out, k_out = torch.empty_like(layer.q), torch.empty_like(layer.k)
+GROUPS: Mapping[str, WaysOfWork] = {
+    "into new tensors": WaysOfWork(
+        [
+            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+            *_ours(),
+            Way("cos and sin alone", _phases, _right_phases, Role.PART),
+        ],
+        peers=partial(_peers, kind="fresh"),
+    ),
+    "in place": WaysOfWork(
+        [Way("copy", _copy, role=Role.LIMIT), *_ours(inplace=True)], peers=partial(_peers, kind="inplace")
+    ),
+    "norm and rotation": WaysOfWork(
+        [
+            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+            Way("mmpos, at once", partial(_turn, norm=True), _normalised),
+            Way("torch's norm, then mmpos", _apart, partial(_normalised, rounded=True), Role.PEER),
+        ],
+        peers=_norms,
+    ),
+    "forward and backward": WaysOfWork(
+        [
+            Way("copies into new tensors", partial(_copy, fresh=True, times=2), role=Role.LIMIT),
+            Way("mmpos, table", _there_and_back, _turned_back),
+            Way("mmpos, dense ids", partial(_there_and_back, dense=True), _turned_back),
+            Way("mmpos, reference", partial(_there_and_back, implementation="reference"), _turned_back, Role.PART),
+            _part("with a norm", partial(_there_and_back, norm=True)),
+        ],
+        lambda layer: 2 * layer.moved,
+        partial(_peers, kind="training"),
+    ),
+    "norm, rotation and store": WaysOfWork(
+        [
+            Way("copy", partial(_copy, tensors="qkv"), role=Role.LIMIT),
+            Way("mmpos, one call", _store, _stored),
+            Way("without a norm", partial(_store, norm=False), partial(_stored, norm=False), Role.PART),
+            Way("in 8 bits, without a norm", _store_in_8_bits, _stored_in_8_bits, Role.PART),
+            Way("norm and rotation, then store", partial(_store_apart, norm=True), _stored, Role.PEER),
+            Way("separate operations", _store_apart, partial(_stored, rounded=True), Role.PEER),
+        ],
+        lambda layer: layer.moved + 2 * layer.values[0].nbytes,
+    ),
+    "other rotations": WaysOfWork(
+        [
+            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+            Way("conjugate", partial(_turn, conjugate=True), _turned_back, Role.PART),
+            Way("by an engine's cache", _by_cache, _rotated, Role.PART),
+            _part("half of each head", _half_turned),
+            _part("norm after", partial(_turn, norm=True, after=True)),
+            Way("norm, in place", partial(_turn, norm=True, inplace=True), _normalised, Role.PART),
+        ]
+    ),
+    "stored keys moved": WaysOfWork(
+        [Way("copy of k", partial(_copy, tensors="k"), role=Role.LIMIT), Way("mmpos, rerotate", _move, _moved)],
+        lambda layer: 2 * layer.k.nbytes,
+    ),
+}
+"""The groups of ways, those of other dtypes first."""
 
-    def copy() -> None:
-        q_out.copy_(layer.q)
-        k_out.copy_(layer.k)
 
-    def rotate() -> None:
-        q, k = _both(apply_rotary(layer.q, layer.k, device, layer.rotary))
-        q_out.copy_(q)
-        k_out.copy_(k)
-
-    def rotate_in_place() -> None:
-        apply_rotary(q_out, k_out, device, layer.rotary, inplace=True)
-
-    copied, rotated, turned = (capture(call) for call in (copy, rotate_in_place, rotate))
-    turns = cycle(layers)
-    compiled = _compiled()
-
-    def step(replay: Callable[[], object]) -> None:
-        device.refresh(next(turns).positions)
-        replay()
-
-    def prove() -> None:
-        for one in layers:
-            with no_waits():
-                device.refresh(one.positions)
-                turned()
-            one.judge((q_out, k_out), (layer.q, layer.k))
-            copied()
-            device.refresh(one.positions)
-            rotated()
-            one.judge((q_out, k_out), (layer.q, layer.k))
-        holds(_compiled() == compiled, f"{_compiled()} kernels", f"{compiled}, those of the capture")
-
-    def facts() -> Mapping[str, float]:
-        return {"kernels compiled after the capture": _compiled() - compiled}
-
-    contestants = (
-        limit("copy, replayed", copied),
-        Contestant("refresh, and in place", lambda: step(rotated), proof=prove),
-        Contestant("in place, the same positions", rotated, prove, Role.PART),
-        Contestant("refresh alone", lambda: device.refresh(next(turns).positions), prove, Role.PART),
-    )
-    return Lineup(contestants, layer.work, facts)
-
-
-def _compiled() -> int:
-    """Count the kernels that Triton has compiled in this process."""
-    from mmpos.rotary.kernel.rotate import rotary_kernel
-
-    return sum(len(caches[0]) for caches in rotary_kernel.device_caches.values())
+def launches(layer: Layer, only: Sequence[str] = ()) -> dict[str, Call]:
+    """Make every call of ours, and the copies beside them, by group and name, or some."""
+    ways = {f"{group}: {way.name}": way for group, known in GROUPS.items() for way in known.ways}
+    chosen = {name: way for name, way in ways.items() if not only or name in only}
+    ours = {name: way for name, way in chosen.items() if way.role is not Role.PEER and "reference" not in name}
+    return {name: way.make(layer) for name, way in ours.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from tokenize import TokenError  # numpy reads headers with it
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, place_specs, scheme_words
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_words
 from mmpos.cli.options import (
     DEFAULT,
     Axes,
@@ -29,6 +28,7 @@ from mmpos.cli.options import (
     scheme_option,
 )
 from mmpos.errors import InvalidInputError
+from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis
     from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
-
-
-class Padding(StrEnum):
-    """The side of a padded batch on which padding is."""
-
-    LEFT = "left"
-    RIGHT = "right"
 
 
 @app.command(
@@ -68,7 +61,7 @@ def check(
         int | None, typer.Option(help="Id of each document's first token: 0, or the model's.", show_default=False)
     ] = None,
     axes: Axes = None,
-    padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
+    padding: Annotated[Side, typer.Option(help="Where a padded batch has its padding.")] = "right",
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -79,7 +72,7 @@ def check(
     segments = SegmentTable.from_documents(specs.documents)
     how, first = _scheme_and_start(specs, scheme, axes, config)
     start = first if start is None else start
-    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding.value, tolerance=tolerance)
+    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding, tolerance=tolerance)
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
@@ -214,8 +207,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
     ]
 
 
-plot = typer.Typer(name="plot", invoke_without_command=True)
-app.add_typer(plot)
+plot = group("plot", "Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
@@ -233,13 +225,6 @@ def _complete_allocation(incomplete: str) -> list[str]:
     from mmpos.rotary.allocation import ALLOCATIONS
 
     return [name for name in ALLOCATIONS if name.startswith(incomplete)]
-
-
-@plot.callback()
-def root(context: typer.Context) -> None:
-    """Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")

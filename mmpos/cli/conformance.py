@@ -12,34 +12,27 @@ import numpy as np
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import app
+from mmpos.cli.commands import group
+from mmpos.cli.options import read_part
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments.kinds import Audio, Clip, Grid, Segment, Text, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
-    from mmpos.analysis.conformance import Report
+    from mmpos.analysis.conformance import Outcome
     from mmpos.rotary import Rotary
 
-conformance = typer.Typer(name="conformance", invoke_without_command=True)
-app.add_typer(conformance)
+conformance = group("conformance", "Check the ids and rotations of any program, by cases from independent sources.")
 
 Patterns = Annotated[
     list[str] | None,
     typer.Argument(metavar="[PATTERN...]", help="Cases by name, such as 'rope-tie/*'.", show_default="all"),
 ]
-
-
-@conformance.callback()
-def root(context: typer.Context) -> None:
-    """Check the ids and rotations of any program, by cases from independent sources."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @conformance.command(
@@ -181,20 +174,11 @@ _FLAT = ("input_ids", "image_grid_thw", "video_grid_thw", "seconds_per_grid", "a
 
 
 def _part(part: dict[str, Any]) -> Segment:
-    seconds = part.get("seconds_per_frame")
-    per_frame = None if seconds is None else Fraction(seconds)
-    match part:
-        case {"text": tokens}:
-            return Text(tokens)
-        case {"audio": tokens}:
-            return Audio(tokens)
-        case {"thumbnail": (height, width)}:
-            return Thumbnail(height, width, part.get("tokens_after", 0))
-        case {"tile": (height, width)}:
-            return Tile(height, width, part.get("tokens_after", 0))
-        case {"clip": (frames, height, width), "audio_tokens": tokens}:
-            return Clip(height, width, frames=frames, audio=tokens, seconds_per_frame=per_frame)
-    return Grid.from_thw(part["grid"], row_separator=part.get("row_separator", False), seconds_per_frame=per_frame)
+    """Read a part, whose times are fractions as text, and whose clips call their audio by another name."""
+    told = {"audio" if name == "audio_tokens" else name: value for name, value in part.items()}
+    if "seconds_per_frame" in told:
+        told["seconds_per_frame"] = Fraction(told["seconds_per_frame"])
+    return read_part("segments", told)
 
 
 def _scheme(told: dict[str, Any]) -> Scheme:
@@ -224,7 +208,7 @@ def _line(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _text(result: Report) -> str:
+def _text(result: Outcome) -> str:
     """Write findings a line each, then reasons for what was declined, by case where none may be, and the summary."""
     lines = [str(finding) for finding in result.findings]
     if result.require_all:
@@ -243,7 +227,7 @@ def _text(result: Report) -> str:
     return "\n".join([*lines, f"{counted(sum(counts.values()), 'case')}: {told}."])
 
 
-def _json(result: Report) -> str:
+def _json(result: Outcome) -> str:
     return report.json_lines(
         {
             "passed": result.passed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -25,6 +27,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT = "rope-tie"
+
+
+def flat(command: Callable[..., T]) -> Callable[..., T]:
+    """Give a command the fields of each dataclass among its parameters as options of their own."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+
+    @wraps(command)
+    def run(**given: Any) -> T:
+        made = {
+            name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
+        }
+        return command(**given, **made)
+
+    flattened: list[inspect.Parameter] = []
+    for each in parameters:
+        own = inspect.signature(groups[each.name], eval_str=True).parameters.values() if each.name in groups else [each]
+        flattened += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    run.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {each.name: each.annotation for each in flattened}
+    return run
 
 
 def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
@@ -263,14 +286,15 @@ def _json(path: str, data: bytes) -> Specs:
     for d, parts in enumerate(documents):
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
-        read.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+        read.append([read_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
     scheme, axes = content.get("scheme"), content.get("axes")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
     return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
-def _part(name: str, part: object) -> Segment:
+def read_part(name: str, part: object) -> Segment:
+    """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; the name is that of errors."""
     other = _without_grid(name, part) if isinstance(part, dict) else None
     if other is not None:
         return other

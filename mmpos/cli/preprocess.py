@@ -7,18 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
@@ -34,38 +33,13 @@ FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
 _PAUSE = 5.0  # seconds between two lines
 
 
-class Engine(StrEnum):
-    """The engine that does the work."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-class OnError(StrEnum):
-    """The treatment of a record that cannot be used."""
-
-    RAISE = "raise"
-    SKIP = "skip"
-
-
-class OnImageError(StrEnum):
-    """The treatment of an image that cannot be read, where it is another than that of its record."""
-
-    DROP = "drop"
-    SKIP_DOCUMENT = "skip-document"
-    RAISE = "raise"
-
-
 _OPTION = "NAME=VALUE"
 
 
-@app.command()
-def preprocess(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.", show_default=False)],
+@dataclass(frozen=True)
+class RecordFlags:
+    """The options that say how records are read."""
+
     format_name: Annotated[
         str,
         typer.Option(
@@ -76,53 +50,101 @@ def preprocess(
             show_default=False,
             autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
-    ],
-    format_options: Annotated[
+    ]
+    format_option: Annotated[
         list[str] | None,
-        typer.Option(
-            "--format-option", metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False
-        ),
-    ] = None,
-    image_options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--image-option", metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False
-        ),
-    ] = None,
+        typer.Option(metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False),
+    ] = None
     images_from: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where paths of images begin.", show_default="no paths are read"),
-    ] = None,
-    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes",
-    markers: Annotated[
+    ] = None
+
+    def preprocess(self, builder: SequenceBuilder) -> Preprocess:
+        """Make the callable that reads a record and builds its sequence."""
+        from mmpos.data.examples import Preprocess
+        from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
+        from mmpos.data.formats.images import Images
+
+        name = self.format_name
+        if name not in FORMATS:
+            want = f"{did_you_mean(name, FORMATS)}, want one of {', '.join(FORMATS)}"
+            raise InvalidInputError(f"--format: got {name!r}{want}")
+        if self.images_from is not None and not self.images_from.is_dir():
+            raise InvalidInputError(f"--images-from: got {str(self.images_from)!r}, want a folder")
+        records = FORMATS[name](images=Images(self.images_from))
+        if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
+            records = replace(records, template=ChatTemplate())
+        return Preprocess(_assigned("--format-option", records, self.format_option), builder)
+
+
+@dataclass(frozen=True)
+class SequenceFlags:
+    """The options that say how sequences are built."""
+
+    image_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False),
+    ] = None
+    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes"
+    marker: Annotated[
         list[str] | None,
         typer.Option(
-            "--marker",
             metavar=_OPTION,
             help="Of images, such as begin=<|vision_start|>, or begin= for none; begin, end, patch, row and last_row.",
             show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
-    ] = None,
-    scheme: SchemeName = None,
-    no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
-    on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
+    ] = None
+    scheme: SchemeName = None
+
+    def builder(self) -> SequenceBuilder:
+        """Make the builder."""
+        from mmpos.images import ImageProcessor
+        from mmpos.sequence.builder import Markers, SequenceBuilder
+
+        processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
+        images = _assigned("--image-option", processor, self.image_option)
+        markers = _assigned("--marker", Markers(), self.marker)
+        scheme = make_scheme(DEFAULT if self.scheme is None else self.scheme)
+        return SequenceBuilder(_tokenizer(self.tokenizer), images=images, scheme=scheme, markers=markers)
+
+
+@dataclass(frozen=True)
+class WorkFlags:
+    """The options that say how the work is done, and what to do about broken records."""
+
+    no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False
+    on_error: Annotated[Literal["raise", "skip"], typer.Option(help="What to do about a broken record.")] = "raise"
     max_skipped: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
             help="Largest share of the first 1,000 records of a worker that may be skipped; ten always may.",
         ),
-    ] = 0.1,
+    ] = 0.1
     on_image_error: Annotated[
-        OnImageError | None,
+        Literal["drop", "skip-document", "raise"] | None,
         typer.Option(help="What to do about a broken image.", show_default="as about any broken record"),
-    ] = None,
-    engine: Annotated[Engine, typer.Option(help="Processes of this machine, or a cluster.")] = Engine.LOCAL,
-    workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")
-    ] = False,
+    ] = None
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Processes of this machine, or a cluster.")] = "local"
+    workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")] = (
+        False
+    )
+
+
+@app.command()
+@flat
+def preprocess(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.", show_default=False)],
+    records: RecordFlags,
+    sequences: SequenceFlags,
+    work: WorkFlags,
 ) -> None:
     """Make ready sequences of a corpus: one Parquet file of every shard.
 
@@ -133,57 +155,26 @@ def preprocess(
     try:
         from mmpos.data import shards, write_sequences
 
-        builder = _builder(tokenizer, image_options or (), markers or (), DEFAULT if scheme is None else scheme)
-        callable_ = replace(
-            _callable(format_name, format_options or (), images_from, builder),
-            on_image_error=None if on_image_error is None else on_image_error.value,
-        )
+        callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with _reporting() as tell:
             summary = write_sequences(
                 shards(inputs),
                 output,
                 callable_,
-                engine=engine.value,
-                workers=workers,
-                on_error=on_error.value,
-                max_skipped=max_skipped,
-                patches=not no_patches,
-                overwrite=overwrite,
-                max_tokens=max_tokens,
+                engine=work.engine,
+                workers=work.workers,
+                on_error=work.on_error,
+                max_skipped=work.max_skipped,
+                patches=not work.no_patches,
+                overwrite=work.overwrite,
+                max_tokens=work.max_tokens,
                 report=tell,
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
         raise typer.Exit(INTERRUPTED) from None
     _print(summary, output)
-
-
-def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Preprocess:
-    from mmpos.data.examples import Preprocess
-    from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
-    from mmpos.data.formats.images import Images
-
-    if name not in FORMATS:
-        raise InvalidInputError(
-            f"--format: got {name!r}{did_you_mean(name, FORMATS)}, want one of {', '.join(FORMATS)}"
-        )
-    if images_from is not None and not images_from.is_dir():
-        raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
-    records = FORMATS[name](images=Images(images_from))
-    if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
-        records = replace(records, template=ChatTemplate())
-    return Preprocess(_assigned("--format-option", records, options), builder)
-
-
-def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:
-    from mmpos.images import ImageProcessor
-    from mmpos.sequence.builder import Markers, SequenceBuilder
-
-    processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
-    images = _assigned("--image-option", processor, image_options)
-    special = _assigned("--marker", Markers(), markers)
-    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=make_scheme(scheme), markers=special)
 
 
 def _tokenizer(name: str) -> Any:
@@ -201,9 +192,9 @@ def _tokenizer(name: str) -> Any:
         raise InvalidInputError(f"--tokenizer: got {name!r}, want a tokenizer.json ({error})") from None
 
 
-def _assigned(option: str, target: Any, assignments: Sequence[str]) -> Any:
+def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
     """Replace the settings with the values of an option that may come several times: name=value, or name.name=value."""
-    for assignment in assignments:
+    for assignment in assignments or ():
         path, equals, value = assignment.partition("=")
         if not equals:
             raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")

@@ -22,8 +22,8 @@ from mmpos.__main__ import main
 from mmpos.analysis.compare import (
     ENCODING_PROPERTIES,
     SCHEME_PROPERTIES,
-    Finding,
     Matrix,
+    Measurement,
     Property,
     measure,
     measure_encodings,
@@ -300,7 +300,7 @@ class Floored(MRopeQwen25):
         return Placement(whole.origin[:1], None, [0], [0], pieces=whole.pieces)
 
 
-def found(properties: tuple[Property, ...], named: Any, name: str) -> Finding:
+def found(properties: tuple[Property, ...], named: Any, name: str) -> Measurement:
     """One property alone: the others take time."""
     return next(each for each in properties if each.name == name).measure(named)
 
@@ -333,7 +333,7 @@ def found(properties: tuple[Property, ...], named: Any, name: str) -> Finding:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_a_scheme_that_breaks_a_property_is_told_where(scheme: Scheme, name: str, words: str) -> None:
-    assert found(SCHEME_PROPERTIES, scheme, name) == Finding(False, words)
+    assert found(SCHEME_PROPERTIES, scheme, name) == Measurement(False, words)
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ def test_schemes_with_parameters_are_named_with_them() -> None:
     matrix = measure(["rope-tie-v2", RopeTieV2(rounding="floor")])
     assert list(matrix.rows) == ["rope-tie-v2", "rope-tie-v2(rounding=floor)"]
     assert (matrix["rope-tie-v2(rounding=floor)", "integer"], matrix["rope-tie-v2", "integer"].value) == (
-        Finding(True),
+        Measurement(True),
         False,
     )
 
@@ -412,7 +412,7 @@ class RowsOnly(Rotation):
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_an_encoding_that_breaks_a_property_is_told_where(encoding: Encoding, name: str, words: str) -> None:
-    assert found(ENCODING_PROPERTIES, encoding, name) == Finding(False, words)
+    assert found(ENCODING_PROPERTIES, encoding, name) == Measurement(False, words)
 
 
 def test_tables_of_other_sizes_are_measured_as_far_as_they_go() -> None:
@@ -450,8 +450,6 @@ class Wordless(Encoding):
         (lambda: measure_encodings([Wordless()]), "encoding: got <"),
         (lambda: record.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
         (lambda: record.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
-        (lambda: Finding(False), "Finding.why: got '' for False, want the reason"),
-        (lambda: Finding(True, "since"), "Finding.why: got 'since' for True, want none"),
     ],
 )
 def test_mistakes_are_named(call: Any, message: str) -> None:
@@ -475,7 +473,7 @@ def test_pages_tell_what_is_measured(page: Any) -> None:
 def test_pages_quote_everything_and_nothing_else() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
     assert all(f"<!-- compare: {name} -->" in pages for name in record.QUOTES)
-    with pytest.raises(SystemExit, match="compare: got 'colours', want one of schemes, "):
+    with pytest.raises(SystemExit, match="quote: got 'colours', want one of schemes, "):
         record.filled_in("<!-- compare: colours -->\n<!-- /compare -->")
     changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
     assert record.filled_in(changed).splitlines()[1] == (

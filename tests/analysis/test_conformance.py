@@ -22,7 +22,7 @@ import pytest
 from waiting import alive, eventually
 
 from mmpos.__main__ import main
-from mmpos.analysis.conformance import Case, Report, Tolerances, load_cases, run
+from mmpos.analysis.conformance import Case, Outcome, Tolerances, load_cases, run
 from mmpos.cli.conformance import Asked
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES
@@ -277,7 +277,7 @@ def test_tolerances_let_floats_pass_and_never_another_integer() -> None:
     assert (
         case.difference({"position_ids": [[3, 0]]}, Tolerances(ids=0.5)) is None
     )  # as 0.0 is written in some languages
-    with pytest.raises(InvalidInputError, match=r"tolerance of ids: got nan, want a number >= 0"):
+    with pytest.raises(InvalidInputError, match=r"tolerance of ids: got nan, want a finite number >= 0"):
         Tolerances(ids=float("nan"))
 
 
@@ -295,7 +295,7 @@ for line in sys.stdin:
 """
 
 
-def ran(body: str = "pass", cases: Sequence[Case] = CASES, time_limit: float = 60.0, end: str = "") -> Report:
+def ran(body: str = "pass", cases: Sequence[Case] = CASES, time_limit: float = 60.0, end: str = "") -> Outcome:
     """The report on a program that answers well but for this statement, and one at its end."""
     return run([sys.executable, "-c", LOOP.replace("{body}", body) + end], cases, time_limit=time_limit)
 

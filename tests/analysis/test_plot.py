@@ -51,31 +51,27 @@ def test_the_plane_holds_columns_right_and_rows_down() -> None:
     assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
     (image,) = plane.images
     assert image.points.tolist() == [[5, 8, 11, 5, 8, 11], [6, 6, 6, 10, 10, 10]]
-    assert (image.sides, image.square, image.upright, image.spacing) == ((2, 3, 1), (2, 14), True, 3)
+    assert (image.sides, image.square, image.upright, image.spacing) == ((1, 2, 3), (2, 14), True, 3)
     assert image.gaps == ((Fraction(4), Fraction(3)),) * 2
-    assert image.label == "2×3\ngap (4, 3) on both sides"
     assert plane.end.tolist() == [[16], [16]]
     assert plane.bounds.tolist() == [[0, 16], [0, 16]]
 
 
-def test_gaps_are_exact_fractions() -> None:
-    (image,) = read_plane(table("1,2x3,2", scheme="rope-tie-fractional"), 0).images
-    assert image.gaps == ((Fraction(7, 3), Fraction(7, 4)),) * 2
-
-
-def test_gaps_that_differ_are_both_named() -> None:
-    (image,) = read_plane(table("4,4x10,4", scheme="naive-2d"), 0).images
-    assert image.label == "4×10\ngaps (1, 1) and (7, 1)"
-
-
-def test_an_image_at_the_end_reaches_to_the_next_position() -> None:
-    (image,) = read_plane(table("3,2x3"), 0).images
-    assert image.square == (2, 14)
-
-
-def test_an_image_at_the_start_has_no_text_before() -> None:
-    (image,) = read_plane(table("2x3,2"), 0).images
-    assert (image.square, image.label) == (None, "2×3")
+@pytest.mark.parametrize(
+    ("spec", "scheme", "label", "square"),
+    [
+        ("3,2x3,2", "rope-tie", "2×3\ngap (4, 3) on both sides", (2, 14)),
+        ("1,2x3,2", "rope-tie-fractional", "2×3\ngap (7/3, 7/4) on both sides", (0, 7)),
+        ("4,4x10,4", "naive-2d", "4×10\ngaps (1, 1) and (7, 1)", (3, 14)),
+        ("3,2x3", "rope-tie", "2×3\ngap (4, 3) on both sides", (2, 14)),  # up to the next position
+        ("2x3,2", "rope-tie", "2×3", None),
+        ("1,2x2,1", "rows", "2×2", None),  # its text is off the diagonal
+        ("1,2x1x3,1", "mrope", "2×1×3\ngaps (1, 1) and (3, 1)", (0, 4)),
+    ],
+)
+def test_sides_and_gaps_of_an_image_are_named(spec: str, scheme: str, label: str, square: Any) -> None:
+    (image,) = read_plane(table(spec, scheme=scheme), 0).images
+    assert (image.label, image.square) == (label, square)
 
 
 def test_one_axis_is_drawn_over_tokens() -> None:
@@ -88,7 +84,6 @@ def test_one_axis_is_drawn_over_tokens() -> None:
 def test_three_axes_are_drawn_as_rows_and_columns() -> None:
     (image,) = read_plane(table("1,2x1x3", scheme="mrope"), 0).images
     assert image.points.tolist() == [[1, 2, 3, 1, 2, 3], [1, 1, 1, 1, 1, 1]]
-    assert image.label.startswith("2×1×3\n")
 
 
 def test_padding_and_cut_images_are_read() -> None:
@@ -97,10 +92,11 @@ def test_padding_and_cut_images_are_read() -> None:
     assert [image.points.tolist() for image in plane.images] == [[[5, 8, 11, 5], [6, 6, 6, 10]]]
 
 
-def test_text_of_schemes_off_the_diagonal_is_text() -> None:
-    plane = read_plane(table("3,2x2,2", scheme="rows"), 0)
-    assert plane.text.tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 3, 3]]
-    assert plane.end.shape == (2, 0)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "grid-2d"])
+def test_every_token_of_every_scheme_is_drawn(scheme: str) -> None:
+    plane = read_plane(table("2,2x3,1", scheme=scheme), 0)
+    assert (plane.text.shape[1], sum(image.points.shape[1] for image in plane.images)) == (3, 6)
+    assert bool(plane.end.size) == (scheme != "rows")
 
 
 def test_a_png_holds_every_part_in_its_colour(tmp_path: Path) -> None:
@@ -112,73 +108,45 @@ def test_a_png_holds_every_part_in_its_colour(tmp_path: Path) -> None:
     assert [found.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
 
 
-def test_an_svg_names_axes_images_and_next_position(tmp_path: Path) -> None:
+def test_rows_go_down_where_they_are_ids() -> None:
+    for scheme, downwards in (("rope-tie", True), ("flatten", False)):
+        (axes,) = plot_positions(table("3,2x3", scheme=scheme)).axes
+        assert axes.yaxis_inverted() == downwards
+        assert not axes.xaxis_inverted()
+
+
+def test_a_document_alone_has_all_in_its_legend(tmp_path: Path) -> None:
     plot_positions(table("3,2x3,2"), tmp_path / "ids.svg", title="Three words")
     words = texts(tmp_path / "ids.svg")
-    for line in (
-        "column id",
-        "row id (downwards, as in an image)",
-        "text: 5 tokens",
-        "gap (4, 3) on both sides",
-        "next position: 16",
-        "Three words",
-    ):
-        assert line in words
+    row, between = "row id (downwards, as in an image)", ["from the text before", "to the text after"]
+    lines = ["column id", row, "text: 5 tokens", "image 1: 2×3", "gap (4, 3) on both sides", *between]
+    assert {*lines, "next position: 16", "Three words"} <= {*words}
+    plot_positions(table(",".join(["9,8x8"] * 12), scheme="mrope"), tmp_path / "many.svg")
+    words = texts(tmp_path / "many.svg")
+    assert {"mrope: 876 tokens", "and 5 more images", "(frame ids are not drawn)"} <= {*words}
+    plot_positions(table("3", "2").take([3], [5]), tmp_path / "view.svg")
+    assert "document 1, rope-tie" in texts(tmp_path / "view.svg")
 
 
-def test_the_same_table_gives_the_same_bytes(tmp_path: Path) -> None:
-    positions = table("3,2x3,2")
+def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller(tmp_path: Path) -> None:
+    import matplotlib
+
     for kind, start in (("svg", b"<?xml "), ("png", b"\x89PNG"), ("pdf", b"%PDF-")):
-        for name in ("a", "b"):
-            plot_positions(positions, tmp_path / f"{name}.{kind}")
+        plot_positions(table("3,2x3,2"), tmp_path / f"a.{kind}")
+        with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path"}):
+            plot_positions(table("3,2x3,2"), tmp_path / f"b.{kind}")
+            assert matplotlib.rcParams["font.size"] == 30.0
         data = (tmp_path / f"a.{kind}").read_bytes()
         assert data.startswith(start)
         assert data == (tmp_path / f"b.{kind}").read_bytes()
         assert not any(word in data for word in (b"dc:date", b"CreationDate"))
 
 
-def test_settings_of_the_caller_change_nothing_and_stay(tmp_path: Path) -> None:
-    import matplotlib
-
-    plot_positions(table("3"), tmp_path / "a.svg")
-    with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path"}):
-        plot_positions(table("3"), tmp_path / "b.svg")
-        assert matplotlib.rcParams["font.size"] == 30.0
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "grid-2d"])
-def test_every_scheme_can_be_drawn(tmp_path: Path, scheme: str) -> None:
-    plot_positions(table("2,2x3,1", scheme=scheme), tmp_path / "ids.svg")
-    words = texts(tmp_path / "ids.svg")
-    assert f"{scheme}: 9 tokens" in words
-    assert "text: 3 tokens" in words
-
-
-def test_documents_are_drawn_one_below_the_other(tmp_path: Path) -> None:
-    plot_positions(table("3", "2,4x4", "1"), tmp_path / "ids.png")
-    with Image.open(tmp_path / "ids.png") as picture:
-        assert picture.size in ((1600, 3480), (1600, 3479))  # matplotlib 3.10 cuts off what 3.11 rounds
-
-
-def test_fine_images_are_thinned_and_say_so(tmp_path: Path) -> None:
-    plot_positions(table("3,128x128,3,100x128,1000"), tmp_path / "ids.svg")
-    assert texts(tmp_path / "ids.svg").count("(1 in 2 rows and columns)") == 2
-    plot_positions(table("3,128x128,3"), tmp_path / "whole.svg")
-    assert not any("rows and columns" in line for line in texts(tmp_path / "whole.svg"))
-
-
-def test_points_that_would_melt_together_are_a_block(tmp_path: Path) -> None:
-    plot_positions(table("9,8x8,9", scheme="rope-tie-v2"), tmp_path / "points.svg")
-    assert (tmp_path / "points.svg").read_text().count("<use ") > 18 + 64
-    plot_positions(table("900,8x8,9", scheme="rope-tie-v2"), tmp_path / "block.svg")
-    assert 909 < (tmp_path / "block.svg").read_text().count("<use ") < 909 + 64
-    assert "8×8" in " ".join(texts(tmp_path / "block.svg"))
-
-
-def test_many_images_are_counted_in_the_legend(tmp_path: Path) -> None:
-    plot_positions(table(",".join(["9,8x8"] * 12)), tmp_path / "ids.svg")
-    assert "and 5 more images" in texts(tmp_path / "ids.svg")
+def test_points_that_would_melt_together_are_a_block() -> None:
+    for text, blocks in ((9, 0), (900, 1)):
+        (axes,) = plot_positions(table(f"{text},8x8,9", scheme="rope-tie-v2")).axes
+        assert len(axes.collections) == blocks
+        assert sum(len(np.asarray(line.get_xdata())) == 64 for line in axes.lines) == 1 - blocks
 
 
 def test_pictures_lie_under_their_images(tmp_path: Path) -> None:
@@ -188,21 +156,66 @@ def test_pictures_lie_under_their_images(tmp_path: Path) -> None:
     assert reddish > 20_000
 
 
+def test_panels_have_their_names_gaps_and_next_positions(tmp_path: Path) -> None:
+    schemes = ("rope-tie", "naive-2d", "flatten", "rows", "mrope")
+    plot_positions([table("4,4x6,4", scheme=scheme) for scheme in schemes], tmp_path / "ids.svg", "Five")
+    words = texts(tmp_path / "ids.svg")
+    notes = {
+        "rope-tie": ["gap (7, 5) on both sides", "next position 42"],
+        "naive-2d": ["gaps (1, 1) and (3, 1)", "next position 14"],
+        "flatten": ["next position 32"],
+        "rows": ["no next position"],
+        "mrope": ["gaps (1, 1) and (3, 1)", "next position 14"],
+    }
+    for scheme, lines in notes.items():
+        assert words[words.index(scheme) + 1 :][: len(lines)] == lines
+    assert words[-5:] == ["text", "image", "from text to text", "next position", "(frame ids are not drawn)"]
+    assert words.count("Five") == 1
+
+
+def test_documents_stand_together_under_all_schemes(tmp_path: Path) -> None:
+    tables = [table("3", "1,2x2,1,2x3,1", scheme=scheme) for scheme in ("rope-tie", "mrope")]
+    plot_positions(tables, tmp_path / "ids.svg")
+    words = texts(tmp_path / "ids.svg")
+    heads = [word for word in words if word.startswith("document")]
+    assert heads == ["document 1, rope-tie", "document 1, mrope", "document 2, rope-tie", "document 2, mrope"]
+    assert [word for word in words if word.startswith("gaps")] == [
+        "gaps equal on both sides",
+        "gaps not equal on both sides",
+    ]
+    assert words[words.index("text") + 1 :][:2] == ["image 1", "image 2"]
+
+
+def test_panels_of_one_kind_share_their_scale_unless_told() -> None:
+    tables = [table("4,4x6,4", scheme=scheme) for scheme in ("rope-tie", "mrope", "flatten")]
+    for same, ends in ((True, [42, 42, 32]), (False, [42, 14, 32])):
+        figure = plot_positions(tables, same_scale=same)
+        assert [
+            round(axes.get_xlim()[1] - max(0.8, end * 0.05)) for axes, end in zip(figure.axes, ends, strict=True)
+        ] == ends
+
+
+@pytest.mark.parametrize(("count", "height"), [(2, 4.78), (3, 3.447), (4, 9.16), (7, 9.54)])
+def test_panels_fill_the_width_of_a_page(count: int, height: float) -> None:
+    figure = plot_positions([table("1,2x2,1")] * count)
+    assert figure.get_size_inches().tolist() == [8.0, pytest.approx(height, abs=1e-3)]
+    assert plot_positions(table(*["1,2x2,1"] * count)).get_size_inches().tolist() == figure.get_size_inches().tolist()
+
+
 @pytest.mark.parametrize(
-    ("specs", "path", "error", "message"),
+    ("positions", "path", "error", "message"),
     [
-        (["3"], "ids.bmp", InvalidInputError, "path: got '.*ids.bmp', want a file ending in .png, .svg or .pdf"),
-        (["3"], "no/ids.png", FileNotFoundError, r"No such file or directory: '.*no/ids.png'"),
+        (table("3"), "ids.bmp", InvalidInputError, "path: got '.*ids.bmp', want a file ending in .png, .svg or .pdf"),
+        (table("3"), "no/ids.png", FileNotFoundError, r"No such file or directory: '.*no/ids.png'"),
         ([], "ids.png", InvalidInputError, "positions: got no document, want at least one to draw"),
-        (["3"] * 9, "ids.png", LimitExceededError, "positions: got 9 documents, want at most 8"),
-        (["1048577"], "ids.png", LimitExceededError, "positions: got 1048577 tokens, want at most 1048576"),
+        (table(*["3"] * 10), "ids.png", LimitExceededError, "positions: got 10 documents, want at most 9"),
+        (table("1048577"), "ids.png", LimitExceededError, "positions: got 1048577 tokens, want at most 1048576"),
+        ([table("1"), table("1048577")], "ids.png", LimitExceededError, r"positions\[1\]: got 1048577 tokens"),
     ],
 )
-def test_what_cannot_be_drawn(
-    tmp_path: Path, specs: list[str], path: str, error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_drawn(tmp_path: Path, positions: Any, path: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        plot_positions(table(*specs), tmp_path / path)
+        plot_positions(positions, tmp_path / path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,12 +297,6 @@ def test_things_of_other_kinds_are_refused_by_name(draw: Any, message: str) -> N
     assert str(raised.value) == message
 
 
-def test_an_empty_document_of_a_view_is_an_empty_square(tmp_path: Path) -> None:
-    empty = table("3", "2").take([3], [5])
-    plot_positions(empty, tmp_path / "ids.svg")
-    assert "document 1, rope-tie: 0 tokens" in texts(tmp_path / "ids.svg")
-
-
 SPOKEN = SegmentTable.from_documents(
     [[Text(2), Audio(2), Clip(1, 2, frames=2, audio=3, seconds_per_frame=1), Text(1), Grid(1, 2), Text(1)]]
 )
@@ -301,7 +308,7 @@ def test_segments_tell_audio_and_clips_apart() -> None:
     assert plane.text.tolist() == [[0, 1, 4, 4, 8, 8, 9, 12]] * 2
     assert plane.audio.tolist() == [[2, 3, 5, 6, 7]] * 2
     clip, image = plane.images
-    assert (clip.noun, clip.sides, clip.label, clip.square) == ("clip", (1, 2, 2), "2×1×2", None)
+    assert (clip.noun, clip.sides, clip.label, clip.square) == ("clip", (2, 1, 2), "2×1×2", None)
     assert clip.points.tolist() == [[5, 6, 5, 6], [5, 5, 5, 5]]
     assert (image.noun, image.square) == ("image", (9, 12))
 

@@ -103,11 +103,12 @@ def random_ids(case: Case, tokens: int, seed: int) -> npt.NDArray[np.int64]:
     return ids
 
 
+@pytest.mark.parametrize("tokens", [12, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_random_ids_come_back_exactly(name: str, dtype: str) -> None:
+def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> None:
     case = CASES[name]
-    ids = random_ids(case, 12, seed=1)
+    ids = random_ids(case, tokens, seed=1)
     reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
     driven = np.isin(np.arange(case.rotary.axes), case.axis)
     known, wrong = told(reading, ids)
@@ -116,19 +117,6 @@ def test_random_ids_come_back_exactly(name: str, dtype: str) -> None:
         assert reading.known[driven].all()
     assert not reading.known[~driven].any()
     assert known + (reading.position_ids == UNKNOWN).sum() == ids.size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_two_thousand_random_ids_come_back_exactly(name: str, dtype: str) -> None:
-    case = CASES[name]
-    ids = random_ids(case, 2000, seed=2)
-    reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
-    driven = np.isin(np.arange(case.rotary.axes), case.axis)
-    assert told(reading, ids)[1] == 0
-    if (name, dtype) not in TOO_SLOW:
-        assert reading.known[driven].all()
 
 
 @pytest.mark.parametrize("name", ["1-D", "interleaved", "sections", "mrope-interleaved", "heads"])
@@ -142,7 +130,7 @@ def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
 
 
 SHORT = Case(Rotary(32, axes=1), np.zeros(16, np.int64), ladder(16, 1e4))
-NOISES = (0.04, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.17, 0.2, 0.25, 0.3)
+NOISES = (0.04, 0.07, 0.09, 0.1, 0.12, 0.17, 0.3)
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -468,43 +456,6 @@ def test_a_decode_delta_that_is_lost() -> None:
     named = identify(QWEN3_VL.turn(ids), QWEN3_VL.rotary, MEANT)  # no rotation explains other ids
     assert (named.named, named.first_wrong) == (False, ids.shape[1] - 20)
     assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
-
-
-def test_a_stale_delta_of_another_request() -> None:
-    """mlx-vlm#1619, #1983: the delta of the request before is left on the model."""
-    two = SegmentTable.from_documents([[Text(9), Grid(8, 8), Text(20)], [Text(5), Grid(4, 6), Text(30)]])
-    table = place(two, "mrope-qwen3")
-    ids = table.dense()
-    ids[:, -10:] += table.deltas[0] - table.deltas[1]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), two, "mrope-qwen3")
-    assert (found.document, found.token) == (1, 49)
-    assert found.cause == ("the delta -56 of documents[0] is used for documents[1], from the first difference on")
-
-
-def test_a_prefix_hit_that_begins_at_zero() -> None:
-    """vllm#48835: what follows a cached prefix is placed as a prompt of its own."""
-    prompt = SegmentTable.from_documents([[Text(64), Text(40)]])
-    ids = np.tile(np.concatenate([np.arange(64), np.arange(40)]), (3, 1))
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), prompt, "mrope-qwen3")
-    assert found.token == 64
-    assert found.cause == "ids are reset inside a document: they begin anew at this token"
-
-
-def test_chunks_that_take_the_first_positions_of_the_prompt() -> None:
-    """mlx-vlm#1741: every chunk is given position_ids of the whole prompt, and takes its beginning."""
-    ids = IDS[:, np.arange(IDS.shape[1]) % 512]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == 512
-    assert found.cause == "from token 512 on ids are those of the document's beginning again"
-
-
-def test_drafts_one_place_too_far() -> None:
-    """vllm#54498: drafted tokens are placed off by one from the first of them on."""
-    ids = IDS.copy()
-    ids[:, -4:] += 1
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == ids.shape[1] - 4
-    assert found.cause == "from the first difference to the end of the document, ids are 1 too large"
 
 
 def test_drafts_of_several_steps() -> None:

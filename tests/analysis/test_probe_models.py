@@ -310,21 +310,6 @@ def test_a_rotary_of_the_model_with_sections_in_blocks() -> None:
     assert check(read(model.recorder.layers[1].keys[0], found.rotary), segments, "mrope-qwen3").equal
 
 
-def test_a_rotary_of_the_model_with_half_of_an_axis_on_another() -> None:
-    def exchanged(freq: Any) -> Any:
-        axis = np.zeros(64, np.int64)
-        axis[1:60:3], axis[2:60:3] = 1, 2
-        axis[1:30:3] = 2  # ten of the twenty pairs of rows
-        return doubled(freq[torch.tensor(axis), ..., torch.arange(64)].movedim(0, -1))
-
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    model.text.rotary_emb.recomposition_frequencies = exchanged
-    model.run(inputs)
-    found = model.identify(meant("qwen3_vl", inputs).segments)
-    assert found.cause == "10 pairs of 64, the first 1, turn by other axes: 2 instead of 1"
-    assert found.first_wrong == patches(inputs)[1]  # the first one whose column is not its row
-
-
 def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:
     model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
     model.run(inputs)
@@ -356,35 +341,3 @@ def test_a_delta_of_the_request_before_that_stays_on_the_model() -> None:
     assert found.cause == (
         f"the delta {int(stale)} of documents[0] is used for documents[1], from the first difference on"
     )
-
-
-def test_a_prefix_hit_of_the_model_that_begins_at_zero() -> None:
-    model = Qwen3VL()
-    model.decode(64)
-    model.decode(40, position_ids=torch.arange(40).expand(3, 1, -1))
-    found = model.check(SegmentTable.from_documents([[mmpos.Text(104)]]))
-    assert found.token == 64
-    assert found.cause == "ids are reset inside a document: they begin anew at this token"
-
-
-def test_chunks_of_the_model_that_take_the_first_positions_of_the_prompt() -> None:
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    width = inputs["input_ids"].shape[1]
-    segments = meant("qwen3_vl", inputs, 30).segments
-    whole = torch.tensor(mmpos.place(segments, "mrope-qwen3").dense().astype(np.int64))[:, None]
-    model.run(inputs, position_ids=whole[..., :width])
-    model.decode(30, position_ids=whole[..., :30])
-    found = model.check(segments)
-    assert found.token == width
-    assert found.cause == f"from token {width} on ids are those of the document's beginning again"
-
-
-def test_drafts_of_the_model_one_place_too_far() -> None:
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    segments = meant("qwen3_vl", inputs, 4).segments
-    drafts = torch.tensor(mmpos.place(segments, "mrope-qwen3").dense().astype(np.int64))[:, None, -4:]
-    model.run(inputs)
-    model.decode(4, position_ids=drafts + 1)
-    found = model.check(segments)
-    assert found.token == inputs["input_ids"].shape[1]
-    assert found.cause == "from the first difference to the end of the document, ids are 1 too large"

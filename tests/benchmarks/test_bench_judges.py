@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from copy import copy
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ import torch
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
-from mmpos_bench import Budget, NotEqualError, SuiteOptions, data, layers
+from mmpos_bench import Budget, NotEqualError, Role, SuiteOptions, data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
-from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
+from mmpos_bench.layers import Layer, LayerShape, Pair, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
-from mmpos_bench.serving import LoadTurn, by_cpu, by_latency, by_rate
+from mmpos_bench.rotary import GROUPS, Bench, compared, contestant
+from mmpos_bench.serving import LoadTurn, by_cpu, by_rate
 from mmpos_bench.timing import Timer
+from mmpos_bench.workloads import workload
 
-SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
+SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, "axial")}
 
 
 @pytest.fixture(params=SMALL)
@@ -47,7 +50,7 @@ def test_gradients_turn_backwards(layer: Layer) -> None:
     gradients = layer.random(1)
     back = apply_rotary(*gradients, layer.table, layer.rotary, conjugate=True)
     assert back[1] is not None
-    layer.judge((back[0], back[1]), gradients, backwards=True)
+    layer.judge((back[0], back[1]), gradients, angles=-layer.angles)
     with pytest.raises(NotEqualError):
         layer.judge((back[0], back[1]), gradients)
 
@@ -59,10 +62,30 @@ def test_positions_of_another_document_are_no_rotation_of_this_one(layer: Layer)
         layer.judge(found, (layer.q, layer.k))
 
 
-def test_a_layer_knows_its_work() -> None:
-    found = Layer(SHAPES["7B layer"], interleaved(640, 2), torch.bfloat16, "cpu")
-    assert found.work == {"tokens": 640, "documents": 2, "bytes": 2 * 640 * (32 + 8) * 128 * 2}
-    assert found.positions.num_documents == 2
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
+    pair = interleaved(16), workload(1, 16, 1, 3)
+    right, other = (Layer(SMALL["interleaved"], documents, torch.float32, "cpu", sets=2) for documents in pair)
+    assert right.values
+    assert right.slots
+    wrong = copy(right)  # with its caches
+    wrong.table, wrong.dense = other.table, other.dense
+    before = right.q.clone(), right.k.clone()
+    for way in GROUPS[group].ways:
+        contestant(way, right).proof()
+        assert torch.equal(right.q, before[0])  # as it was
+        if way.role is not Role.LIMIT:
+            with pytest.raises(NotEqualError):
+                way.prove(right, way.make(wrong)(0), before)
+        right.q.copy_(before[0])
+        right.k.copy_(before[1])
+
+
+def test_a_measurement_says_how_much_was_moved() -> None:
+    (case,) = [case for case in compared(Bench("cpu"), SuiteOptions(quick=True)) if "keys" in case.title]
+    found = case.measure(Budget(0.0, 2), lambda done, rounds: None)
+    assert found.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * 8 * 128 * 2}
+    assert found.name == "7B layer, 8 tokens"
 
 
 def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
@@ -112,10 +135,10 @@ def test_the_plain_loop_puts_documents_side_by_side() -> None:
     assert cu_seqlens.tolist() == [0, 20, 40]
 
 
-@pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5]), (by_latency, [3.0, 5.0])])
+@pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5])])
 def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer, medians: list[float]) -> None:
-    echo = iter([LoadTurn(1, 9.0, (9.0,)), LoadTurn(4, 1.0, (1.0, 2.0, 6.0)), LoadTurn(4, 3.0, (4.0,))])
-    ours = iter([LoadTurn(1, 9.0, (9.0,)), LoadTurn(2, 5.0, (5.0,)), LoadTurn(2, 5.0, (5.0,))])
+    echo = iter([LoadTurn(1, 9.0), LoadTurn(4, 1.0), LoadTurn(4, 3.0)])
+    ours = iter([LoadTurn(1, 9.0), LoadTurn(2, 5.0), LoadTurn(2, 5.0)])
     ticks: list[tuple[int, int]] = []
     calls = {"echo": lambda: next(echo), "mmpos": lambda: next(ours)}
     times = timer(calls, Budget(0.0, 2), lambda done, rounds: ticks.append((done, rounds)))

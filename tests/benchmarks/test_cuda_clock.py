@@ -116,6 +116,7 @@ def test_calls_of_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> No
     made: list[str] = []
     moments = iter(range(100))
     monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
-    timing = cuda.Clock().timing([lambda: made.append("a"), lambda: made.append("b")], 5)
+    replays = cuda.Replays([lambda: made.append("a"), lambda: made.append("b")])
+    timing = cuda.by_events({"both": replays}, Budget(0.0, 5), tick)["both"]
     assert (timing.median, timing.p20, timing.p80, timing.turns) == (0.5, 0.5, 0.5, 5)
     assert made == ["a", "b"] * 8

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
-from mmpos.cli.options import _part, read_specs, to_json
+from mmpos.cli.options import read_part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
@@ -174,7 +174,7 @@ def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
 def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
     for part in (Thumbnail(1, 2), Tile(1, 2, tokens_after=3)):
         (written,) = to_json([[part]])
-        assert _part("part", written[0]) == part
+        assert read_part("part", written[0]) == part
     parts = [{"thumbnail": [1, 1]}, {"tile": [1, 2], "tokens_after": 1}, {"text": 1}]
     (tmp_path / "tiles.json").write_text(json.dumps({"documents": [parts]}))
     found = json.loads(run("positions", "tiles.json", "--scheme", "mrope-canvas", "--json"))
@@ -372,7 +372,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
         (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
-        (["plot", "ids", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
+        (["plot", "ids", *["3"] * 10, "-o", "ids.png"], "positions: got 10 documents, want at most 9"),
         (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
         (["plot", "ids", "3"], "Missing option '--output' / '-o'; mmpos plot ids --help tells more"),
         (["plot", "3"], "No such command '3'; mmpos plot --help tells more"),

@@ -287,7 +287,7 @@ def test_a_header_that_promises_too_much_costs_nothing(capsys: pytest.CaptureFix
         (["ids.npy", "--spec", "3y"], None),
         (["ids.npy", "--spec", "3", "--padding", "top"], None),
         (["ids.npy", "--spec", "3", "--tolerance", "-1"], None),
-        (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a number >= 0"),
+        (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a finite number >= 0"),
         (
             ["ids.npy", "--spec", "3", "--scheme", "flatten", "--axes", "2"],
             "--axes: got 2, want 1 for scheme 'flatten'",

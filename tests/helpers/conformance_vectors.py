@@ -22,7 +22,7 @@ import mpmath
 import torch
 import transformers
 from hf_classes import FIELDS, ROTATION_FIELDS, rotations
-from model_configs import EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from mpmath import mp
 from oracle import CASES, Case, place_document
 from rope_batches import (
@@ -44,6 +44,7 @@ from test_models_omni import processor_order
 from test_models_peers import kinds_of, tokens_of
 
 from mmpos import Grid, Text
+from mmpos.integrations.models import MODEL_TYPES
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
@@ -668,7 +669,8 @@ def told_of(model: str) -> Any:
 
 def model_groups() -> dict[str, list[Json]]:
     files: dict[str, list[Json]] = {}
-    for model, (scheme, _, _) in EXPECTED.items():
+    for model in MODEL_TYPES:
+        scheme = settings_of(model).scheme
         batches = OTHERS.get(model, vision_language if scheme.axes > 1 else one_axis)(model)
         config, layer_type = told_of(model), LAYER_TYPES.get(model)
         groups = files.setdefault(model if scheme.axes > 1 else "one_axis", [])

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from hf_classes import rotations
-from model_configs import EXPECTED_ENCODERS
+from model_configs import encoder_settings
 from tolerance import assert_within, cos_sin
 from tolerance import rotations as rotation_bound
 from torch import Tensor
@@ -158,11 +158,10 @@ def test_positions_and_rotation_are_those_of_the_encoder(encoder: str, monkeypat
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_config_and_one_without_its_defaults_give_these_positions_and_this_rotation(encoder: str) -> None:
+def test_a_config_without_its_defaults_gives_the_positions_and_rotation_of_its_object(encoder: str) -> None:
     config = CONFIG_MAPPING[encoder]()
-    for told in (config, json.loads(config.to_json_string(use_diff=False)), {"model_type": encoder}):
-        scheme = vision_scheme(Fields("vision_config", told, encoder))
-        assert (scheme, Rotary.from_hf_config(told)) == EXPECTED_ENCODERS[encoder]
+    for told in (json.loads(config.to_json_string(use_diff=False)), {"model_type": encoder}):
+        assert encoder_settings(encoder, told) == encoder_settings(encoder, config)
 
 
 @pytest.mark.parametrize(

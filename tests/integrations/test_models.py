@@ -16,37 +16,33 @@ import pytest
 from model_configs import (
     ARGUMENTS,
     CONFIGS,
-    EXPECTED,
+    GOLDEN,
     HUNYUAN,
     LAYER_TYPES,
     TEXT,
     XDROPE,
     config_of,
-    encoder,
+    golden,
     settings_of,
 )
-from record import filled_in
 from tolerance import EXACT, assert_within
 
 import mmpos
 import mmpos.rotary
-from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
+def test_configs_of_every_model_type_and_encoder_give_these_settings() -> None:
+    assert json.loads(json.dumps(golden())) == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("model", MODEL_TYPES)
-def test_a_config_and_its_mapping_give_these_settings(model: str) -> None:
-    scheme, rotary, rest = EXPECTED[model]
-    expected = ModelSettings(model, scheme, rotary, **rest)
-    assert settings_of(model) == expected
+def test_the_mapping_of_a_config_gives_the_settings_of_its_object(model: str) -> None:
     config = config_of(model)
     told = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
-    assert mmpos.from_hf_config(told, layer_type=LAYER_TYPES.get(model)) == expected
-
-
-def test_every_model_type_has_a_case_here() -> None:
-    assert EXPECTED.keys() == MODEL_TYPES.keys()
+    assert mmpos.from_hf_config(told, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +63,10 @@ def test_serving_engines_have_schemes_of_their_own_for_videos_alone(model: str, 
 
 @pytest.mark.parametrize("model", MODEL_TYPES)
 def test_the_page_says_how_a_model_turns(model: str) -> None:
-    _, rotary, _ = EXPECTED[model]
+    rotary = settings_of(model).rotary
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     told = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
     assert model_tables.rotation(model) == told
-
-
-def test_a_page_that_quotes_other_model_types_is_refused() -> None:
-    with pytest.raises(
-        SystemExit, match="models: got 'known', want one of supported, encoders, refused encoders, refused, rotations"
-    ):
-        filled_in("<!-- models: known -->\n<!-- /models -->")
 
 
 def test_the_page_lists_every_model_type_once() -> None:
@@ -173,7 +162,7 @@ def test_model_types_without_a_scheme_are_refused_with_the_reason(model: str) ->
 def test_unknown_model_types_are_refused_with_all_that_are_known() -> None:
     with pytest.raises(mmpos.UnsupportedError) as caught:
         mmpos.from_hf_config({"model_type": "qwen2_vl_text"})
-    known = ", ".join(sorted(EXPECTED))
+    known = ", ".join(sorted(MODEL_TYPES))
     assert str(caught.value) == f"config.model_type: got 'qwen2_vl_text', want one of {known}"
 
 
@@ -403,24 +392,10 @@ def test_markers_that_a_builder_cannot_write_are_refused(model: str, what: str) 
     )
 
 
-BEGIN, PATCH, END = 16384, 167855, 16385
-
-
-def test_images_that_glm_image_generates_follow_its_prompt_the_last_grid_first() -> None:
-    """By hand: text at 0, begin 1, an image of 1×2 at 2, end 4, begin 5; then from 6 on images of 2×1 and 1×3."""
-    settings = settings_of("glm_image")
-    ids, grids, counts = [TEXT, BEGIN, PATCH, PATCH, END, BEGIN], [[1, 1, 2], [1, 1, 3], [1, 2, 1]], [3]
-    prompt = settings.segments(ids, grids, images_per_sample=counts)
-    placed = settings.place(prompt)
-    assert placed.dense().tolist() == [[0, 1, 2, 2, 4, 5], [0, 1, 2, 2, 4, 5], [0, 1, 2, 3, 4, 5]]
-    ahead = settings.place(settings.generated(prompt, grids, counts), start=placed.next_positions)
-    assert ahead.dense().tolist() == [[6, 6, 8, 8, 8, 11], [6, 7, 8, 8, 8, 11], [6, 6, 8, 9, 10, 11]]
-
-
 @pytest.mark.parametrize(
     ("model", "grids", "counts", "message"),
     [
-        ("qwen3_vl", [], [0], "images_per_sample: got 'qwen3_vl', want a model that generates images"),
+        ("qwen3_vl", [], [0], "generated: got 'qwen3_vl', want a model that generates images"),
         ("glm_image", [[1, 1, 1]], [0], "images_per_sample: got a sum of 0, want 1, one per grid"),
         ("glm_image", [], [-1], "images_per_sample[0]: got -1, want >= 0"),
         ("glm_image", [], [0, 0], "images_per_sample: got shape (2,), want (1,)"),
@@ -435,9 +410,11 @@ def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, co
     assert str(caught.value) == message
 
 
-def test_grids_to_generate_without_their_counts_are_surplus() -> None:
+def test_grids_to_generate_without_their_counts_and_counts_of_other_models_are_refused() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match=r"^images_per_sample: got one of 'qwen3_vl', want None"):
+        settings_of("qwen3_vl").segments([TEXT], images_per_sample=[0])
     with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
-        settings_of("glm_image").segments([TEXT, BEGIN], [[1, 1, 1]])
+        settings_of("glm_image").segments([TEXT, 16384], [[1, 1, 1]])
 
 
 @pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
@@ -481,9 +458,9 @@ def test_a_class_that_has_no_encoder_by_default_needs_none() -> None:
     told = {"model_type": "gemma4", "text_config": {}}
     assert mmpos.from_hf_config(told, layer_type="full_attention") == settings_of("gemma4")
     told |= {"vision_config": {}}
-    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(
-        settings_of("gemma4"), patch_size=16, **encoder("gemma4_vision")
-    )
+    beside = settings_of("diffusion_gemma")  # of the same encoder
+    own = {name: getattr(beside, name) for name in ("patch_size", "vision_scheme", "vision_rotary")}
+    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(settings_of("gemma4"), **own)
 
 
 def test_a_language_model_with_axes_has_one_where_ids_are_those_of_text() -> None:

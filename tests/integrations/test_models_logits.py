@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import CONFIGS, EXPECTED, LAYER_TYPES
+from model_configs import CONFIGS, LAYER_TYPES
 from tiny_models import logits, tiny_config, tiny_model
 from torch import Tensor
 from transformers import ColQwen2ForRetrieval
@@ -26,7 +26,7 @@ from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 SAMPLE = ("gemma4", "kimi_k25", "llama4", "minicpmv4_6", "mllama")
 """Model types of the normal suite: two rotations, latent attention, layers without, three axes, images beside."""
 
-ONE_AXIS = sorted(model for model, (scheme, _, _) in EXPECTED.items() if scheme.axes == 1)
+ONE_AXIS = sorted(model for model, row in MODEL_TYPES.items() if row.scheme == "flatten")
 IMAGE = 7
 IDS = torch.tensor([[5, *[IMAGE] * 6, 5, 4, *[IMAGE] * 2, 5]])
 """Text, an image of 2×3 tokens, text, an image of 1×2 tokens, text."""

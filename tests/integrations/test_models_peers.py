@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import CONFIGS, LAYER_TYPES, TEXT, config_of, settings_of
 from rope_batches import classes, method_of, modeling, padded
 from tolerance import EXACT, assert_within, cos_sin, rotations
 
 import mmpos
 import mmpos.rotary
-from mmpos.integrations.models import TEXT_TYPES, ModelSettings
+from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, ModelSettings
 from mmpos.rotary import Rotary, apply_rotary
 
-MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.kinds]
+MROPE = [name for name, row in MODEL_TYPES.items() if row.scheme.startswith("mrope")]
 WITH_VIDEOS = [name for name in MROPE if name not in ("glm_image", "minicpmv4_7")]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],

@@ -205,6 +205,7 @@ CASES: dict[str, Callable[[], PositionTable]] = {
     "one long image": lambda: placed([Grid(5, 7)], "rope-tie-fractional"),
     "one long text": lambda: placed([Text(35)], "rope-tie", 2**30),
     "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 246),
+    "videos": lambda: placed([Text(2), Grid(2, 3, frames=4), Text(3), Grid(1, 2, frames=3)], "mrope"),
     "a segment that begins with each block": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
 }
 
@@ -212,9 +213,10 @@ CASES: dict[str, Callable[[], PositionTable]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_segments_of_any_length_agree(case: str) -> None:
     table = CASES[case]()
-    q, k = device_heads(table.num_tokens, 1, 4), device_heads(table.num_tokens, 1, 4, seed=1)
-    assert_kernel_agrees(q, k, table, Rotary(4))
-    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), Rotary(4))
+    rotary = Rotary(6, axes=table.axes)
+    q, k = device_heads(table.num_tokens, 1, 6), device_heads(table.num_tokens, 1, 6, seed=1)
+    assert_kernel_agrees(q, k, table, rotary)
+    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), rotary)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 127, 128, 129, 700])

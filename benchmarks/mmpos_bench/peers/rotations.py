@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos_bench.layers import Layer, Pair
+from mmpos_bench.proofs import holds
 
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate | None]
@@ -22,12 +26,13 @@ NormRotate = Callable[[Layer, Pair, float], Rotate]
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PeerRotation:
     """The ways in which a project rotates."""
 
     fresh: Make | None = None  # into new tensors
     inplace: Make | None = None  # in the tensors that come
     training: Make | None = None  # for a backward pass; None is as fresh
+    most: int = 1 << 62  # tokens beyond which it would take all the time
 
 
 def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -47,7 +52,7 @@ def by_formula(layer: Layer) -> Rotate:
     return lambda q, k: formula(q, k, cos, sin)
 
 
-def load_compiled() -> Rotation:
+def load_compiled() -> PeerRotation:
     """Load torch.compile, if it can compile here."""
     _need_compiler()
 
@@ -57,10 +62,10 @@ def load_compiled() -> Rotation:
         compiled = torch.compile(formula, dynamic=False)
         return lambda q, k: compiled(q, k, cos, sin)
 
-    return Rotation(rotate)
+    return PeerRotation(rotate, most=32768)
 
 
-def load_transformers() -> Rotation:
+def load_transformers() -> PeerRotation:
     """Load the functions of Transformers' Qwen2-VL, for its language model and for its vision encoder."""
     from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
@@ -75,10 +80,10 @@ def load_transformers() -> Rotation:
 
         return encoder
 
-    return Rotation(rotate)
+    return PeerRotation(rotate, most=32768)
 
 
-def load_torchtitan() -> Rotation:
+def load_torchtitan() -> PeerRotation:
     """Load torchtitan's rotation of halves, which is given its cache in float32 for the tokens of the layer alone."""
     from torchtitan.models.common.rope import CosSinRoPE
 
@@ -87,10 +92,10 @@ def load_torchtitan() -> Rotation:
         cache = torch.cat((cos, cos, sin, sin), dim=-1).float()[None, :, None]
         return lambda q, k: CosSinRoPE.apply_rotary_emb(q, k, cache)
 
-    return Rotation(rotate)
+    return PeerRotation(rotate)
 
 
-def load_liger() -> Rotation:
+def load_liger() -> PeerRotation:
     """Load Liger's kernel, which writes into the q and k that it is given, also in training."""
     _need_gpu()
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -104,10 +109,10 @@ def load_liger() -> Rotation:
 
         return call
 
-    return Rotation(inplace=rotate, training=rotate)
+    return PeerRotation(inplace=rotate, training=rotate)
 
 
-def load_flash_attention() -> Rotation:
+def load_flash_attention() -> PeerRotation:
     """Load flash-attention's kernel, which is given half of cos and sin: a launch for q and one for k."""
     _need_gpu()
     from flash_attn.layers.rotary import apply_rotary_emb
@@ -118,10 +123,10 @@ def load_flash_attention() -> Rotation:
         turn: Any = partial(apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
         return lambda q, k: (turn(q), turn(k))
 
-    return Rotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
+    return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
 
 
-def load_flashinfer() -> Rotation:
+def load_flashinfer() -> PeerRotation:
     """Load flashinfer's kernel, which is given a cache of cos and sin in float32 with a row for every token."""
     _need_gpu()
     from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
@@ -143,7 +148,35 @@ def load_flashinfer() -> Rotation:
 
         return call
 
-    return Rotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
+    return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
+
+
+def load_flashinfer_kernel() -> PeerRotation:
+    """Load FlashInfer's kernel from a library of its own, beside other peers, built as flashinfer_rope.cu says."""
+    _need_gpu()
+    found = [path for folder in sys.path if (path := Path(folder or ".") / "flashinfer_rope.so").exists()]
+    if not found:
+        raise ImportError("there is no flashinfer_rope.so")
+    rope = ctypes.CDLL(str(found[0].resolve())).rope_bf16
+    rope.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_uint32] * 4, *[ctypes.c_int64] * 4, ctypes.c_void_p]
+
+    def rotate(layer: Layer) -> Rotate | None:
+        if layer.dtype != torch.bfloat16:
+            return None
+        cache = torch.cat((layer.angles.cos(), layer.angles.sin()), dim=-1).float()
+        rows = torch.arange(layer.tokens, device=layer.device)
+
+        def call(q: Tensor, k: Tensor) -> Pair:
+            code = rope(
+                *(x.data_ptr() for x in (q, k, cache, rows)), layer.tokens, q.shape[2], k.shape[2], q.shape[3],
+                q.stride(1), q.stride(2), k.stride(1), k.stride(2), torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+            holds(code == 0, f"CUDA error {code}", "none")
+            return q, k
+
+        return call
+
+    return PeerRotation(inplace=rotate)
 
 
 def load_compiled_norm() -> NormRotate:
@@ -192,14 +225,15 @@ def _need_gpu() -> None:
         raise ImportError("its kernel needs a GPU")  # before seconds are spent on importing it
 
 
-ROTATIONS: Mapping[str, Callable[[], Rotation]] = {
-    "eager formula": lambda: Rotation(by_formula),
+ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
+    "eager formula": lambda: PeerRotation(by_formula, most=8192),
     "torch.compile": load_compiled,
     "Transformers": load_transformers,
     "torchtitan": load_torchtitan,
     "Liger": load_liger,
     "flash-attention": load_flash_attention,
     "flashinfer": load_flashinfer,
+    "FlashInfer's kernel": load_flashinfer_kernel,
 }
 
 NORMS: Mapping[str, Callable[[], NormRotate]] = {

@@ -1,24 +1,23 @@
-"""The documents that schemes are measured on, placed with exact ids, and the trial of a property on all of them."""
+"""The documents that schemes are measured on, and their exact ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from math import lcm
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.compare.matrix import Finding
+from mmpos.analysis.compare.matrix import Measurement
 from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray, counted
+from mmpos.support.checks import counted
 
 Document = Sequence[Text | Grid]
 
@@ -81,91 +80,59 @@ def _part(part: Text | Grid) -> str:
     return "x".join(map(str, sides))
 
 
-Mask = npt.NDArray[np.bool_]
-
-
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """A placed batch of documents.
+class PlacedDocument:
+    """A document with the exact ids of its tokens.
 
     Args:
-        documents: what was placed.
-        table: where.
-        values: (axes, tokens) whole numbers, ids times denominator; Python integers where int64 is too small.
+        document: what was placed.
+        values: (axes, tokens) ids times denominator, as Python integers where ids may be fractions.
         denominator: the common one of all ids.
     """
 
-    documents: Sequence[Document]
-    table: PositionTable
+    document: Document
     values: npt.NDArray[Any]
     denominator: int
 
-    @classmethod
-    def placed(cls, scheme: Scheme, documents: Sequence[Document], start: int = 0) -> Batch:
-        """Documents under a scheme."""
-        table = place(SegmentTable.from_documents([list(document) for document in documents]), scheme, start)
-        numerators, denominators = table.rationals()
-        common = lcm(*set(table.denominator.tolist()))
-        if (int(np.abs(numerators).max()) + SHIFTS[-1]) * common >= 2**62:
-            numerators, denominators = numerators.astype(object), denominators.astype(object)
-        return cls(documents, table, numerators * (common // denominators), common)
-
     @property
-    def offsets(self) -> IntArray:
-        """(documents,) first token of each document."""
-        return self.table.cu_seqlens[:-1].astype(np.int64)
+    def spec(self) -> str:
+        """The document as the command line has it."""
+        return spec(self.document)
 
-    @property
-    def owner(self) -> IntArray:
-        """(tokens,) document of each token."""
-        return np.repeat(np.arange(len(self.documents)), self.table.lengths)
+    def tokens_from(self, begin: int) -> PlacedDocument:
+        """The tokens from one on."""
+        return PlacedDocument(self.document, self.values[:, begin:], self.denominator)
 
-    def astray(self, other: Batch, shift: int = 0) -> Mask:
-        """(tokens,) those whose ids in the other batch, of as many tokens, are not just shift more on every axis."""
-        here, there = self.values + shift * self.denominator, other.values
-        if self.denominator != other.denominator:
-            here, there = here.astype(object) * other.denominator, there.astype(object) * self.denominator
-        mask: Mask = (here != there).any(axis=0)
-        return mask
-
-    def taken(self, begin: int, lengths: IntArray) -> Batch:
-        """Of each document the tokens from begin on, as many as told."""
-        starts = self.offsets + begin
-        tokens = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))
-        return Batch(
-            self.documents, self.table.take(starts, starts + lengths), self.values[:, tokens], self.denominator
-        )
-
-    def document(self, document: int) -> Batch:
-        """One document as it is placed here."""
-        return Batch(
-            [self.documents[document]],
-            self.table.window([document], [0], [self.table.lengths[document]]),
-            self.values[:, self.owner == document],
-            self.denominator,
-        )
-
-    def any_token(self, mask: Mask) -> Mask:
-        """(documents,) those with a token in the mask."""
-        documents: Mask = np.logical_or.reduceat(mask, self.offsets)
-        return documents
-
-    def first_token(self, mask: Mask, document: int) -> int:
-        """The first token of the mask in a document, counted from the document's first."""
-        return int(mask[self.offsets[document] :].argmax())
-
-    def at(self, document: int, token: int) -> str:
+    def at(self, token: int) -> str:
         """The position of a token as people write it."""
-        return self.written(self.values[:, self.offsets[document] + token])
+        return self.written(self.values[:, token])
 
     def written(self, values: npt.NDArray[Any]) -> str:
         """A position, or a difference of two: a number, or several in brackets."""
         numbers = [str(Fraction(int(value), self.denominator)) for value in values]
         return numbers[0] if len(numbers) == 1 else f"({', '.join(numbers)})"
 
-    def spec(self, document: int) -> str:
-        """A document as the command line has it."""
-        return spec(self.documents[document])
+
+def placed(scheme: Scheme, documents: Sequence[Document], start: int = 0) -> list[PlacedDocument]:
+    """Place documents as one batch."""
+    table = place(SegmentTable.from_documents([list(document) for document in documents]), scheme, start)
+    numerators, denominators = table.rationals()
+    if table.fractional:
+        numerators, denominators = numerators.astype(object), denominators.astype(object)
+    whole = []
+    for document, (begin, stop) in zip(documents, pairwise(table.cu_seqlens.tolist()), strict=True):
+        values, common = numerators[:, begin:stop], 1
+        if table.fractional:
+            common = lcm(*set(denominators[begin:stop]))
+            values = values * (common // denominators[begin:stop])
+        whole.append(PlacedDocument(document, values, common))
+    return whole
+
+
+def first_token(mask: npt.NDArray[np.bool_]) -> int | None:
+    """The first of the tokens that are marked on any axis."""
+    tokens = mask.any(axis=0)
+    return int(tokens.argmax()) if tokens.any() else None
 
 
 _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
@@ -179,48 +146,28 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
 """Properties that images may have in common for which a property of a scheme holds."""
 
 
-@dataclass
-class Trial:
-    """Grids that are tried in several ways, the smallest first.
+def verdict(tried: Sequence[Grid], failures: Iterable[tuple[int, str]]) -> Measurement:
+    """Sum up: all grids passed, or the words for the smallest that did not, and which images passed.
 
     Args:
-        grids: what is tried, in the order of size.
+        tried: the grids, the smallest first.
+        failures: index of a grid and words for its failure, of every way in which grids were tried.
     """
-
-    grids: Sequence[Grid]
-    _failed: Mask = field(init=False)
-    _first: int = field(init=False)
-    _words: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        self._failed, self._first = np.zeros(len(self.grids), np.bool_), len(self.grids)
-
-    def note(self, failed: Mask, words: Callable[[int], str]) -> None:
-        """Record the grids that failed this time.
-
-        Args:
-            failed: (grids,) the flag of each.
-            words: describes the failure of the grid with an index; called for the first one only.
-        """
-        if failed[: self._first].any():
-            self._first = int(failed.argmax())
-            self._words = words(self._first)
-        self._failed |= failed
-
-    def verdict(self) -> Finding:
-        """Sum up: all grids passed, or the words for the first that did not, and which images passed."""
-        if not self._failed.any():
-            return Finding(True)
-        images = set(STILLS)
-        tried = [(grid, not failed) for grid, failed in zip(self.grids, self._failed, strict=True) if grid in images]
-        holds = sum(passed for _, passed in tried)
-        if not holds:
-            return Finding(False, self._words)
-        if holds == len(tried):
-            return Finding(False, f"{self._words}; holds for every image")
-        shapes = (
-            f", those with {name}"
-            for name, shape in _SHAPES.items()
-            if all(shape(grid) == passed for grid, passed in tried)
-        )
-        return Finding(False, f"{self._words}; holds for {holds} of {counted(len(tried), 'image')}{next(shapes, '')}")
+    failed: dict[int, str] = {}
+    for i, words in failures:
+        failed.setdefault(i, words)
+    if not failed:
+        return Measurement(True)
+    images, words = set(STILLS), failed[min(failed)]
+    passed = {grid: i not in failed for i, grid in enumerate(tried) if grid in images}
+    holds = sum(passed.values())
+    if not holds:
+        return Measurement(False, words)
+    if holds == len(passed):
+        return Measurement(False, f"{words}; holds for every image")
+    shapes = (
+        f", those with {name}"
+        for name, shape in _SHAPES.items()
+        if all(shape(grid) == one for grid, one in passed.items())
+    )
+    return Measurement(False, f"{words}; holds for {holds} of {counted(len(passed), 'image')}{next(shapes, '')}")

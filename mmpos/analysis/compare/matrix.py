@@ -13,7 +13,7 @@ from mmpos.support.checks import counted, one_of
 
 
 @dataclass(frozen=True)
-class Finding:
+class Measurement:
     """The value of one property.
 
     Args:
@@ -24,18 +24,13 @@ class Finding:
     value: bool | int | float | None
     why: str = ""
 
-    def __post_init__(self) -> None:
-        if (self.value is None or self.value is False) == (not self.why):
-            want = "none" if self.why else "the reason"
-            raise InvalidInputError(f"Finding.why: got {self.why!r} for {self.value}, want {want}")
-
     @property
     def cell(self) -> str:
         """The value as tables have it.
 
-        >>> Finding(True).cell, Finding(False, "1x2").cell, Finding(None, "no text").cell
+        >>> Measurement(True).cell, Measurement(False, "1x2").cell, Measurement(None, "no text").cell
         ('✓', '✗', '–')
-        >>> Finding(1153).cell, Finding(1.98).cell, Finding(0.34567).cell
+        >>> Measurement(1153).cell, Measurement(1.98).cell, Measurement(0.34567).cell
         ('1,153', '2', '0.35')
         """
         if self.value is None or isinstance(self.value, bool):
@@ -55,7 +50,7 @@ class Property:
 
     name: str
     title: str
-    measure: Callable[[Any], Finding] = field(repr=False)
+    measure: Callable[[Any], Measurement] = field(repr=False)
 
     @property
     def definition(self) -> str:
@@ -84,9 +79,9 @@ class Matrix:
 
     subject: str
     properties: tuple[Property, ...]
-    rows: Mapping[str, tuple[Finding, ...]]
+    rows: Mapping[str, tuple[Measurement, ...]]
 
-    def __getitem__(self, key: tuple[str, str]) -> Finding:
+    def __getitem__(self, key: tuple[str, str]) -> Measurement:
         """The finding of a row and a property by their names."""
         row, name = key
         one_of(self.subject, row, self.rows)
@@ -154,7 +149,7 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     Raises:
         InvalidInputError: nothing is named, or two by one name.
     """
-    rows: dict[str, tuple[Finding, ...]] = {}
+    rows: dict[str, tuple[Measurement, ...]] = {}
     for name, each in named:
         if name in rows:
             raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")

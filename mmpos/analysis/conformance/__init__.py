@@ -4,6 +4,6 @@ For other projects, whose CI feeds the cases to their own code; docs/conformance
 """
 
 from mmpos.analysis.conformance.cases import Case, Tolerances, load_cases
-from mmpos.analysis.conformance.runner import Finding, Report, run
+from mmpos.analysis.conformance.runner import Mismatch, Outcome, run
 
-__all__ = ["Case", "Finding", "Report", "Tolerances", "load_cases", "run"]
+__all__ = ["Case", "Mismatch", "Outcome", "Tolerances", "load_cases", "run"]

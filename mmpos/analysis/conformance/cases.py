@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted
+from mmpos.support.checks import counted, finite
 
 __all__ = ["Case", "Tolerances", "load_cases"]
 
@@ -43,8 +43,7 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
-                raise InvalidInputError(f"tolerance of {name}: got {value!r}, want a number >= 0")
+            finite(f"tolerance of {name}", value, minimum=0)
 
 
 @dataclass(frozen=True)

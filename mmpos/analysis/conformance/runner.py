@@ -16,7 +16,7 @@ from typing import Any
 from mmpos.analysis.conformance.cases import Case, Tolerances, as_json
 from mmpos.errors import InvalidInputError
 
-__all__ = ["Finding", "Report", "run"]
+__all__ = ["Mismatch", "Outcome", "run"]
 
 LONGEST_ANSWER = 2**24
 """Bytes of an answer; the longest that is wanted has a few thousand."""
@@ -29,7 +29,7 @@ PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """A case whose answer is another, or none."""
 
     case: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class Outcome:
     """The result of a run.
 
     Args:
@@ -52,7 +52,7 @@ class Report:
     """
 
     same: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Mismatch] = field(default_factory=list)
     unsupported: dict[str, str] = field(default_factory=dict)
     not_asked: int = 0
     require_all: bool = False
@@ -70,7 +70,7 @@ def run(
     time_limit: float = 60.0,
     tolerances: Tolerances | None = None,
     require_all: bool = False,
-) -> Report:
+) -> Outcome:
     """Ask a program every case, one JSON object a line, and compare its answers.
 
     A program that crashes, is too slow or answers with something else is a finding, and is started anew for the next
@@ -90,7 +90,7 @@ def run(
         raise InvalidInputError("command: got no words, want a program and its arguments")
     if not time_limit > 0:
         raise InvalidInputError(f"time_limit: got {time_limit!r}, want seconds > 0")
-    report, failures = Report(require_all=require_all), 0
+    report, failures = Outcome(require_all=require_all), 0
     program, last = _Program(command, time_limit), ""
     try:
         for case in cases:
@@ -102,7 +102,7 @@ def run(
                 answer = program.ask(case)
             except _NoAnswerError as failed:
                 program.stop()
-                report.findings.append(Finding(case.name, str(failed)))
+                report.findings.append(Mismatch(case.name, str(failed)))
                 failures += 1
                 continue
             failures = 0
@@ -114,10 +114,10 @@ def run(
             if message is None:
                 report.same += 1
             else:
-                report.findings.append(Finding(case.name, message))
+                report.findings.append(Mismatch(case.name, message))
         message = program.finish()
         if message is not None:
-            report.findings.append(Finding(last, message))
+            report.findings.append(Mismatch(last, message))
     finally:
         program.stop()
     return report

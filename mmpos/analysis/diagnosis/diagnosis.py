@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,16 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Comparison, Flags
+from mmpos.analysis.diagnosis.deviation import Deviation, Flags
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
-from mmpos.analysis.diagnosis.shapes import Array, Dump, read_ids
+from mmpos.analysis.diagnosis.shapes import Array, read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integer, per_document
+from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, per_document
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Diagnosis:
         different_tokens: tokens of which an id differs.
         different_documents: documents with such a token.
         document: the first document with such a token.
-        token: its first such token, counted from the document's first; of padding, the place in the padded row.
+        token: its first such token, counted from the document's first.
         what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
         axis: the first axis on which it differs.
         got: its ids as they came, one per row of the ids; none where there is no such token, NaN for an id that is
@@ -147,7 +146,6 @@ def diagnose(
     *,
     attention_mask: npt.ArrayLike | None = None,
     side: Side = "right",
-    padding_id: int | None = None,
     tolerance: float = 0.0,
 ) -> Diagnosis:
     """Compare ids with a scheme, find the first token that differs, and name the mistake behind it.
@@ -170,21 +168,13 @@ def diagnose(
         start: for a SegmentTable, id of each document's first token, one or (documents,).
         attention_mask: (batch, length) of 0 and 1; else padding is where the table has it, or at the side.
         side: "left" or "right".
-        padding_id: what padding must have on every axis; None does not compare it.
         tolerance: how far an id may be from the exact one; 0 is exact up to float64.
 
     Raises:
         InvalidInputError: ids that are no numbers, or of another shape than the documents.
         UnsupportedError, LimitExceededError: as for place.
     """
-    if (
-        isinstance(tolerance, bool)
-        or not isinstance(tolerance, int | float)
-        or not 0 <= tolerance <= sys.float_info.max
-    ):
-        raise InvalidInputError(f"tolerance: got {tolerance!r}, want a number >= 0")
-    if padding_id is not None:
-        integer("padding_id", padding_id)
+    tolerance = finite("tolerance", tolerance, minimum=0)
     whole, segments, how = _placed(documents, scheme, start)
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == whole.axes + 1
@@ -192,18 +182,14 @@ def diagnose(
     positions = without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
-    case = Comparison(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
+    case = Deviation(came, positions, first_ids, tolerance, segments, how, dump.column, dump.length)
     if case.wrong.any():
         return different(case, rows=len(dump.ids))
     if text_row:
         (text,) = read_ids(array[:1], whole, attention_mask, side).ids
         if (text != case.index).any():
             return _different_text_row(case, text)
-    if padding_id is None:
-        return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
-    if (dump.padding != padding_id).any():
-        return _different_padding(dump, positions, padding_id)
-    return Diagnosis(True, positions.scheme, positions.num_tokens + dump.padding.shape[1], positions.num_documents)
+    return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
 
 
 def _placed(
@@ -247,7 +233,7 @@ def starts(positions: PositionTable) -> IntArray:
     return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
-def different(case: Comparison, rows: int) -> Diagnosis:
+def different(case: Deviation, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
     token, found = case.first, find_cause(case)
     return first_difference(
@@ -263,7 +249,7 @@ def different(case: Comparison, rows: int) -> Diagnosis:
     )
 
 
-def _different_text_row(case: Comparison, text: Array) -> Diagnosis:
+def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
     """The first difference of a text row from tokens counted in their documents, where all other rows agree."""
     wrong = text != case.index
     token, cause = int(wrong.argmax()), None
@@ -289,24 +275,6 @@ def _different_text_row(case: Comparison, text: Array) -> Diagnosis:
     )
 
 
-def _different_padding(dump: Dump, positions: PositionTable, padding_id: int) -> Diagnosis:
-    """The first difference in padding, where all tokens agree."""
-    wrong = (dump.padding != padding_id).any(axis=0)
-    first = dump.padding[:, int(wrong.argmax())]
-    return first_difference(
-        positions,
-        wrong,
-        *dump.places,
-        num_tokens=positions.num_tokens + wrong.size,
-        what="padding",
-        axis=int((first != padding_id).argmax()),
-        got=tuple(first.tolist()),
-        want=(Fraction(padding_id),) * positions.axes,
-        cause="all tokens have their ids, and padding has others than it should",
-        remedy="nothing, if padding is masked; or write the id that padding should have",
-    )
-
-
 @dataclass(frozen=True)
 class Cause:
     """A mistake, what to do about it, and how many of the different tokens have exactly the ids that it gives."""
@@ -316,7 +284,7 @@ class Cause:
     explained: int
 
 
-def find_cause(case: Comparison) -> Cause | None:
+def find_cause(case: Deviation) -> Cause | None:
     """The first mistake that gives every id that came; else the one that explains most.
 
     A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
@@ -339,6 +307,6 @@ def find_cause(case: Comparison) -> Cause | None:
     return best
 
 
-def _agrees(case: Comparison, ids: Array, tokens: slice | IntArray) -> Flags:
+def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
     """(tokens,) whether each token has the ids that a mistake gives."""
     return case.near(case.held(ids[..., tokens]), case.got[:, tokens])

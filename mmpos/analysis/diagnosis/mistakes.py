@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Comparison, Ids
+from mmpos.analysis.diagnosis.deviation import Deviation, Ids
 from mmpos.positions.table_rows import FIRST_TOKEN, axis_names
 from mmpos.schemes import (
     SCHEMES,
@@ -56,10 +56,10 @@ class Mistake:
     """
 
     remedy: str
-    guesses: Callable[[Comparison], Iterator[Guess]]
+    guesses: Callable[[Deviation], Iterator[Guess]]
 
 
-def mistake(remedy: str) -> Callable[[Callable[[Comparison], Iterator[Guess]]], Mistake]:
+def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], Mistake]:
     """Make a mistake of the function that guesses its ids."""
     return lambda guesses: Mistake(remedy, guesses)
 
@@ -178,7 +178,7 @@ def _with_sides_exchanged(grids: Grids) -> Grids:
 
 
 @mistake("keep ids as float64, or as exact integers in the table; never .long() them")
-def cut_fractions(case: Comparison) -> Iterator[Guess]:
+def cut_fractions(case: Deviation) -> Iterator[Guess]:
     """Integers in place of fractions."""
     if not case.positions.fractional:
         return
@@ -191,7 +191,7 @@ def cut_fractions(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("keep ids out of casts to low precision: in int32, in float64, or in the table")
-def low_precision(case: Comparison) -> Iterator[Guess]:
+def low_precision(case: Deviation) -> Iterator[Guess]:
     """Ids that went through a float with too few bits."""
     with np.errstate(over="ignore"):
         forms: dict[str, Ids] = {
@@ -205,7 +205,7 @@ def low_precision(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("hold ids in int32 or int64")
-def narrow_integers(case: Comparison) -> Iterator[Guess]:
+def narrow_integers(case: Deviation) -> Iterator[Guess]:
     """Integers that wrapped around, ids or the numerators they were computed from."""
     whole = case.want.astype(np.int64)
     for kind in (np.int16, np.uint16, np.int8, np.uint8):
@@ -224,7 +224,7 @@ def bfloat16(ids: Ids) -> Ids:
 
 
 @mistake("give the model ids with all axes, as positions.dense() has them, in place of arange")
-def token_index(case: Comparison) -> Iterator[Guess]:
+def token_index(case: Deviation) -> Iterator[Guess]:
     """1-D ids, of the document, of the whole batch, or of the padded row."""
     words = "ids are the token's index{}: 1-D ids, which know no images"
     counts = {
@@ -242,7 +242,7 @@ def token_index(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("begin at the same id as the scheme, or tell it yours as start")
-def another_start(case: Comparison) -> Iterator[Guess]:
+def another_start(case: Deviation) -> Iterator[Guess]:
     """Documents that begin at another id."""
     if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
         return  # no start is so far from another
@@ -253,7 +253,7 @@ def another_start(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("shift labels and not position ids: id and token have the same index")
-def one_token_off(case: Comparison) -> Iterator[Guess]:
+def one_token_off(case: Deviation) -> Iterator[Guess]:
     """Every token has the ids of its neighbour, as if ids had been shifted like labels."""
     token = np.arange(case.index.size)
     for step, neighbour in ((1, "after"), (-1, "before")):
@@ -269,7 +269,7 @@ def one_token_off(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("look at what stands before the first difference: it takes another number of ids")
-def constant(case: Comparison) -> Iterator[Guess]:
+def constant(case: Deviation) -> Iterator[Guess]:
     """From the first difference to the end of the document, the same too much or too little."""
     if not case.offset:
         return
@@ -278,7 +278,7 @@ def constant(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("count each token once, as the scheme does, and leave factors to the rotation")
-def multiplied(case: Comparison) -> Iterator[Guess]:
+def multiplied(case: Deviation) -> Iterator[Guess]:
     """Ids times a whole number, or over one."""
     got, want = case.got[:, case.first], case.want[:, case.first]
     times = got[want != 0] / want[want != 0]
@@ -290,7 +290,7 @@ def multiplied(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("place the tokens of a draft after the one before them, as positions.decode does")
-def constant_in_runs(case: Comparison) -> Iterator[Guess]:
+def constant_in_runs(case: Deviation) -> Iterator[Guess]:
     """Runs of tokens, with right ones between, the same too much or too little, as drafts in the windows of steps."""
     if not case.offset or case.runs < 2:
         return
@@ -299,7 +299,7 @@ def constant_in_runs(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("add the delta to the index of every token; take slots of a cache from the index, since ids are for rotations")
-def index_among_right_ids(case: Comparison) -> Iterator[Guess]:
+def index_among_right_ids(case: Deviation) -> Iterator[Guess]:
     """Indexes of tokens among ids that are right: a delta lost for some, or keys in the slots of their ids."""
     index = np.where(case.wrong, case.index, case.want)
     if (case.got[:, case.first] == case.index[case.first]).all():
@@ -308,7 +308,7 @@ def index_among_right_ids(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("order the axes as the scheme does: (row, col) or (frame, row, col)")
-def permuted(case: Comparison) -> Iterator[Guess]:
+def permuted(case: Deviation) -> Iterator[Guess]:
     """The same rows of ids in another order: each row that came is the axis, not yet taken, that it resembles most."""
     names = axis_names(case.positions.axes)
     want, order = case.held(case.want), list[int]()
@@ -325,7 +325,7 @@ def permuted(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("give each pair the axis that the config says, in the kernel as in the reference")
-def axis_repeated(case: Comparison) -> Iterator[Guess]:
+def axis_repeated(case: Deviation) -> Iterator[Guess]:
     """One axis in place of others, as by a kernel that drops height and width."""
     names = axis_names(case.positions.axes)
     for axis, name in enumerate(names):
@@ -341,7 +341,7 @@ def axis_repeated(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("give grids as (frames, height, width), the rows of patches before the columns")
-def sides_exchanged(case: Comparison) -> Iterator[Guess]:
+def sides_exchanged(case: Deviation) -> Iterator[Guess]:
     """Grids whose height was taken for their width."""
     exchanged = _exchanged(case)
     if exchanged is not None:
@@ -349,7 +349,7 @@ def sides_exchanged(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("flatten patches row after row, the column fastest")
-def column_major(case: Comparison) -> Iterator[Guess]:
+def column_major(case: Deviation) -> Iterator[Guess]:
     """Patches one column after the other."""
     exchanged = _exchanged(case)
     if exchanged is not None and case.scheme is not None:
@@ -357,7 +357,7 @@ def column_major(case: Comparison) -> Iterator[Guess]:
         yield Guess("patches are in column-major order: column after column, not row after row", ids)
 
 
-def _exchanged(case: Comparison) -> SegmentTable | None:
+def _exchanged(case: Deviation) -> SegmentTable | None:
     """The documents with height and width of their grids exchanged; none if rows end in separators."""
     segments = case.segments
     if segments is None or segments.row_separator is not None:
@@ -388,7 +388,7 @@ _ADVANCES = {
 
 
 @mistake("compute ids by the scheme that the model was trained with")
-def other_scheme(case: Comparison) -> Iterator[Guess]:
+def other_scheme(case: Deviation) -> Iterator[Guess]:
     """The ids of another scheme, or of the same with other parameters."""
     for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
         if scheme != case.scheme:
@@ -396,7 +396,7 @@ def other_scheme(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("give what the model's processor has: second_per_grid_ts, frames of one patch over frames per second")
-def other_times(case: Comparison) -> Iterator[Guess]:
+def other_times(case: Deviation) -> Iterator[Guess]:
     """Frames of videos at other times than theirs."""
     seconds = None if case.segments is None else case.segments.seconds_per_frame
     if case.segments is None or seconds is None:
@@ -414,7 +414,7 @@ def other_times(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("go on after a grid at the scheme's cursor: positions.next_positions has it")
-def wrong_advance(case: Comparison) -> Iterator[Guess]:
+def wrong_advance(case: Deviation) -> Iterator[Guess]:
     """Grids in their place, and what comes after them not."""
     if case.scheme is not None:
         for words, ids in _ADVANCES.items():
@@ -422,7 +422,7 @@ def wrong_advance(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("divide height and width by the merge size before ids are computed")
-def unmerged(case: Comparison) -> Iterator[Guess]:
+def unmerged(case: Deviation) -> Iterator[Guess]:
     """Grids of patches before merging, while tokens are those after it."""
     if case.scheme is None:
         return
@@ -433,7 +433,7 @@ def unmerged(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("pad ids on the side where the token ids are padded")
-def other_side(case: Comparison) -> Iterator[Guess]:
+def other_side(case: Deviation) -> Iterator[Guess]:
     """Ids padded on the other side than token ids are."""
     if case.column is None:
         return
@@ -448,7 +448,7 @@ def other_side(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("begin at the first real token: left padding takes no ids")
-def padding_counted(case: Comparison) -> Iterator[Guess]:
+def padding_counted(case: Deviation) -> Iterator[Guess]:
     """Ids that began with the padding before the first token."""
     if case.column is None:
         return
@@ -457,7 +457,7 @@ def padding_counted(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("begin every packed document at start, from cu_seqlens")
-def not_reset(case: Comparison) -> Iterator[Guess]:
+def not_reset(case: Deviation) -> Iterator[Guess]:
     """Packed documents that go on from the one before."""
     if case.positions.num_documents < 2:
         return
@@ -476,7 +476,7 @@ def not_reset(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("give one document as one, or the documents as several")
-def reset_inside(case: Comparison) -> Iterator[Guess]:
+def reset_inside(case: Deviation) -> Iterator[Guess]:
     """Ids that begin anew inside a document."""
     start = case.start[case.document]
     again = (case.got == start).all(axis=0) & (case.index > 0) & case.wrong
@@ -490,7 +490,7 @@ def reset_inside(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("cut the ids of the whole prompt to the chunk, as positions.slice(start, stop) does")
-def first_chunk_again(case: Comparison) -> Iterator[Guess]:
+def first_chunk_again(case: Deviation) -> Iterator[Guess]:
     """The ids of a document's beginning once more, for every chunk or for all that follows a chunk."""
     chunk = int(case.index[case.first])
     if chunk < 2:
@@ -501,7 +501,7 @@ def first_chunk_again(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("add the document's delta to the token index, or take ids from positions.decode")
-def delta_forgotten(case: Comparison) -> Iterator[Guess]:
+def delta_forgotten(case: Deviation) -> Iterator[Guess]:
     """Token indexes from the first difference on, as when decoding goes on at the number of tokens."""
     delta = case.want[0, case.first] - case.counted[case.first]
     words = f"from the first difference on ids are the token's index: the delta {delta:g} is forgotten"
@@ -509,7 +509,7 @@ def delta_forgotten(case: Comparison) -> Iterator[Guess]:
 
 
 @mistake("keep deltas with their documents, never on the model: positions.deltas")
-def delta_of_another(case: Comparison) -> Iterator[Guess]:
+def delta_of_another(case: Deviation) -> Iterator[Guess]:
     """Token index plus the delta of another document, from the first difference on."""
     if case.deltas is None:
         return

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.comparison import Comparison
+from mmpos.analysis.diagnosis.deviation import Deviation
 from mmpos.analysis.diagnosis.diagnosis import (
     Diagnosis,
     different,
@@ -72,7 +72,7 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     if (got.lengths != want.lengths).any():
         diagnosis = _of_other_lengths(got, want)
     else:
-        case = Comparison(got.ids, want.positions, want.starts)
+        case = Deviation(got.ids, want.positions, want.starts)
         if not case.wrong.any():
             raise InvalidInputError(
                 f"a: got fractions in documents[{wrong[0]}] that float64 cannot tell from b's, want others"

@@ -9,6 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES
 from mmpos.support.checks import text
@@ -76,26 +79,15 @@ def line_style(i: int) -> Style:
 
 
 def scheme_styles(labels: Sequence[str]) -> list[Style]:
-    """Choose the styles of curves by the names of schemes in their labels, whatever the order of the curves.
-
-    A scheme has the style of its place in SCHEMES; other labels have the style after the last one. A curve whose
-    colour is taken already has a free one.
+    """Choose the styles of curves by the places of schemes in SCHEMES, whatever the order of the curves.
 
     >>> [style["color"] for style in scheme_styles(["mrope", "rope-tie, split", "rope-tie, interleaved"])]
-    ['#D55E00', '#009E73', '#0072B2']
+    ['#009E73', '#D55E00', '#0072B2']
     """
-    names, colours = list(SCHEMES), len(COLOURS) + 1
-    words = [re.split(r"[,(\s]+", label) for label in labels]
-    places = [min((names.index(word) for word in of if word in SCHEMES), default=len(names)) for of in words]
-    styles: dict[int, int] = {}
-    # First the schemes that have colours of their own, then the colours that are left, then other dashes.
-    for others, modulus in ((0, colours), (colours, colours), (len(labels), len(names) + len(labels))):
-        for i in sorted(range(len(labels)), key=lambda i: (places[i], labels[i])):
-            taken = {style % modulus for style in styles.values()}
-            free = [style for style in (places[i], *range(others)) if style % modulus not in taken]
-            if i not in styles and free:
-                styles[i] = free[0]
-    return [line_style(styles[i]) for i in range(len(labels))]
+    names = [*SCHEMES, ""]
+    first = [next((word for word in re.split(r"[,(\s]+", label) if word in SCHEMES), "") for label in labels]
+    order = sorted(range(len(labels)), key=lambda i: (names.index(first[i]), labels[i]))
+    return [line_style(order.index(i)) for i in range(len(labels))]
 
 
 def quiet_axes(axes: Axes) -> None:
@@ -106,9 +98,18 @@ def quiet_axes(axes: Axes) -> None:
     axes.spines[:].set_color("#bbbbbb")
 
 
-def in_axes(axes: Axes, inches: float) -> tuple[float, float]:
-    """Convert inches to fractions of the width and of the height of the axes."""
-    return inches * axes.figure.dpi / axes.bbox.width, inches * axes.figure.dpi / axes.bbox.height
+def draw_curves(axes: Axes, x: npt.ArrayLike, curves: Sequence[tuple[npt.ArrayLike, str, Style]]) -> None:
+    """Draw curves over x, each with its values, its label and what differs from a common style.
+
+    Markers of curves that meet lie beside each other, and values of 0 and below, which have no logarithm, are left out
+    of logarithmic axes.
+    """
+    for i, (values, label, style) in enumerate(curves):
+        drawn = np.asarray(values, np.float64)
+        every = max(1, drawn.size // 7)
+        common: Style = {"linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0, "markevery": (i % every, every)}
+        drawn = np.where(drawn > 0, drawn, np.nan) if axes.get_yscale() == "log" else drawn
+        axes.plot(np.asarray(x)[: drawn.size], drawn, label=label, **common | style)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,13 @@ from mmpos.analysis.plot.canvas import (
     INK,
     Style,
     canvas,
+    draw_curves,
     picture_path,
     picture_title,
     quiet_axes,
     scheme_styles,
 )
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, UInt64Array, fixed_point_turns
@@ -68,7 +69,8 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike | None = None, window: int =
     Raises:
         InvalidInputError: no ids, or ids outside the bounds or not ascending.
     """
-    points = _decades() if ids is None else int_array("ids", ids, (None,))
+    decades = np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_MAX)
+    points = decades if ids is None else int_array("ids", ids, (None,))
     first_bad("ids", points, minimum=0, maximum=INT32_MAX)
     if not points.size or (np.diff(points) < 0).any():
         raise InvalidInputError(f"ids: got {points.tolist()}, want ascending ids, at least one")
@@ -77,16 +79,13 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike | None = None, window: int =
     for i, top in enumerate(points.tolist()):
         near = np.arange(max(0, top - window + 1), top + 1)
         truth = true_turns(near, rotary.turns, rest)
-        largest[:, i] = (
-            _angle_errors(float32_angles(near, rounded), truth).max(),
-            _angle_errors(float32_angles(near, rotary.inv_freq_float32), truth).max(),
-            _turn_errors(exact_turns(near, rotary.turns), truth).max(),
-        )
+        angles = [float32_angles(near, frequencies) for frequencies in (rounded, rotary.inv_freq_float32)]
+        off = [each.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64 for each in angles]
+        largest[:2, i] = [np.abs(turns - np.rint(turns)).max() * _TURN for turns in off]
+        # The difference of turns is an integer.
+        units = ((exact_turns(near, rotary.turns).astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
+        largest[2, i] = np.abs(units.astype(np.float64)).max() * (_TURN * 2.0**-64)
     return PhaseErrors(points, *np.maximum.accumulate(largest, axis=1))
-
-
-def _decades() -> IntArray:
-    return np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_MAX)
 
 
 def turns_rest(rotary: Rotary) -> IntArray:
@@ -114,20 +113,6 @@ def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
 def float32_angles(ids: IntArray, inv_freq: Float32Array) -> Float32Array:
     """(ids, pairs) float32 products of ids and frequencies, as ``mmpos.rotary.reference.cos_sin_as_hf`` has them."""
     return ids.astype(np.float32)[:, None] * inv_freq
-
-
-def _angle_errors(angles: Float32Array, truth: UInt64Array) -> Float64Array:
-    """In rad, from float32 angles in rad; float64 is wide enough to compare them."""
-    turns = angles.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64
-    errors: Float64Array = np.abs(turns - np.rint(turns)) * _TURN
-    return errors
-
-
-def _turn_errors(turns: IntArray, truth: UInt64Array) -> Float64Array:
-    """In rad, from turns in units of 2⁻³²; the difference is an integer."""
-    units = ((turns.astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
-    errors: Float64Array = np.abs(units.astype(np.float64)) * (_TURN * 2.0**-64)
-    return errors
 
 
 # Between the powers of two lie odd and even sides, which rope-tie-lcm tells apart.
@@ -181,20 +166,11 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
     lengths = int_array("sides", sides, (None,))
     first_bad("sides", lengths, minimum=1, maximum=1024)
     chosen = [get_scheme(scheme) for scheme in (SCHEMES if schemes is None else schemes)]
-    squares = [Grid(side, side) for side in lengths.tolist()]
-    strips = [Grid(1, side * side) for side in lengths.tolist()]
-    counts = []
-    for scheme in chosen:
-        try:
-            counts.append((scheme.label, *(ids_consumed(scheme, images) for images in (squares, strips))))
-        except UnsupportedError:
-            if schemes is not None:
-                raise
-    names, of_squares, of_strips = zip(*counts, strict=True)
-    return Growth(tuple(names), lengths, np.stack(of_squares), np.stack(of_strips))
-
-
-_WIDTH = 8.0
+    if schemes is None:
+        chosen = [scheme for scheme in chosen if scheme.resumable]
+    images = [[Grid(side, side) for side in lengths.tolist()], [Grid(1, side * side) for side in lengths.tolist()]]
+    squares, strips = (np.stack([ids_consumed(scheme, each) for scheme in chosen]) for each in images)
+    return Growth(tuple(scheme.label for scheme in chosen), lengths, squares, strips)
 
 
 def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
@@ -209,48 +185,37 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = Non
     """
     instance("errors", errors, PhaseErrors, "phase_errors")
     target, title = picture_path(path), picture_title(title)
-    height = 4.4
-    with canvas(target, _WIDTH, height) as figure:
-        axes = figure.add_axes((0.85 / _WIDTH, 0.62 / height, 6.95 / _WIDTH, 3.35 / height))
+    # What may coincide lies on top of each other and can still be told apart: wide and pale, narrow and dashed.
+    hf: Style = {"color": "#E69F00", "linewidth": 5.0}
+    float32: Style = {"color": "#D55E00", "linestyle": (0, (4, 1.6)), "linewidth": 1.8}
+    curves = [
+        (errors.hf, "hf: frequencies and angles in float32, as Transformers computes them", hf),
+        (errors.float32, "float32 angles of frequencies that are right to the last bit", float32),
+        (errors.exact, "exact: 32-bit turns of 64-bit frequencies", {"color": COLOURS[0], "linewidth": 2.2}),
+    ]
+    with canvas(target, 8.0, 4.4) as figure:
+        axes = figure.box(0.85, 0.43, 6.95, 3.35)
         axes.set_title(title or "Largest error of a phase up to each id", loc="left", fontsize=13, pad=10)
         _log_log(axes)
-        # What may coincide lies on top of each other and can still be told apart: wide and pale, narrow and dashed.
-        curves = (
-            (errors.hf, "hf: frequencies and angles in float32, as Transformers computes them", "#E69F00", "-", 5.0),
-            (
-                errors.float32,
-                "float32 angles of frequencies that are right to the last bit",
-                "#D55E00",
-                (0, (4, 1.6)),
-                1.8,
-            ),
-            (errors.exact, "exact: 32-bit turns of 64-bit frequencies", COLOURS[0], "-", 2.2),
-        )
-        for values, label, colour, dashes, width in curves:
-            # An error of 0 has no logarithm.
-            drawn = np.where(values > 0, values, np.nan)
-            axes.plot(errors.ids, drawn, color=colour, linestyle=dashes, linewidth=width, label=label)
+        draw_curves(axes, errors.ids, curves)
         axes.axhline(np.pi, color=INK, linewidth=1, linestyle=":")
         low = min(float(values[values > 0].min(initial=np.pi)) for values, *_ in curves)
         axes.set_ylim(low / 6, 30)
         axes.text(errors.ids[0], np.pi * 1.5, "half a turn: nothing is left of the phase", fontsize=9, color=INK)
-        _note(axes, errors.ids, errors.hf, 10**6)
-        _note(axes, errors.ids, errors.exact, int(errors.ids[-1]))
+        _note(axes, errors.ids, errors.hf, 10**6, (3, -14))
+        _note(axes, errors.ids, errors.exact, int(errors.ids[-1]), (4, 8), ha="right")
         axes.set_xlabel("position id")
         axes.set_ylabel("error in rad")
         axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.3), frameon=False, fontsize=9)
     return figure
 
 
-def _note(axes: Axes, ids: IntArray, values: Float64Array, at: int) -> None:
+def _note(axes: Axes, ids: IntArray, values: Float64Array, at: int, place: tuple[int, int], **options: Any) -> None:
     """The value at one id in figures, where it is a point of the curve."""
-    for i in np.flatnonzero(ids == at)[:1].tolist():
-        axes.plot([at], [values[i]], "o", color=INK, markersize=4.5, zorder=5)
-        words: Style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "xytext": (3, -14)}
-        last = i == ids.size - 1
-        words |= {"ha": "right", "xytext": (4, 8)} if last else {}
-        value = f"{values[i]:.2g}".replace("e-0", "e-")
-        axes.annotate(f"{value} rad at id {at:,}", (at, values[i]), **words)
+    for value in values[ids == at][:1].tolist():
+        axes.plot([at], [value], "o", color=INK, markersize=4.5, zorder=5)
+        words = f"{value:.2g} rad at id {at:,}".replace("e-0", "e-")
+        axes.annotate(words, (at, value), place, textcoords="offset points", fontsize=9, color=INK, **options)
 
 
 def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
@@ -266,40 +231,27 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
     instance("growth", growth, Growth, "id_growth")
     target, title = picture_path(path), picture_title(title)
     labels = [fill(", ".join(growth.schemes[i] for i in group), 58, break_on_hyphens=False) for group in growth.alike]
-    styles = scheme_styles(labels)
-    lines = [max(1, label.count("\n") + 1) for label in labels]
-    half = -(-len(labels) // 2)
+    # Curves that meet: the later, narrower one lies on the earlier, wider one.
+    styles = [{**style, "linewidth": 3.4 - 0.35 * k} for k, style in enumerate(scheme_styles(labels))]
+    lines, half = [label.count("\n") + 1 for label in labels], -(-len(labels) // 2)
     key = 0.1 + 0.2 * max(sum(lines[:half]), sum(lines[half:]))
-    side, top, foot = 3.25, 0.75, 0.55
-    height = top + side + foot + key
-    with canvas(target, _WIDTH, height) as figure:
-        figure.text(0.12 / _WIDTH, 1 - 0.32 / height, title or "Ids that one image consumes", fontsize=13, color=INK)
-        limits = 0.7, 1.6 * max(float(growth.squares.max()), float(growth.strips.max()))
+    with canvas(target, 8.0, 4.55 + key) as figure:
+        figure.words(0.12, 0.32, title or "Ids that one image consumes", fontsize=13, color=INK)
         for i, (values, name) in enumerate(((growth.squares, "squares, n×n"), (growth.strips, "strips, 1×n²"))):
-            box = ((0.75 + 3.7 * i) / _WIDTH, (foot + key) / height, 3.4 / _WIDTH, side / height)
-            axes = figure.add_axes(box)
+            axes = figure.box(0.75 + 3.7 * i, 0.75, 3.4, 3.25)
             axes.set_title(name, loc="left", fontsize=11, pad=6)
             _log_log(axes)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter("{x:,.0f}")
-            axes.set_ylim(*limits)
-            for k, group in enumerate(growth.alike):
-                # Curves that meet: the later, narrower one lies on the earlier, wider one.
-                style: Style = {**styles[k], "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
-                every = max(1, growth.sides.size // 7)
-                axes.plot(growth.patches, values[group[0]], label=labels[k], markevery=(k % every, every), **style)
+            axes.set_ylim(0.7, 1.6 * max(growth.squares.max(), growth.strips.max()))
+            alike = [values[group[0]] for group in growth.alike]
+            draw_curves(axes, growth.patches, [*zip(alike, labels, styles, strict=True)])
             axes.set_xlabel("patches of the image")
-            if i:
-                axes.tick_params(labelleft=False)
-            else:
-                axes.set_ylabel("ids consumed")
-        handles, names = axes.get_legend_handles_labels()
-        place: Style = {
-            "loc": "lower left",
-            "bbox_to_anchor": (0.2 / _WIDTH, 0.05 / height),
-            "borderaxespad": 0,
-        }
-        figure.legend(handles, names, **place, ncols=2, frameon=False, fontsize=9, handlelength=3.4)
+            axes.set_ylabel("" if i else "ids consumed")
+            axes.tick_params(labelleft=not i)
+        place: Style = {"loc": "lower left", "bbox_to_anchor": figure.place(0.2, 4.5 + key), "borderaxespad": 0}
+        entries = axes.get_legend_handles_labels()
+        figure.legend(*entries, **place, ncols=2, frameon=False, fontsize=9, handlelength=3.4)
     return figure
 
 

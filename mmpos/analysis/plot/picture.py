@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 __all__ = ["DPI", "METADATA", "Picture", "style"]
@@ -41,7 +43,7 @@ def style() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure that notebooks show, also where pyplot was never imported."""
+    """A figure that notebooks show, also where pyplot was never imported, and that is laid out in inches."""
 
     def png(self, dpi: float = DPI) -> bytes:
         """The bytes of a .png file."""
@@ -52,3 +54,18 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         return self.png(dpi=100)
+
+    def box(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Add axes, in inches from the left and from the top of the page."""
+        x, y = self.place(left, top + height)
+        page_width, page_height = self.get_size_inches()
+        return self.add_axes((x, y, width / page_width, height / page_height))
+
+    def words(self, left: float, top: float, words: str, **options: Any) -> None:
+        """Write words at a place in inches, from the left and from the top of the page."""
+        self.text(*self.place(left, top), words, **options)
+
+    def place(self, left: float, top: float) -> tuple[float, float]:
+        """Convert inches from the left and from the top of the page to matplotlib's coordinates of the figure."""
+        width, height = self.get_size_inches()
+        return left / width, 1 - top / height

@@ -52,21 +52,15 @@ def check(
         InvalidInputError: other numbers of tokens or axes; no id that could be told.
     """
     instance("reading", reading, Reading, "mmpos.analysis.probe.read")
-    if isinstance(documents, SegmentTable):
-        table = place(documents, "rope-tie" if scheme is None else scheme, start)
-    else:
-        if scheme is not None or np.ndim(start) or start != 0:
-            got = "a table" if isinstance(documents, PositionTable) else "ids"
-            raise InvalidInputError(f"scheme, start: got one with {got}, want a SegmentTable, or none of them")
-        documents = table = documents if isinstance(documents, PositionTable) else _given(documents, reading.axes)
+    table = _table(documents, scheme, start, reading.axes)
+    documents = documents if isinstance(documents, SegmentTable) else table
     if (table.axes, table.num_tokens) != (reading.axes, reading.num_tokens):
         got = f"{reading.axes} axes and {counted(reading.num_tokens, 'token')}"
         raise InvalidInputError(f"reading: got {got}, want {table.axes} axes and {table.num_tokens}, as documents have")
     known = reading.known
     if not known.any():
         raise InvalidInputError(f"reading: got no id that could be told, want one; {' '.join(reading.notes)}")
-    numerators, denominators = table.rationals()
-    want = numerators / denominators
+    want = table.dense(dtype=np.float64)
     ids = np.where(known, reading.position_ids, 0) / reading.denominators
     if reading.reference is not None:
         ids += want[:, [reading.reference]]
@@ -78,7 +72,6 @@ def check(
     if not wrong.any():
         return replace(found, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
     first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
-    told = known[:, first] & reading.explained[first]
     cause = {"cause": found.cause, "remedy": found.remedy, "explained": found.explained}
     if found.equal:
         cause = {"cause": f"no id explains the keys of {counted(int(wrong.sum()), 'token')}", "remedy": OVERWRITTEN}
@@ -91,7 +84,7 @@ def check(
         unknown_tokens=unknown,
         what=table.describe(first, documents if isinstance(documents, SegmentTable) else None),
         axis=int((~known[:, first] | differ[:, first]).argmax()),
-        got=tuple(np.where(told, ids[:, first], np.nan).tolist()),
+        got=tuple(np.where(known[:, first] & reading.explained[first], ids[:, first], np.nan).tolist()),
         want=fractions_of(table, first),
         **cause,
     )
@@ -107,8 +100,21 @@ def _late(reading: Reading, off: Float64Array, want: Float64Array, table: Positi
     return float(-off[0, below].min(initial=0))
 
 
-def _given(ids: npt.ArrayLike, axes: int) -> PositionTable:
-    array = host_array("documents", ids)
+def _table(
+    documents: SegmentTable | PositionTable | npt.ArrayLike,
+    scheme: str | Scheme | None,
+    start: npt.ArrayLike,
+    axes: int,
+) -> PositionTable:
+    """Place documents, or make the table of ids that an engine was given."""
+    if isinstance(documents, SegmentTable):
+        return place(documents, "rope-tie" if scheme is None else scheme, start)
+    if scheme is not None or np.ndim(start) or start != 0:
+        got = "a table" if isinstance(documents, PositionTable) else "ids"
+        raise InvalidInputError(f"scheme, start: got one with {got}, want a SegmentTable, or none of them")
+    if isinstance(documents, PositionTable):
+        return documents
+    array = host_array("documents", documents)
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     array = int_array("documents", array, (axes, None))

@@ -190,7 +190,7 @@ PROCESSORS = {"glm_ocr": "glm46v", "glm4v_moe": "glm4v", "qwen3_vl_moe": "qwen3_
 """Model types whose processor is that of another, where Transformers does not say so."""
 
 
-def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path, *, seed: int = 0) -> Path:
+def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path) -> Path:
     """Write a small checkpoint of an architecture in which every token has one hidden state in every layer.
 
     It has two layers (or one of each type) and two heads, or two groups of two where heads share keys; head_dim, rotary
@@ -203,7 +203,6 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
     Args:
         config: config.json, its folder, or the mapping in it.
         folder: where to write: a new folder or an empty one.
-        seed: of the random weights.
 
     Returns:
         the folder.
@@ -224,7 +223,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
     model_type = values["model_type"]
     family = next(one for one in FAMILIES if re.match(one.types, model_type))
     with _quiet(), torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         try:
             model = _small_model(values)
             processor = _processor(model.config, family)
@@ -238,22 +237,31 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path,
         except Exception as error:  # Transformers has one of every kind
             got = f"{model_type!r}, whose small model does not run ({type(error).__name__}: {error})"
             raise UnsupportedError(f"config.model_type: got {got}, want another") from error
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
-        if references:
-            np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
-        for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
-            path.chmod((folder / "config.json").stat().st_mode)
-        processor.save_pretrained(folder)
-        if hasattr(processor, "image_processor"):
-            processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
+        _save(folder, model, processor, references)
     if beside is not None:
-        for name in FILES:
-            if (beside / name).is_file():
-                shutil.copyfile(beside / name, folder / name)
-        if (beside / "preprocessor_config.json").is_file() and not (beside / "processor_config.json").is_file():
-            (folder / "processor_config.json").unlink(missing_ok=True)  # it would hide the one that was copied
+        _copy_files(beside, folder)
     return folder
+
+
+def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    if references:
+        np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
+    for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
+        path.chmod((folder / "config.json").stat().st_mode)
+    processor.save_pretrained(folder)
+    if hasattr(processor, "image_processor"):
+        processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
+
+
+def _copy_files(beside: Path, folder: Path) -> None:
+    """Copy tokenizer and preprocessor of a model in place of ours."""
+    there = {name for name in FILES if (beside / name).is_file()}
+    for name in there:
+        shutil.copyfile(beside / name, folder / name)
+    if "preprocessor_config.json" in there and "processor_config.json" not in there:
+        (folder / "processor_config.json").unlink(missing_ok=True)  # it would hide the one that was copied
 
 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:

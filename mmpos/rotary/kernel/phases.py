@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.positions import rows
+from mmpos.positions import table_rows as rows
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.heads import columns_of
 from mmpos.rotary.kernel.launching import launch, on

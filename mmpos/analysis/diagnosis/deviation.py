@@ -22,7 +22,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Deviation:
     """Ids of tokens against those of a placed table, padding left out of both.
 
     Args:

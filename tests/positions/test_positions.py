@@ -93,14 +93,6 @@ def test_lengths_for_varlen_attention(batch: PositionTable) -> None:
     assert batch.deltas.tolist() == [5, 0, 2]
 
 
-def test_dense_dtypes(one: PositionTable) -> None:
-    assert one.dense().dtype == np.int32
-    for dtype in (np.int32, np.int64, np.float64, "int64"):
-        ids = one.dense(dtype=dtype)
-        assert ids.dtype == np.dtype(dtype)
-        assert ids.tolist() == DENSE
-
-
 def test_dense_axes_repeat_and_reorder(one: PositionTable) -> None:
     assert one.dense(axes=(0, 0, 1)).tolist() == [DENSE[0], DENSE[0], DENSE[1]]
     assert one.dense(axes=(1,)).tolist() == [DENSE[1]]
@@ -371,13 +363,6 @@ def test_documents_tell_the_kind_and_the_segment_of_every_token(
     segments = SegmentTable.from_documents([document])
     positions = place(segments, scheme)
     assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == words
-
-
-def test_segments_are_counted_over_the_batch() -> None:
-    segments = SegmentTable.from_documents([[Text(2), Audio(1)], [Audio(3)]])
-    assert place(segments, "flatten").explain(4, segments) == (
-        "token 4 (documents[1], token 1) is token 1 of a run of audio (segment 2): position (1)"
-    )
 
 
 def test_padding_is_padding_with_the_documents_too() -> None:

@@ -28,7 +28,6 @@ from mmpos import (
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
-from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
 from mmpos.segments import Audio, Placeholders
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL
 from mmpos.segments.table import separator_tokens, token_types
@@ -209,15 +208,6 @@ def test_shards_place_every_feature_once(documents: Any, world_size: int) -> Non
     assert sorted(placed) == (batch.input_ids == PATCH).nonzero().flatten().tolist()
 
 
-def test_a_stored_example_knows_patches_from_separators() -> None:
-    import pyarrow as pa
-
-    table = pa.Table.from_pylist([to_row(FIRST)], SCHEMA)
-    again = from_row({name: table[name][0] for name in table.column_names}, axes=2).sequence
-    np.testing.assert_array_equal(again.token_type_ids, FIRST.sequence.token_type_ids)
-    np.testing.assert_array_equal(again.segments.row_separator, FIRST.sequence.segments.row_separator)
-
-
 PIXTRAL_NAMES = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PIXTRAL = SequenceBuilder(
     ByteTokenizer(PIXTRAL_NAMES), scheme="flatten", markers=Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -234,17 +224,6 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
     assert sequence.image_spans.tolist() == sequence.marked_spans.tolist() == [[1, 9], [9, 11]]
     assert sequence.image_margins == (0, 0)
     assert sequence.part_offsets.tolist() == [0, 1, 9, 11, 12]
-
-
-def test_the_end_of_the_last_row_is_its_separator_in_every_scheme() -> None:
-    """L = 0, K = 12: rows 4, 8; columns 3, 6, 9 and 12 of the separators."""
-    sequence = replace(PIXTRAL, scheme="rope-tie").build(["a", Grid(2, 3), "b"])
-    assert sequence.positions.dense().tolist() == [
-        [0, 4, 4, 4, 4, 8, 8, 8, 8, 12],
-        [0, 3, 6, 9, 12, 3, 6, 9, 12, 12],
-    ]
-    with pytest.raises(InvalidInputError, match="got a grid right after a grid"):
-        replace(PIXTRAL, scheme="rope-tie").build([Grid(1, 1), Grid(1, 1)])
 
 
 @pytest.mark.parametrize(
@@ -395,13 +374,3 @@ def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> 
         [97, 98, IMG, IMG, LAST],
         [IMG, LAST, 99, 100],
     ]
-
-
-def test_a_stored_example_without_markers_stays_one() -> None:
-    import pyarrow as pa
-
-    stored = example(("a", True), (Grid(2, 2), True), builder=PIXTRAL)
-    table = pa.Table.from_pylist([to_row(stored)], SCHEMA)
-    again = from_row({name: table[name][0] for name in table.column_names}, axes=1).sequence
-    assert again.image_margins == (0, 0)
-    np.testing.assert_array_equal(again.marked_spans, stored.sequence.marked_spans)

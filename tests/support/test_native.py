@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -205,17 +204,6 @@ def test_info_says_whether_the_extension_is_there() -> None:
     assert mmpos.info()["extension"] == "built"
     with numpy_alone():
         assert mmpos.info()["extension"] == "not built, numpy is used"
-
-
-@pytest.mark.parametrize("dtype", ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", ">i4"])
-def test_every_mask_of_five_tokens_is_read_the_same(dtype: str) -> None:
-    ids = [[5] * 5]
-    for row in product([0, 1], repeat=5):
-        masks = [np.array([row]).astype(dtype), np.array([row, row]).astype(dtype).T.copy().T[:1]]
-        if np.dtype(dtype).kind == "f":
-            masks.append(np.array([row], f"i{np.dtype(dtype).itemsize}").view(dtype))
-        for mask in masks:
-            both(lambda mask=mask: SegmentTable.from_input_ids(ids, Placeholders(image=7), attention_mask=mask))  # type: ignore[misc]
 
 
 def test_cursors_of_documents_that_overlap_stay_inside() -> None:

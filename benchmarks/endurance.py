@@ -72,7 +72,7 @@ def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecuto
     """
     question.proof()
     asked = server.address, question.path, question.request
-    few = Load(server, Order("unary", question.path, question.request, question.answer, scale.seconds / 2, 4), pool)
+    few = Load(server, Order(question.path, question.request, question.answer, scale.seconds / 2, 4), pool)
     capacity = max((few() for _ in range(2)), key=lambda turn: turn.per_second).per_second
     rate = max(capacity / 10, 20 / scale.seconds)  # so that there are some, however short the time
     calm = pool.submit(flood, *asked, rate, scale.seconds).result()

@@ -5,7 +5,7 @@ measures them.
 """
 
 from mmpos_bench.proofs import NotEqualError, equal, holds
-from mmpos_bench.results import Measurement, Point, SuiteReport, Timed
+from mmpos_bench.results import Measurement, SuiteReport, Timed
 from mmpos_bench.suites import SUITES, Comparison, Contestant, Lineup, Role, SuiteOptions, run
 from mmpos_bench.timing import Budget, Timing, compare
 
@@ -17,7 +17,6 @@ __all__ = [
     "Lineup",
     "Measurement",
     "NotEqualError",
-    "Point",
     "Role",
     "SuiteOptions",
     "SuiteReport",

@@ -46,7 +46,7 @@ def bench(
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints them alone.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves and ratios, .png, .svg or .pdf.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the ratios, .png, .svg or .pdf.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, every path once; figures mean nothing.")] = False,
     malloc: Annotated[

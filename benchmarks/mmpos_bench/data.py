@@ -22,7 +22,6 @@ from mmpos.support.checks import IntArray, counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.images import LEVEL, UINT8, Array, as_pixel_values, expected, photographs
 from mmpos_bench.proofs import equal, holds
-from mmpos_bench.results import Point
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
@@ -34,7 +33,7 @@ with needed_for("the data suite", extra="data"):
     from mmpos.data import BatchDataset, PackedCollator, Packer, PaddedCollator, Pairs, Preprocess, shards
     from mmpos.data.batch import Batch
     from mmpos.data.examples import IGNORE_INDEX, Example
-    from mmpos.data.packing import PackCounts, first_fit_decreasing
+    from mmpos.data.packing import PackCounts
 
 _SIZES, _MODES = (8192, 4096, 32768), {"whole documents": False, "text split": True}
 _TOKENS, _BUFFER = 8192, 16  # of the packs of a loader, and of its packer
@@ -89,15 +88,11 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
 
 
 def _collating(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield a batch of a training step, and batches of more and more documents."""
+    """Yield a batch of a training step."""
     documents, tokens, images, side = (4, 64, 2, 4) if options.quick else (32, 8192, 16, 16)
     name = f"{documents} documents of {tokens:,} tokens, {images} images of {side}×{side} each"
     make = partial(evenly, documents, tokens, images, side)
     yield Comparison("collate", name, partial(_collated, make, options), "documents")
-    for count in (1, 4) if options.quick else (1, 4, 16, 64, 256):
-        make = partial(evenly, count, *((64, 2, 4) if options.quick else (2048, 4, 16)))
-        line_up, point = partial(_collated, make, options), Point("documents of a batch", count)
-        yield Comparison("collate over documents", counted(count, "document"), line_up, "documents", point)
 
 
 def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineup:
@@ -156,15 +151,13 @@ def collate_loop(examples: Sequence[Example]) -> Loop:
 
 
 def _packing(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield streams into packs, with documents whole and cut; and many lengths at once."""
+    """Yield streams into packs, with documents whole and cut."""
     documents = 200 if options.quick else 20_000
     examples = cache(lambda: list(mix(documents)))
     for max_tokens in _SIZES:
         for mode, split_text in _MODES.items():
             name, line_up = f"{max_tokens:,} tokens, {mode}", partial(_stream, examples, max_tokens, split_text)
             yield Comparison("packs of a stream", name, line_up, "documents", budget=_PACKING)
-    line_up = partial(_at_once, examples, 1000 if options.quick else 100_000)
-    yield Comparison("packs of lengths known at once", f"{_SIZES[0]:,} tokens", line_up, "documents", budget=_PACKING)
 
 
 def _packer(max_tokens: int, split_text: bool) -> Packer:
@@ -224,28 +217,6 @@ def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> 
     holds(
         lost == packer.counts.tokens_lost, f"{lost} tokens lost", f"the {packer.counts.tokens_lost} that were counted"
     )
-
-
-def _at_once(examples: Callable[[], list[Example]], count: int) -> Lineup:
-    """Line up first-fit decreasing, against sorting the lengths, with which it begins."""
-    max_tokens = _SIZES[0]
-    known = np.minimum([example.num_tokens for example in examples()], max_tokens)
-    lengths = np.random.default_rng(0).choice(known, count)
-    pack = partial(first_fit_decreasing, lengths, max_tokens)
-
-    def prove() -> None:
-        groups = pack()
-        equal(np.sort(np.concatenate(groups)), np.arange(count))
-        fullest = max(int(lengths[group].sum()) for group in groups)
-        holds(fullest <= max_tokens, f"a pack of {fullest} tokens", f"at most {max_tokens}")
-
-    def facts() -> Mapping[str, float]:
-        packs = len(pack())
-        return {"fill": float(lengths.sum()) / (packs * max_tokens), "packs": packs}
-
-    sort = limit("sort of the lengths", lambda: np.sort(lengths))
-    ours = Contestant("first-fit decreasing", pack, proof=prove)
-    return Lineup((sort, ours), {"documents": count, "tokens": int(lengths.sum())}, facts)
 
 
 def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:

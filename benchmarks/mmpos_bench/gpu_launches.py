@@ -55,7 +55,7 @@ def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
     for name, timing in times.items():
         spread = {"20th percentile, µs": 1e6 * timing.p20, "80th percentile, µs": 1e6 * timing.p80}
         timed = (Timed("a call", "ours", timing),)
-        kept.write(Measurement("the host", name, timed, {"calls": 1}, "calls", facts=spread))
+        kept.write(Measurement("the host", name, timed, {"calls": 1}, "calls", spread))
 
 
 def launched(bench: Bench, size: Size, names: list[str], warm: int) -> None:

@@ -1,12 +1,10 @@
-"""Images: from the bytes of photographs to patches, whole and stage by stage, over their size and over cores."""
+"""Images: from the bytes of photographs to patches, whole and stage by stage."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +17,7 @@ import mmpos
 from mmpos.images import ImageProcessor
 from mmpos.images.decode import decode_jpeg, pillow, resize, torchvision
 from mmpos.images.patches import patchify
-from mmpos.support.checks import counted
 from mmpos_bench.proofs import equal
-from mmpos_bench.results import Point
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
@@ -36,7 +32,6 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 
 _FRAMES = 2  # of a still image in Qwen-VL's layout, all the same
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
-_SIZES = ((256, 192), (512, 384), (1024, 768), (2048, 1536), (4096, 3072))
 _BUDGET, _CURVE = Budget(3.0, 21), Budget(1.5, 11)
 _ROUNDING = 1e-5  # theirs is computed in float32 in another order, ours may differ by rounding alone
 
@@ -46,7 +41,7 @@ A = TypeVar("A", bound=np.generic)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; one thread, but where threads are counted."""
+    """Yield every case, on one thread."""
     torchvision()  # says which extra is missing
     with one_thread():
         width, height = (128, 96) if options.quick else (1024, 768)
@@ -58,11 +53,6 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         )
         name = f"a JPEG file of {width}×{height}"
         yield Comparison("stages of JPEG to patches", name, partial(stages, photos[0]), "images", budget=_CURVE)
-        for width, height in _SIZES[: 2 if options.quick else None]:
-            name, point = f"{width}×{height}", Point("pixels of an image, decoded", width * height)
-            line_up = partial(to_bytes, photographs(width, height), options)
-            yield Comparison("JPEG to patches, over the size of images", name, line_up, "pixels", point, _CURVE)
-        yield from over_threads(photos, options)
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
@@ -116,24 +106,6 @@ def stages(data: bytes) -> Lineup:
         part(layout, partial(UINT8.pixel_values, want), as_pixel_values(want), at_most=_ROUNDING),
     ]
     return Lineup(contestants, {"images": 1, "bytes": want.nbytes})
-
-
-def over_threads(photos: list[bytes], options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield many images in 1, 2, 4 ... threads, up to the cores: per image, and how many threads are worth one."""
-    cores = os.cpu_count() or 1
-    counts = sorted({cores, *(2**i for i in range(cores.bit_length()) if 2**i <= cores)})
-    many = photos * (2 if options.quick else 4 * cores)
-    for count in counts[:2] if options.quick else counts:
-        with ThreadPoolExecutor(count) as pool:
-            name, point = counted(count, "thread"), Point("threads", count)
-            line_up = partial(_in_threads, pool, many, len(photos))
-            yield Comparison("JPEG to patches, over threads", name, line_up, "images", point, _CURVE)
-
-
-def _in_threads(pool: ThreadPoolExecutor, many: list[bytes], different: int) -> Lineup:
-    want = [expected(data) for data in many[:different]] * (len(many) // different)
-    ours = giving("mmpos", lambda: list(pool.map(lambda data: UINT8.process(data).patches, many)), tuple(want))
-    return Lineup([_copy(want), ours], {"images": len(many), "bytes": sum(patches.nbytes for patches in want)})
 
 
 def _each(

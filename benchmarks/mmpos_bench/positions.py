@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.schemes import MRopeTransformers, Scheme
-from mmpos.segments.kinds import Grid, Segment, Text, Thumbnail, Tile
+from mmpos.segments.kinds import Grid
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.peers.positions import engine_loop, load_method, load_rope_index
-from mmpos_bench.results import Point
+from mmpos_bench.peers.positions import engine_loop, load_rope_index
 from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
@@ -29,29 +26,21 @@ LineUp = Callable[[list[Document]], Lineup]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
 _RANKS, _PADDING, _RANGES, _RANGE = 2, 64, 16, 100
-_CURVE = Budget(0.25, 11)
+_SHORT = Budget(0.25, 11)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; the workloads are no smaller when it is quick, the curves are shorter."""
+    """Yield every case; the workloads are no smaller when it is quick."""
     groups: list[tuple[str, LineUp, str]] = [
         ("from lists to dense ids", partial(from_lists, options=options), "tokens"),
         ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32), "tokens"),
-        ("dense(out=), mrope, int32", partial(filled, scheme="mrope", dtype=np.int32), "tokens"),
-        ("dense(out=), rope-tie, int64", partial(filled, scheme="rope-tie", dtype=np.int64), "tokens"),
         ("dense(out=), rope-tie-v2, float64", partial(filled, scheme="rope-tie-v2", dtype=np.float64), "tokens"),
-        ("dense() in a new array", fresh, "tokens"),
         ("from token ids to dense ids", partial(from_ids, options=options), "tokens"),
         ("tables from a table", views, "segments"),
-        ("padded ids and mask", padded, "tokens"),
     ]
     for group, line_up, unit in groups:
         yield from (Comparison(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
-    yield from curves(options)
-    if options.peer("Transformers", load_rope_index):
-        tokens = 2**12 if options.quick else 2**15
-        for name, beside in _OTHER_METHODS.items():
-            yield Comparison("rope_index, of other methods", name, partial(beside, tokens))
+    yield from grown(options)
 
 
 def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
@@ -79,20 +68,6 @@ def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
     out = np.zeros(want.shape, dtype)
     ours = giving("dense(out=)", partial(place(segments, scheme).dense, out), want)
     return Lineup([limit("fill", partial(out.fill, 1)), ours], counts(documents) | {"bytes": out.nbytes})
-
-
-def placed(documents: list[Document], scheme: str = "rope-tie") -> Lineup:
-    """Line up ids into memory that is there, and placing alone."""
-    known, make = filled(documents, scheme, np.int32), partial(place, SegmentTable.from_documents(documents), scheme)
-    part = giving("place, a part", make, loop_ids(documents, scheme), Role.PART, PositionTable.dense)
-    return Lineup([*known.contestants, part], {**known.work, "ids": known.work["bytes"] // 4})
-
-
-def fresh(documents: list[Document]) -> Lineup:
-    """Line up ids into a new array, against a new array filled with one number."""
-    table, want = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
-    fill = limit("fill of a new array", partial(np.full, want.shape, 1, np.int32))
-    return Lineup([fill, giving("dense()", table.dense, want)], counts(documents) | {"bytes": want.size * 4})
 
 
 def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
@@ -155,89 +130,6 @@ def in_place_of_theirs(documents: list[Document], options: SuiteOptions) -> Line
     return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
 
 
-def canvases(tokens: int) -> Lineup:
-    """Line up pictures of MiniCPM-V 4.7, in each 1,310 tokens one of 8×8 over four slices of 16×16."""
-    kinds = "image_token_id", "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
-    patch, begin, end, first, last, newline = range(20, 26)
-    tile = [first, *[patch] * 256, last]
-    picture = [begin, *[patch] * 64, end, *tile, *tile, newline, *tile, *tile]
-    parts: list[Segment] = [Thumbnail(8, 8), Tile(16, 16), Tile(16, 16, tokens_after=1), Tile(16, 16), Tile(16, 16)]
-    count = tokens // 1310
-    rest = tokens - count * len(picture)
-    fields: dict[str, object] = dict(zip(kinds, range(20, 26), strict=True))
-    input_ids = np.array([*picture * count, *[_TEXT] * rest])[None]
-    more = {"mm_token_type_ids": input_ids == patch, "target_sizes": [[32, 32], *[[64, 64]] * 4] * count}
-    return _beside_method("minicpmv4_7", fields, input_ids, more, [*(parts * count), Text(rest)], "mrope-canvas")
-
-
-def generated(tokens: int) -> Lineup:
-    """Line up the prompts of GLM-Image, with an image of 16×16 in every 320 tokens and one to generate."""
-    patch, begin, end = 20, 21, 22
-    count = tokens // 320
-    row = [*[begin, *[patch] * 256, end, *[_TEXT] * 62] * count, *[_TEXT] * (tokens % 320)]
-    fields: dict[str, object] = {"image_token_id": patch, "image_start_token_id": begin, "image_end_token_id": end}
-    grids = [[1, 16, 16]] * (count + 1)
-    more = {"image_grid_thw": grids, "images_per_sample": [count + 1], "attention_mask": np.ones((1, tokens), np.int64)}
-    pair: list[Segment] = [Grid(16, 16), Text(64)]
-    parts = [Text(1), *(pair * count)]
-    parts[-1] = Text(tokens - 1 - 256 * count - 64 * (count - 1))
-    return _beside_method("glm_image", fields, np.array([row]), more, parts, "mrope")
-
-
-def timed(tokens: int) -> Lineup:
-    """Line up eight videos of Qwen2.5-VL of 16 frames, half a second apart, that are three quarters of the tokens."""
-    patch, side = 20, max(1, int((tokens * 3 / 4 / 128) ** 0.5))
-    rest = tokens - 8 * (16 * side * side + 20)
-    row = [*[*[_TEXT] * 20, *[patch] * (16 * side * side)] * 8, *[_TEXT] * rest]
-    more = {
-        "mm_token_type_ids": 2 * (np.array([row]) == patch),
-        "video_grid_thw": [[16, _MERGE * side, _MERGE * side]] * 8,
-        "second_per_grid_ts": np.full(8, 0.5, np.float32),
-    }
-    pair: list[Segment] = [Text(20), Grid(side, side, frames=16, seconds_per_frame=0.5)]
-    parts = [*(pair * 8), Text(rest)]
-    return _beside_method("qwen2_5_vl", {"video_token_id": patch}, np.array([row]), more, parts, MRopeTransformers(4))
-
-
-_OTHER_METHODS: dict[str, Callable[[int], Lineup]] = {
-    "MiniCPM-V 4.7, pictures of four slices": canvases,
-    "GLM-Image, prompts with images": generated,
-    "Qwen2.5-VL, 8 videos": timed,
-}
-
-
-def _beside_method(
-    model_type: str,
-    fields: dict[str, object],
-    input_ids: IntArray,
-    more: dict[str, Any],
-    parts: list[Segment],
-    scheme: str | Scheme,
-) -> Lineup:
-    """Line up ``rope_index`` and the method of a model, whose ids are also those of a table."""
-    import torch
-
-    from mmpos.integrations.hf import rope_index
-
-    config, method = load_method(model_type, fields)
-    function = rope_index(config)
-    asked = {"input_ids": torch.from_numpy(input_ids)} | {key: torch.as_tensor(more[key]) for key in more}
-    asked = {key: value.int() if key == "mm_token_type_ids" else value for key, value in asked.items()}
-    want = place(SegmentTable.from_documents([parts]), scheme).dense()
-    read, written = np.empty_like(input_ids), np.empty(want.shape, np.int64)
-
-    def ids(call: Callable[..., Any]) -> npt.NDArray[np.number]:
-        made: npt.NDArray[np.number] = call(**asked)[0].reshape(3, -1).numpy()
-        return made
-
-    contestants = [
-        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
-        giving("mmpos, rope_index", partial(ids, function), want),
-        giving("Transformers", partial(ids, method), want, Role.PEER),
-    ]
-    return Lineup(contestants, {"tokens": input_ids.size, "bytes": read.nbytes + written.nbytes})
-
-
 def views(documents: list[Document]) -> Lineup:
     """Line up tables from a table, against a copy of it; documents are of equal length, and end in text."""
     table, ids = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
@@ -264,54 +156,21 @@ def views(documents: list[Document]) -> Lineup:
     return Lineup(contestants, counts(documents) | {"segments": table.num_segments, "bytes": table.table.nbytes})
 
 
-def padded(documents: list[Document]) -> Lineup:
-    """Line up the ids and the mask of a padded batch, against filling both."""
-    table, ids = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
-    length = table.max_seqlen + _PADDING
-    ids = np.pad(ids.reshape(len(ids), len(documents), -1), ((0, 0), (0, 0), (_PADDING, 0)))
-    mask = np.pad(np.ones((len(documents), length - _PADDING), np.int64), ((0, 0), (_PADDING, 0)))
-    contestants = (
-        limit("fill of new ids and mask", lambda: (np.full(ids.shape, 1, np.int32), np.full(mask.shape, 1, np.int64))),
-        giving("padded()", lambda: table.padded(length, "left"), (ids, mask)),
-    )
-    return Lineup(contestants, counts(documents) | {"bytes": ids.size * 4 + mask.nbytes})
-
-
-def curves(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield time per token over tokens, images, their size, documents and axes; a quick curve has two points."""
+def grown(options: SuiteOptions) -> Iterator[Comparison]:
+    """Yield more and more tokens, and more and more images among as many tokens."""
     most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
-    lists, token_ids = partial(lists_or_spans, options=options), partial(from_ids, options=options)
-    in_place = partial(in_place_of_theirs, options=options)
 
-    def case(
-        group: str, name: str, line_up: LineUp, axis: str, value: int, sizes: tuple[int, int, int, int], unit: str
-    ) -> Comparison:
-        return Comparison(group, name, lambda: line_up(workload(*sizes)), unit, Point(axis, value), _CURVE)
+    def case(group: str, name: str, line_up: Callable[..., Lineup], *sizes: int) -> Comparison:
+        return Comparison(group, name, lambda: line_up(workload(*sizes), options), budget=_SHORT)
 
-    axis = "tokens, an image of 16×16 in every 320"
     for n in [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22][:most]:
-        name, sizes = f"{n:,} tokens", (1, n, n // 320, 16)
-        yield case("dense(out=) over tokens", name, placed, axis, n, sizes, "tokens")
-        yield case("from token ids, over tokens", name, token_ids, axis, n, sizes, "tokens")
-    for n in [2**10, 2**12, 2**15, 2**17][:most] if find_spec("torch") else ():
-        name, sizes = f"{n:,} tokens", (1, n, n // 320, 16)
-        yield case("rope_index, over tokens", name, in_place, axis, n, sizes, "tokens")
-    axis = f"images of 8×8 in {million:,} tokens"
+        sizes = 1, n, n // 320, 16
+        yield case("from token ids, over tokens", f"{n:,} tokens", from_ids, *sizes)
+        if find_spec("torch") and n <= 2**18:
+            yield case("rope_index, over tokens", f"{n:,} tokens", in_place_of_theirs, *sizes)
     for n in [0, 1, 10, 100, 1000, 10_000][:most]:
-        name, sizes = counted(n, "image", ","), (1, million, n, 8)
-        yield case("from lists, over images", name, lists, axis, n, sizes, "tokens")
-    axis = f"side of the images that are half of {million:,} tokens"
-    for n in [2, 4, 8, 16, 32, 64, 128, 256, 512][:most]:
-        sizes = (1, million, max(1, million // 2 // n**2), n)
-        yield case("dense(out=) over the size of images", f"{n}×{n}", placed, axis, n, sizes, "tokens")
-    axis = f"documents of one image of 8×8, {million:,} tokens in all"
-    for n in [1, 4, 16, 64, 256, 1024, 4096][:most]:
-        name, sizes = counted(n, "document", ","), (n, million // n, 1, 8)
-        yield case("from lists, over documents", name, lists, axis, n, sizes, "tokens")
-    for n, scheme in enumerate(("flatten", "rope-tie", "mrope"), 1):
-        line_up, sizes = partial(placed, scheme=scheme), (1, million, million // 640, 16)
-        yield case("dense(out=) over axes", f"{n}: {scheme}", line_up, "axes", n, sizes, "ids")
+        yield case("from lists, over images", counted(n, "image", ","), lists_or_spans, 1, million, n, 8)
 
 
 def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:

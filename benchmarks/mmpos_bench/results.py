@@ -27,14 +27,6 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A place on a curve: what grows along it, such as "tokens", and how much of that."""
-
-    axis: str
-    value: float
-
-
-@dataclass(frozen=True)
 class Measurement:
     """One comparison; see `mmpos_bench.Comparison` and `mmpos_bench.Lineup` for the fields."""
 
@@ -43,7 +35,6 @@ class Measurement:
     entries: tuple[Timed, ...]
     work: dict[str, int]
     unit: str
-    point: Point | None = None
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Timed:
@@ -128,8 +119,6 @@ def _report_text(report: SuiteReport) -> str:
 
 def _row(measurement: Measurement) -> dict[str, object]:
     row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
-    if measurement.point is not None:
-        row["point"] = [measurement.point.axis, measurement.point.value]
     if measurement.facts:
         row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
     row["entries"] = [
@@ -149,11 +138,9 @@ def _report(machine: dict[str, Any], measurements: list[dict[str, Any]], **value
     return SuiteReport(machine=Machine(**machine), measurements=made, **values)
 
 
-def _measurement(
-    *, entries: Sequence[Sequence[Any]] = (), point: list[Any] | None = None, **values: Any
-) -> Measurement:
+def _measurement(*, entries: list[list[Any]], **values: Any) -> Measurement:
     timed = tuple(Timed(name, role, Timing(*numbers)) for name, role, *numbers in entries)
-    return Measurement(entries=timed, point=None if point is None else Point(*point), **values)
+    return Measurement(entries=timed, **values)
 
 
 # Text.

@@ -9,29 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import Any, Literal
 
-from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.proofs import holds
-from mmpos_bench.results import Point
-from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
-from mmpos_bench.timing import Budget, one_thread
-from mmpos_bench.workloads import workload
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions
+from mmpos_bench.timing import Budget, compare, one_thread
 
 with needed_for("the rotary suite", extra="all"):
     import torch
     from torch import Tensor
 
-    from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
-    from mmpos_bench.cuda import Replays, by_events, capture, no_waits
+    from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
+    from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make
 
-_BUDGET, _CURVE, _EVENTS = Budget(1.0, 15), Budget(0.5, 11), Budget(0.0, 15)
+_BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # bytes that all sets move together; of many short calls, a graph's start is no part
 _TOY, _SCALE = LayerShape(2, 1, 16), 0.25  # of caches in 8 bits
@@ -81,11 +77,6 @@ class Bench:
     device: Literal["cuda", "cpu"]
     toy: bool = False
 
-    @staticmethod
-    def here() -> Bench:
-        """Choose the GPU where there is one."""
-        return Bench("cuda" if torch.cuda.is_available() else "cpu")
-
     def layer(self, size: Size, dtype: torch.dtype = torch.bfloat16, sets: int | None = None) -> Layer:
         """Make a layer; on a GPU with so many sets that the caches do not hold them, unless their number is given."""
         shape, documents = SHAPES[size.shape], interleaved(size.tokens, size.documents)
@@ -95,15 +86,12 @@ class Bench:
         cold = max(2, min(_MOST_SETS, math.ceil(_COLD / moved))) if self.device == "cuda" else 1
         return Layer(shape, documents, dtype, self.device, sets or cold)
 
-    def timed(self, case: Comparison) -> Comparison:
-        """Time a case by the clock of the device."""
-        return replace(case, budget=_EVENTS, timer=by_events) if self.device == "cuda" else case
-
     def compare(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype = torch.bfloat16) -> Comparison:
         """Line up a group at a size."""
         name = f"{group}, {str(dtype).removeprefix('torch.')}"
         line_up = partial(self._line_up, group, size, options, dtype)
-        return self.timed(Comparison(name, str(size), line_up, budget=_BUDGET))
+        timer, budget = (by_events, _EVENTS) if self.device == "cuda" else (compare, _BUDGET)
+        return Comparison(name, str(size), line_up, budget=budget, timer=timer)
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype) -> Lineup:
         layer, known = self.layer(size, dtype), GROUPS[group]
@@ -115,11 +103,9 @@ class Bench:
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case: on the GPU where there is one, else on one CPU thread, but where threads are counted."""
-    with one_thread() as threads:
-        bench = Bench.here()
-        yield from compared(bench, options)
-        yield from _graphs(bench, options) if bench.device == "cuda" else _curves(bench, options, threads)
+    """Yield every case: on the GPU where there is one, else on one CPU thread."""
+    with one_thread():
+        yield from compared(Bench("cuda" if torch.cuda.is_available() else "cpu"), options)
 
 
 def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
@@ -144,26 +130,6 @@ def fits(bench: Bench, size: Size) -> bool:
     return needed <= torch.cuda.get_device_properties(0).total_memory
 
 
-def _curves(bench: Bench, options: SuiteOptions, threads: int) -> Iterator[Comparison]:
-    """Yield time per token in place, where nothing is allocated, over tokens, documents and threads."""
-
-    def case(over: str, name: str, axis: str, value: int, size: Size) -> Comparison:
-        made = bench.compare("in place", size, options)
-        return replace(made, group=f"in place over {over}", name=name, point=Point(axis, value), budget=_CURVE)
-
-    most, tokens, many = (64, 64, 64) if options.quick else (32768, 8192, 4096)
-    for n in (16, 64, 256, 1024, 4096, 16384, 32768):
-        if n <= most and (n in (16, 64) or not options.quick):
-            axis = "tokens, an image of 16×16 in every 320"
-            yield case("tokens", f"{n:,} tokens", axis, n, Size("7B layer", n))
-    for n in (1, 2) if options.quick else (1, 2, 8, 64, 512):
-        axis, size = f"documents, {tokens:,} tokens in all", Size("7B layer", tokens, n)
-        yield case("documents", counted(n, "document"), axis, n, size)
-    for n in sorted({1, threads, *(2**i for i in range(threads.bit_length()) if 2**i <= threads)}):
-        torch.set_num_threads(n)
-        yield case("threads", counted(n, "thread"), "threads", n, Size("7B layer", many))
-
-
 # Ways.
 
 Prove = Callable[[Layer, Any, Pair], None]
@@ -181,7 +147,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Group:
+class WaysOfWork:
     """Ways of the same work, the limit first."""
 
     ways: Sequence[Way]
@@ -415,8 +381,8 @@ def _ours(**options: Any) -> list[Way]:
     ]
 
 
-GROUPS: Mapping[str, Group] = {
-    "into new tensors": Group(
+GROUPS: Mapping[str, WaysOfWork] = {
+    "into new tensors": WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             *_ours(),
@@ -424,10 +390,10 @@ GROUPS: Mapping[str, Group] = {
         ],
         peers=partial(_peers, kind="fresh"),
     ),
-    "in place": Group(
+    "in place": WaysOfWork(
         [Way("copy", _copy, role=Role.LIMIT), *_ours(inplace=True)], peers=partial(_peers, kind="inplace")
     ),
-    "norm and rotation": Group(
+    "norm and rotation": WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("mmpos, at once", partial(_turn, norm=True), _normalised),
@@ -435,7 +401,7 @@ GROUPS: Mapping[str, Group] = {
         ],
         peers=_norms,
     ),
-    "forward and backward": Group(
+    "forward and backward": WaysOfWork(
         [
             Way("copies into new tensors", partial(_copy, fresh=True, times=2), role=Role.LIMIT),
             Way("mmpos, table", _there_and_back, _turned_back),
@@ -446,7 +412,7 @@ GROUPS: Mapping[str, Group] = {
         lambda layer: 2 * layer.moved,
         partial(_peers, kind="training"),
     ),
-    "norm, rotation and store": Group(
+    "norm, rotation and store": WaysOfWork(
         [
             Way("copy", partial(_copy, tensors="qkv"), role=Role.LIMIT),
             Way("mmpos, one call", _store, _stored),
@@ -457,7 +423,7 @@ GROUPS: Mapping[str, Group] = {
         ],
         lambda layer: layer.moved + 2 * layer.values[0].nbytes,
     ),
-    "other rotations": Group(
+    "other rotations": WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("conjugate", partial(_turn, conjugate=True), _turned_back, Role.PART),
@@ -467,7 +433,7 @@ GROUPS: Mapping[str, Group] = {
             Way("norm, in place", partial(_turn, norm=True, inplace=True), _normalised, Role.PART),
         ]
     ),
-    "stored keys moved": Group(
+    "stored keys moved": WaysOfWork(
         [Way("copy of k", partial(_copy, tensors="k"), role=Role.LIMIT), Way("mmpos, rerotate", _move, _moved)],
         lambda layer: 2 * layer.k.nbytes,
     ),
@@ -481,75 +447,3 @@ def launches(layer: Layer, only: Sequence[str] = ()) -> dict[str, Call]:
     chosen = {name: way for name, way in ways.items() if not only or name in only}
     ours = {name: way for name, way in chosen.items() if way.role is not Role.PEER and "reference" not in name}
     return {name: way.make(layer) for name, way in ours.items()}
-
-
-# Graphs.
-
-
-def _graphs(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield CUDA graphs whose positions change at every replay, at the size of a decoding step and of a training step:
-    no wait of the host, no kernel compiled anew.
-    """
-    group = "a CUDA graph replayed, positions changed every time"
-    for tokens in (64,) if options.quick else (256, 8192):
-        case = Comparison(group, f"7B layer, {tokens:,} tokens", partial(_replayed, tokens), budget=Budget(0.0, 61))
-        yield replace(case, timer=by_events)
-
-
-def _replayed(tokens: int) -> Lineup:
-    """Refresh the table and replay; the limit is the replay of a copy."""
-    # One document of so many tokens, with more and fewer images, at other places.
-    variants = [interleaved(tokens), workload(1, tokens, 1, 4), workload(1, tokens, 2, 4), workload(1, tokens, 0, 1)]
-    layers = [Layer(SHAPES["7B layer"], documents, torch.bfloat16, "cuda") for documents in variants]
-    layer = layers[0]
-    capacity = max(one.positions.num_segments for one in layers)
-    device = DevicePositions.from_table(layer.positions, "cuda", capacity)
-    q_out, k_out = torch.empty_like(layer.q), torch.empty_like(layer.k)
-
-    def copy() -> None:
-        q_out.copy_(layer.q)
-        k_out.copy_(layer.k)
-
-    def rotate() -> None:
-        for out, x in zip((q_out, k_out), apply_rotary(layer.q, layer.k, device, layer.rotary), strict=True):
-            assert x is not None
-            out.copy_(x)
-
-    def rotate_in_place() -> None:
-        apply_rotary(q_out, k_out, device, layer.rotary, inplace=True)
-
-    copied, rotated, turned = (capture(call) for call in (copy, rotate_in_place, rotate))
-    turns = cycle(layers)
-    compiled = _compiled()
-
-    def step(replay: Callable[[], object]) -> None:
-        device.refresh(next(turns).positions)
-        replay()
-
-    def prove() -> None:
-        for one in layers:
-            with no_waits():
-                device.refresh(one.positions)
-                turned()
-            one.judge((q_out, k_out), (layer.q, layer.k))
-            copied()
-            device.refresh(one.positions)
-            rotated()
-            one.judge((q_out, k_out), (layer.q, layer.k))
-        holds(_compiled() == compiled, f"{_compiled()} kernels", f"{compiled}, those of the capture")
-
-    contestants = (
-        limit("copy, replayed", copied),
-        Contestant("refresh, and in place", lambda: step(rotated), prove),
-        Contestant("in place, the same positions", rotated, prove, Role.PART),
-        Contestant("refresh alone", lambda: device.refresh(next(turns).positions), prove, Role.PART),
-    )
-    work = {"tokens": tokens, "documents": 1, "bytes": layer.moved}
-    return Lineup(contestants, work, lambda: {"kernels compiled after the capture": _compiled() - compiled})
-
-
-def _compiled() -> int:
-    """Count the kernels that Triton has compiled in this process."""
-    from mmpos.rotary.kernel.rotate import rotary_kernel
-
-    return sum(len(caches[0]) for caches in rotary_kernel.device_caches.values())

@@ -1,4 +1,4 @@
-"""The service: its processor time, calls per second and latency, against a bare echo of as many bytes."""
+"""The service: its processor time and calls per second, against a bare echo of as many bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from tempfile import NamedTemporaryFile
 
 from mmpos.errors import UnsupportedError
@@ -20,7 +19,6 @@ from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.results import Point
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, Timer
 
@@ -36,7 +34,6 @@ with needed_for("the service suite", extra="server"):
         Order,
         ServerProcess,
         by_cpu,
-        by_latency,
         by_rate,
         clients,
         echo,
@@ -57,7 +54,6 @@ class ServiceSizes:
     images: int = 4
     side: int = 24
     batch: int = 64
-    curve: tuple[int, ...] = (1, 4, 16, 64, 256)
     photographs: int = 8
     seconds: float = 0.5
     rounds: int = 11
@@ -70,7 +66,7 @@ class ServiceSizes:
         return Budget(self.seconds * self.rounds, self.rounds)
 
 
-QUICK = ServiceSizes(64, 1, 4, 4, (1, 4), 2, 0.02, 2, 2, 4)
+QUICK = ServiceSizes(64, 1, 4, 4, 2, 0.02, 2, 2, 4)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
@@ -119,23 +115,11 @@ class _Suite:
         asked += [partial(ask.photographs, documents) for documents in (1, self.sizes.photographs)]
         for make in asked:
             yield self.case("calls at once", make(), self.at_once, by_rate)
-        for documents in self.sizes.curve:
-            point = Point("documents of a call", documents)
-            yield self.case("Place over documents", ask.place(documents), self.at_once, by_rate, point)
-        yield self.case("latency at one in flight", ask.place(1), self.latency, by_latency)
 
-    def case(
-        self,
-        group: str,
-        question: Question,
-        line_up: Callable[[Question], Lineup],
-        timer: Timer,
-        point: Point | None = None,
-    ) -> Comparison:
+    def case(self, group: str, question: Question, line_up: Callable[[Question], Lineup], timer: Timer) -> Comparison:
         """Make the case of a question."""
-        return Comparison(
-            group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer
-        )
+        made, budget = partial(line_up, question), self.sizes.budget
+        return Comparison(group, question.name, made, "documents", budget=budget, timer=timer)
 
     def processor(self, question: Question) -> Lineup:
         """Line up processor time of a call."""
@@ -165,43 +149,16 @@ class _Suite:
         echoed = limit("echo", self.echoed(ours, question))
         return Lineup((echoed, Contestant("mmpos", ours, proof=question.proof)), question.work, facts)
 
-    def latency(self, question: Question) -> Lineup:
-        """Line up calls of one client that wait for each other."""
-        stub = Load(self.quiet, replace(self.order(question), kind="stub"), self.pool)
-        order = replace(stub.order, kind="client", segments=self.asking.segments(question.documents))
-        loads = {
-            "echo, plain stub": (self.echoed(stub, question), Role.LIMIT),
-            "plain stub": (stub, Role.PART),
-            "mmpos.client": (Load(self.quiet, order, self.pool), Role.OURS),
-        }
-
-        def facts() -> Mapping[str, float]:
-            return {f"{name}: 99th percentile, ms": _p99(load) * 1e3 for name, (load, _) in loads.items()}
-
-        contestants = [Contestant(name, load, question.proof, role) for name, (load, role) in loads.items()]
-        return Lineup(contestants, question.work, facts)
-
-    def order(self, question: Question) -> Order:
-        """Have a client keep several calls in flight, or several items of a stream."""
-        asked, sizes = (question.path, question.request, question.answer), self.sizes
-        if question.stream:
-            return Order("stream", *asked, sizes.seconds, sizes.window)
-        return Order("unary", *asked, sizes.seconds, sizes.in_flight)
-
     def load(self, question: Question) -> Load:
-        """Have both clients load the quiet server."""
-        return Load(self.quiet, self.order(question), self.pool, 2)
+        """Have both clients load the quiet server, each with several calls or items of a stream in flight."""
+        in_flight = self.sizes.window if question.stream else self.sizes.in_flight
+        order = Order(question.path, question.request, question.answer, self.sizes.seconds, in_flight)
+        return Load(self.quiet, order, self.pool, 2)
 
     def echoed(self, load: Load, question: Question) -> Load:
         """Put the load on the echo server, which answers as many bytes."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
-
-
-def _p99(load: Load) -> float:
-    """Compute the percentile of all calls but those of the first turn."""
-    latencies = list(chain.from_iterable(turn.latencies for turn in load.turns[1:]))
-    return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
 def _sharing(plain: Client, shares: Client, sizes: ServiceSizes) -> Iterator[Comparison]:

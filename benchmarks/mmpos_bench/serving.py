@@ -13,7 +13,6 @@ import random
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 
@@ -183,24 +182,18 @@ async def _serve() -> None:
     await server.wait_for_termination()
 
 
-# Loads as contestants: a turn of one tells calls per second, processor time and latency.
+# Loads as contestants: a turn of one tells calls per second and processor time.
 
 
 @dataclass(frozen=True)
 class Order:
-    """The same call again and again, for a client.
+    """The same call again and again, or item of a stream, by grpc.aio."""
 
-    Kinds are calls of grpc.aio at once, items of its stream, and one after the other of the plain stub or of
-    mmpos.client.
-    """
-
-    kind: Literal["unary", "stream", "stub", "client"]
     path: str
     request: bytes
     answer: bytes  # what must come back
     seconds: float
     in_flight: int = 1  # calls, or items of a stream, at once
-    segments: SegmentTable | None = None  # what mmpos.client places; it makes the request, and reads the answer
 
 
 @dataclass(frozen=True)
@@ -209,7 +202,6 @@ class LoadTurn:
 
     per_second: float  # calls, or items of a stream
     cpu: float  # seconds of the server's processor per call
-    latencies: tuple[float, ...] = ()  # seconds of each call
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,9 +223,8 @@ class Load:
         began = self.server.cpu
         asked = [self.pool.submit(carry_out, self.server.address, self.order) for _ in range(self.count)]
         done = [each.result() for each in asked]
-        latencies = tuple(latency for _, times in done for latency in times)
-        per_second = sum(len(times) / seconds for seconds, times in done)
-        self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / len(latencies), latencies))
+        calls, per_second = sum(count for count, _ in done), sum(count / seconds for count, seconds in done)
+        self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / calls))
         return self.turns[-1]
 
     def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
@@ -252,23 +243,18 @@ def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
     return answer
 
 
-def carry_out(address: str, order: Order) -> tuple[float, list[float]]:
-    """Carry out an order; gives the seconds in all and of each call.
+def carry_out(address: str, order: Order) -> tuple[int, float]:
+    """Carry out an order; gives the number of calls or items, and the seconds in all.
 
     Raises:
         NotEqualError: another answer, or none.
     """
-    latencies: list[float] = []
-    work = {"unary": _at_once, "stream": _streamed}.get(order.kind)
-    began = perf_counter()
+    work, began = _streamed if "/Stream" in order.path else _at_once, perf_counter()
     try:
-        if work is None:
-            _one_by_one(address, order, began + order.seconds, latencies)
-        else:
-            _loop().run_until_complete(work(address, order, began + order.seconds, latencies))
+        count = _loop().run_until_complete(work(address, order, began + order.seconds))
     except Exception as error:
         raise NotEqualError(f"{order.path}: {error}") from None
-    return perf_counter() - began, latencies
+    return count, perf_counter() - began
 
 
 @cache
@@ -277,53 +263,41 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 @cache
-def _channel(make: Callable[..., Any], address: str) -> Any:
+def _channel(address: str) -> grpc.aio.Channel:
     """Open one channel for all orders of this process."""
-    return make(address, options=OPTIONS)
+    return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 
-_client = cache(Client)
+async def _at_once(address: str, order: Order, end: float) -> int:
+    call: Any = _channel(address).unary_unary(order.path)
 
-
-async def _at_once(address: str, order: Order, end: float, latencies: list[float]) -> None:
-    call = _channel(grpc.aio.insecure_channel, address).unary_unary(order.path)
-
-    async def one_after_the_other() -> None:
-        while (began := perf_counter()) < end or not latencies:
+    async def one_after_the_other() -> int:
+        count = 0
+        while perf_counter() < end or not count:
             _check(await call(order.request), order)
-            latencies.append(perf_counter() - began)
+            count += 1
+        return count
 
-    await asyncio.gather(*(one_after_the_other() for _ in range(order.in_flight)))
+    return sum(await asyncio.gather(*(one_after_the_other() for _ in range(order.in_flight))))
 
 
-async def _streamed(address: str, order: Order, end: float, latencies: list[float]) -> None:
-    call = _channel(grpc.aio.insecure_channel, address).stream_stream(order.path)()
-    room, sent = asyncio.Semaphore(order.in_flight), deque[float]()
+async def _streamed(address: str, order: Order, end: float) -> int:
+    call: Any = _channel(address).stream_stream(order.path)()
+    room, count = asyncio.Semaphore(order.in_flight), 0
 
     async def write() -> None:
-        while perf_counter() < end or not latencies:
+        while perf_counter() < end or not count:
             await room.acquire()
-            sent.append(perf_counter())
             await call.write(order.request)
         await call.done_writing()
 
     writer = asyncio.create_task(write())
     while (answer := await call.read()) is not grpc.aio.EOF:
         _check(answer, order)
-        latencies.append(perf_counter() - sent.popleft())
+        count += 1
         room.release()
     await writer
-
-
-def _one_by_one(address: str, order: Order, end: float, latencies: list[float]) -> None:
-    stub = _channel(grpc.insecure_channel, address).unary_unary(order.path)
-    client = _client(address)
-    while (began := perf_counter()) < end or not latencies:
-        if order.segments is None:
-            _check(stub(order.request), order)
-        else:
-            client.place(order.segments)
-        latencies.append(perf_counter() - began)
+    return count
 
 
 def _check(answer: bytes, order: Order) -> None:
@@ -348,15 +322,12 @@ by_cpu = _by(lambda turn: turn.cpu)
 by_rate = _by(lambda turn: 1 / turn.per_second)
 """Seconds of the clock per call, of many at once."""
 
-by_latency = _by(lambda turn: statistics.median(turn.latencies))
-"""Seconds that a call takes, in the median of a turn."""
-
 
 # Floods, and streams that are not read.
 
 
 @dataclass(frozen=True)
-class Sent:
+class FloodCall:
     """A call of a flood."""
 
     due: float  # seconds after the beginning
@@ -364,7 +335,7 @@ class Sent:
     seconds: float  # from when it was due to its end
 
 
-def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[Sent]:
+def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
     """Send calls at random times of a Poisson process, fixed beforehand however long the answers to others take.
 
     What this process cannot send in time, it leaves out.
@@ -372,10 +343,10 @@ def flood(address: str, path: str, request: bytes, rate: float, seconds: float) 
     return asyncio.run(_flood(address, path, request, rate, seconds))
 
 
-async def _flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[Sent]:
+async def _flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
     channels = [grpc.aio.insecure_channel(address, options=_ALONE) for _ in range(4)]
     calls: list[Any] = [channel.unary_unary(path) for channel in channels]
-    sent: list[Sent] = []
+    sent: list[FloodCall] = []
 
     async def one(due: float) -> None:
         status = "OK"
@@ -383,7 +354,7 @@ async def _flood(address: str, path: str, request: bytes, rate: float, seconds: 
             await calls[len(tasks) % len(calls)](request, timeout=30, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             status = error.code().name
-        sent.append(Sent(due, status, perf_counter() - begin - due))
+        sent.append(FloodCall(due, status, perf_counter() - begin - due))
 
     await asyncio.gather(*(channel.channel_ready() for channel in channels))
     tasks: list[asyncio.Task[None]] = []

@@ -14,7 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
 from mmpos_bench.proofs import NotEqualError, equal
-from mmpos_bench.results import Measurement, Point, SuiteReport, Timed
+from mmpos_bench.results import Measurement, SuiteReport, Timed
 from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
 
 SUITES: Mapping[str, str] = MappingProxyType(
@@ -101,11 +101,10 @@ def strictly(name: str, work: Callable[[], object]) -> bool:
 class Comparison:
     """A measurement to make."""
 
-    group: str  # the heading under which comparisons are shown together, and the panel of a curve
+    group: str  # the heading under which comparisons are shown together
     name: str  # of this one within its group
     line_up: Callable[[], Lineup]  # makes the contestants when it is their turn
     unit: str = "tokens"  # the key of work by which times are divided in tables
-    point: Point | None = None  # on the curve of the group
     budget: Budget = FULL
     timer: Timer = compare
 
@@ -125,7 +124,7 @@ class Comparison:
         times = self.timer({each.name: each.call for each in proved}, budget, tick)
         timed = tuple(Timed(each.name, each.role.value, times[each.name]) for each in proved)
         work = dict(lineup.work)
-        return Measurement(self.group, self.name, timed, work, self.unit, self.point, dict(lineup.facts()))
+        return Measurement(self.group, self.name, timed, work, self.unit, dict(lineup.facts()))
 
 
 class SuiteOptions:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, place_specs, scheme_words
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_words
 from mmpos.cli.options import (
     DEFAULT,
     Axes,
@@ -207,8 +207,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
     ]
 
 
-plot = typer.Typer(name="plot", invoke_without_command=True)
-app.add_typer(plot)
+plot = group("plot", "Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
@@ -226,13 +225,6 @@ def _complete_allocation(incomplete: str) -> list[str]:
     from mmpos.rotary.allocation import ALLOCATIONS
 
     return [name for name in ALLOCATIONS if name.startswith(incomplete)]
-
-
-@plot.callback()
-def root(context: typer.Context) -> None:
-    """Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")

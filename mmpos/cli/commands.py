@@ -94,6 +94,19 @@ Documents = Annotated[
 Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
 
 
+def group(name: str, words: str) -> typer.Typer:
+    """Add a group of commands to the program, which alone prints its help."""
+    made = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
+
+    @made.callback(help=words)
+    def root(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    app.add_typer(made)
+    return made
+
+
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,

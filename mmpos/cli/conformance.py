@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import app
+from mmpos.cli.commands import group
 from mmpos.cli.options import read_part
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.place import place
@@ -27,20 +27,12 @@ if TYPE_CHECKING:
     from mmpos.analysis.conformance import Outcome
     from mmpos.rotary import Rotary
 
-conformance = typer.Typer(name="conformance", invoke_without_command=True)
-app.add_typer(conformance)
+conformance = group("conformance", "Check the ids and rotations of any program, by cases from independent sources.")
 
 Patterns = Annotated[
     list[str] | None,
     typer.Argument(metavar="[PATTERN...]", help="Cases by name, such as 'rope-tie/*'.", show_default="all"),
 ]
-
-
-@conformance.callback()
-def root(context: typer.Context) -> None:
-    """Check the ids and rotations of any program, by cases from independent sources."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @conformance.command(

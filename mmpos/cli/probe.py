@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from mmpos.cli.analysis import read_array, read_config
-from mmpos.cli.commands import SPECS, app
+from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.probe import Meant, Reading, Verdict
     from mmpos.integrations.models.settings import ModelSettings
 
-probe = typer.Typer(name="probe", invoke_without_command=True, rich_markup_mode="rich")
-app.add_typer(probe)
-
-
-@probe.callback()
-def root(context: typer.Context) -> None:
-    """Find the positions that an engine really rotates by, from the keys in its cache."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+probe = group("probe", "Find the positions that an engine really rotates by, from the keys in its cache.")
 
 
 @probe.command()
@@ -46,7 +38,6 @@ def checkpoint(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write.", show_default=False)
     ],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a small checkpoint of an architecture, in which keys differ by their rotation alone.
 
@@ -55,7 +46,7 @@ def checkpoint(
     """
     from mmpos.analysis.probe import write_checkpoint
 
-    typer.echo(write_checkpoint(config, output, seed=seed))
+    typer.echo(write_checkpoint(config, output))
 
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import Documents, Start, app, scheme_words
+from mmpos.cli.commands import Documents, Start, group, scheme_words
 from mmpos.cli.options import IMAGE_SUFFIXES, Axes, flat, make_scheme, read_specs, scheme_option
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
@@ -20,8 +20,7 @@ from mmpos.support.program import console
 if TYPE_CHECKING:
     from mmpos.client import Client
 
-remote = typer.Typer(name="remote", invoke_without_command=True)
-app.add_typer(remote)
+remote = group("remote", "Ask a server started with [bold]mmpos serve[/bold].")
 
 Profile = Annotated[
     str | None, typer.Option(metavar="NAME", help="Settings of a model.", show_default="the server's first")
@@ -71,13 +70,6 @@ class Connection:
         except ServiceTimeoutError as error:
             want = "one: see that mmpos serve runs there, or give it more time with --timeout"
             raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s, want {want}") from error
-
-
-@remote.callback()
-def root(context: typer.Context) -> None:
-    """Ask a server started with [bold]mmpos serve[/bold]."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 @remote.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, TypeVar
@@ -23,9 +23,9 @@ __all__ = [
 T = TypeVar("T")
 
 
-def by_name(rows: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+def by_name(rows: Mapping[str, T]) -> Mapping[str, T]:
     """Make a table of rows that stand for several names each, which spaces divide."""
-    return MappingProxyType({name: row for names, row in rows for name in names.split()})
+    return MappingProxyType({name: row for names, row in rows.items() for name in names.split()})
 
 
 @dataclass(frozen=True)
@@ -112,117 +112,88 @@ _WINDOWS = "some layers attend in windows, whose order is undone after the last"
 _BOTH = ("full_attention", "sliding_attention")
 
 ROTATIONS: Mapping[str, RotationType] = by_name(
-    (
-        (
-            """
+    {
+        """
             axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher cohere
             cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe glm_moe_dsa helium
             llama4_text longcat_flash mistral4 openai_privacy_filter pe_audio_encoder pe_audio_video_encoder
             pe_video_encoder youtu
-            """,
-            _ADJACENT,
-        ),
-        ("glm glm4 glm4_moe_lite moonshine moonshine_streaming", RotationType(adjacent=True, partial=1.0)),
-        (
-            """
+        """: _ADJACENT,
+        "glm glm4 glm4_moe_lite moonshine moonshine_streaming": RotationType(adjacent=True, partial=1.0),
+        """
             glm4_moe glmasr_encoder laguna mellum minimax_m3_vl_text nemotron nemotron3_5_transcribe_asr_audio
             nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio persimmon phi phi3 phi4_multimodal
             qwen3_next recurrent_gemma solar_open stablelm step3p5 zaya
-            """,
-            _PARTIAL,
+        """: _PARTIAL,
+        "bamba": RotationType(partial=1.0, factor_unread=True),
+        "mimo_v2_flash": RotationType(partial=0.334),
+        "minimax_m2": RotationType(partial=1.0, reads_rotary_dim=True),
+        "gpt_neox gpt_neox_japanese": RotationType(partial=1.0, old_names=True),
+        "codegen gptj": RotationType(adjacent=True, unscaled=True, theta=1e4, reads_rotary_dim=True),
+        "roformer": RotationType(adjacent=True, unscaled=True, theta=1e4),
+        "esm": RotationType(unscaled=True),
+        "zamba2": RotationType(width=("hidden_size", 2)),
+        "deepseek_ocr2_text unlimited_ocr_text": RotationType(head_dim_unread=True),
+        "dots3_note_audio_encoder": RotationType(head_dim_unread=True, partial=1.0),
+        "embedding_gemma2_text gemma4_text gemma4_unified_text": RotationType(full_head_dim=512),
+        "diffusion_gemma_text": RotationType(full_head_dim=512, partial=1.0),
+        "granite_swa granitemoe_swa": RotationType(layer_bases=True),
+        "gemma3_text gemma3n_text t5gemma2_decoder t5gemma2_text": RotationType(
+            layer_theta={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
         ),
-        ("bamba", RotationType(partial=1.0, factor_unread=True)),
-        ("mimo_v2_flash", RotationType(partial=0.334)),
-        ("minimax_m2", RotationType(partial=1.0, reads_rotary_dim=True)),
-        ("gpt_neox gpt_neox_japanese", RotationType(partial=1.0, old_names=True)),
-        ("codegen gptj", RotationType(adjacent=True, unscaled=True, theta=1e4, reads_rotary_dim=True)),
-        ("roformer", RotationType(adjacent=True, unscaled=True, theta=1e4)),
-        ("esm", RotationType(unscaled=True)),
-        ("zamba2", RotationType(width=("hidden_size", 2))),
-        ("deepseek_ocr2_text unlimited_ocr_text", RotationType(head_dim_unread=True)),
-        ("dots3_note_audio_encoder", RotationType(head_dim_unread=True, partial=1.0)),
-        ("embedding_gemma2_text gemma4_text gemma4_unified_text", RotationType(full_head_dim=512)),
-        ("diffusion_gemma_text", RotationType(full_head_dim=512, partial=1.0)),
-        ("granite_swa granitemoe_swa", RotationType(layer_bases=True)),
-        (
-            "gemma3_text gemma3n_text t5gemma2_decoder t5gemma2_text",
-            RotationType(layer_theta={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
+        "modernbert modernbert-decoder": RotationType(
+            layer_theta={"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
+            scaled_layers=_BOTH,
         ),
-        (
-            "modernbert modernbert-decoder",
-            RotationType(
-                layer_theta={"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
-                scaled_layers=_BOTH,
-            ),
+        "neomme": RotationType(partial=1.0, layer_theta=dict.fromkeys(_BOTH, "rope_theta"), scaled_layers=()),
+        "olmo3": RotationType(layer_theta={"full_attention": "rope_theta"}),
+        "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text": RotationType(alpha=True),
+        "paddleocr_vl_text qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": RotationType(
+            section=(16, 24, 24)
         ),
-        ("neomme", RotationType(partial=1.0, layer_theta=dict.fromkeys(_BOTH, "rope_theta"), scaled_layers=())),
-        ("olmo3", RotationType(layer_theta={"full_attention": "rope_theta"})),
-        ("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text", RotationType(alpha=True)),
-        (
-            "paddleocr_vl_text qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
-            RotationType(section=(16, 24, 24)),
-        ),
-        (
-            """
+        """
             cohere_compass_text cosmos3_edge_text qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text
             qwen3_vl_text
-            """,
-            RotationType(section=(24, 20, 20), interleaved=True),
+        """: RotationType(section=(24, 20, 20), interleaved=True),
+        "qwen3_5_moe_text qwen3_5_text qwen4_exp_text": RotationType(
+            section=(11, 11, 10), interleaved=True, partial=1.0
         ),
-        (
-            "qwen3_5_moe_text qwen3_5_text qwen4_exp_text",
-            RotationType(section=(11, 11, 10), interleaved=True, partial=1.0),
-        ),
-        ("glm4v_text glm_ocr_text", RotationType(section=(8, 12, 12), adjacent=True, partial=1.0)),
-        ("glm4v_moe_text glm_image_text", RotationType(section=(8, 12, 12), partial=1.0)),
-        ("ernie4_5_vl_moe_text", RotationType(section=(22, 22, 20), adjacent=True)),
-        (
-            """
+        "glm4v_text glm_ocr_text": RotationType(section=(8, 12, 12), adjacent=True, partial=1.0),
+        "glm4v_moe_text glm_image_text": RotationType(section=(8, 12, 12), partial=1.0),
+        "ernie4_5_vl_moe_text": RotationType(section=(22, 22, 20), adjacent=True),
+        """
             cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision glm4v_moe_vision glm4v_vision
             glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder
             qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision
-            """,
-            _encoder(),
+        """: _encoder(),
+        "qwen2_vl_vision": RotationType(encoder=Encoder(order="merged"), width=("embed_dim", 1)),
+        "exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision": _encoder(note=_WINDOWS),
+        "lfm3_vl_vision": _encoder(note="layers of convolution do not turn"),
+        "paddleocr_vl_vision": _encoder(order="raster", note="patches are merged after the encoder"),
+        "mlcd_vision_model video_llama_3_vision": _encoder(order=None),
+        "minimax_m3_vl_vision": _encoder("frames"),
+        "pixtral": _encoder("ladder", "raster"),
+        "kimi_k25_vision": _encoder("in turn", "raster", "frames have absolute positions"),
+        "step3p5_vision": _encoder("columns", "raster", "beside learned absolute positions"),
+        "muse_glimmer_vision muse_spark_vision": _encoder("columns", "raster", _WINDOWS, first=1),
+        "sam3_vit_model": RotationType(adjacent=True, encoder=Encoder("columns", None)),
+        "inkling2_vision": RotationType(
+            adjacent=True,
+            encoder=Encoder("columns", "merged", 1, note="a class token before the patches of each image"),
         ),
-        ("qwen2_vl_vision", RotationType(encoder=Encoder(order="merged"), width=("embed_dim", 1))),
-        ("exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision", _encoder(note=_WINDOWS)),
-        ("lfm3_vl_vision", _encoder(note="layers of convolution do not turn")),
-        ("paddleocr_vl_vision", _encoder(order="raster", note="patches are merged after the encoder")),
-        ("mlcd_vision_model video_llama_3_vision", _encoder(order=None)),
-        ("minimax_m3_vl_vision", _encoder("frames")),
-        ("pixtral", _encoder("ladder", "raster")),
-        ("kimi_k25_vision", _encoder("in turn", "raster", "frames have absolute positions")),
-        ("step3p5_vision", _encoder("columns", "raster", "beside learned absolute positions")),
-        ("muse_glimmer_vision muse_spark_vision", _encoder("columns", "raster", _WINDOWS, first=1)),
-        ("sam3_vit_model", RotationType(adjacent=True, encoder=Encoder("columns", None))),
-        (
-            "inkling2_vision",
-            RotationType(
-                adjacent=True,
-                encoder=Encoder("columns", "merged", 1, note="a class token before the patches of each image"),
-            ),
+        "llama4_vision_model": RotationType(
+            adjacent=True,
+            head_dim_unread=True,
+            encoder=Encoder("columns", first=1, note="tiles of image_size, a class token after the patches of each"),
         ),
-        (
-            "llama4_vision_model",
-            RotationType(
-                adjacent=True,
-                head_dim_unread=True,
-                encoder=Encoder(
-                    "columns", first=1, note="tiles of image_size, a class token after the patches of each"
-                ),
-            ),
+        "gemma4_vision": RotationType(
+            encoder=Encoder(
+                "halves",
+                kv_heads=12,
+                note="view the halves of a head as heads, which turn by columns and by rows",
+            )
         ),
-        (
-            "gemma4_vision",
-            RotationType(
-                encoder=Encoder(
-                    "halves",
-                    kv_heads=12,
-                    note="view the halves of a head as heads, which turn by columns and by rows",
-                )
-            ),
-        ),
-    )
+    }
 )
 """Model types that do not rotate as PLAIN."""
 
@@ -236,33 +207,33 @@ _EARLIER = "its attention to earlier frames turns part of the keys alone"
 _WHOLE_HEADS = "it turns all heads as one, by rows and columns"
 
 OTHER_ROTATIONS: Mapping[str, str] = by_name(
-    (
-        ("clvp_encoder", "it turns values too"),
-        ("dbrx", "Transformers does not read the base in its attn_config"),
-        ("deepseek_v4", "it turns the last channels of a head, not the first"),
-        ("dinov3_vit eomt_dinov3 sapiens2", _PLACES),
-        ("dots3_note_text", "its layers pair channels in two ways"),
-        ("edgetam_video sam2_video sam3_tracker_video", _EARLIER),
-        ("efficientloftr", _WHOLE_HEADS),
-        ("hunyuan_vl_text", "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both"),
-        ("mistral_large4_text", "its frequencies are weights"),
-        ("nanochat", "it turns the other way round"),
-    )
+    {
+        "clvp_encoder": "it turns values too",
+        "dbrx": "Transformers does not read the base in its attn_config",
+        "deepseek_v4": "it turns the last channels of a head, not the first",
+        "dinov3_vit eomt_dinov3 sapiens2": _PLACES,
+        "dots3_note_text": "its layers pair channels in two ways",
+        "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
+        "efficientloftr": _WHOLE_HEADS,
+        "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
+        "mistral_large4_text": "its frequencies are weights",
+        "nanochat": "it turns the other way round",
+    }
 )
 """Model types whose rotation is not read, and what is special about it."""
 
 UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
-    (
-        ("deepseek_ocr2_encoder", "its patches and its queries after them count as text"),
-        ("dinov3_vit eomt_dinov3 sapiens2", _PLACES),
-        ("edgetam_video sam2_video sam3_tracker_video", _EARLIER),
-        ("efficientloftr", _WHOLE_HEADS),
-        ("mlcd_vision_model", "the angles of its class token are weights"),
-        ("pe_video_encoder", "its frames count as text"),
-        ("sam3_vit_model", "its layers count within windows, or in fractions of a window"),
-        ("video_llama_3_vision", "how many patches merge is told with each image"),
-        ("vjepa2", "the two channels of a pair turn by different frequencies"),
-    )
+    {
+        "deepseek_ocr2_encoder": "its patches and its queries after them count as text",
+        "dinov3_vit eomt_dinov3 sapiens2": _PLACES,
+        "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
+        "efficientloftr": _WHOLE_HEADS,
+        "mlcd_vision_model": "the angles of its class token are weights",
+        "pe_video_encoder": "its frames count as text",
+        "sam3_vit_model": "its layers count within windows, or in fractions of a window",
+        "video_llama_3_vision": "how many patches merge is told with each image",
+        "vjepa2": "the two channels of a pair turn by different frequencies",
+    }
 )
 """Vision encoders that rotate by positions that no scheme here has, and why."""
 

@@ -72,7 +72,7 @@ def rerotate(
     tensors = {"k_cache": k_cache} if k_scale is None else {"k_cache": k_cache, "k_scale": k_scale}
     check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = number_of(implementation, pages.device)
-    rotation = rotation_of(stop, rotary, implementation=number)._replace(attention_factor=1.0)
+    rotation = rotation_of(stop, rotary, implementation=number)  # whose factor plays no part
     operators.rerotate_(pages, written, row, start.tensor, start.mode, *rotation)
 
 

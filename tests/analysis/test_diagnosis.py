@@ -16,6 +16,7 @@ import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
 from mmpos.analysis.diagnosis.deviation import Deviation
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
+from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
@@ -109,20 +110,6 @@ def test_one_row_stands_for_all_axes() -> None:
 def test_a_tensor_is_as_good_as_an_array() -> None:
     torch = pytest.importorskip("torch")
     assert found(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
-
-
-def test_padding_is_compared_on_demand() -> None:
-    ids = [[[0, 1, 1], [0, 1, 2]], [[0, 1, 0], [0, 1, 2]]]
-    assert found(ids, "2", "3").equal
-    diagnosis = found(ids, "2", "3", padding_id=0)
-    assert str(diagnosis) == (
-        "documents[0], token 2, is padding: got (1, 0), want (0, 0) in rope-tie. 1 of 6 tokens differ, in 1 of 2 "
-        "documents. Cause: all tokens have their ids, and padding has others than it should. To do: nothing, if "
-        "padding is masked; or write the id that padding should have."
-    )
-    assert str(found([[[0, 1, 5], [0, 1, 2]]] * 2, "2", "3", padding_id=5)) == (
-        "All 6 tokens of 2 documents have the ids of rope-tie."
-    )
 
 
 def test_a_difference_has_all_its_fields() -> None:
@@ -372,6 +359,17 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
             ],
             UNMERGED,
         ),
+        # Text after nine patches goes on at the tenth token, and not after one and a half ids.
+        (
+            VIDEO,
+            "tmrope-qwen3",
+            [
+                [0, 1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 10, 11],
+                [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 10, 11],
+                [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 10, 11],
+            ],
+            AHEAD,
+        ),
     ],
 )
 def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
@@ -549,7 +547,7 @@ def test_the_same_too_much_in_runs_of_tokens() -> None:
 def test_nothing_equals_nothing() -> None:
     nothing = SegmentTable.from_documents([])
     assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."
-    assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing, padding_id=7).equal
+    assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing).equal
 
 
 @pytest.mark.parametrize("far", [np.uint64(2**63), np.float64(1e300)])
@@ -621,7 +619,7 @@ def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, m
     ones = padded + (mask == 0)
     for ids in (placed.dense(), padded, ones):
         assert mmpos.diagnose(ids, segments, scheme, start, side=side).equal
-    assert mmpos.diagnose(ones, segments, scheme, start, attention_mask=mask, padding_id=1).equal
+    assert mmpos.diagnose(ones, segments, scheme, start, attention_mask=mask).equal
 
 
 @settings(settled, max_examples=25)
@@ -740,7 +738,6 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
         (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
         (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
         (np.zeros((2, 11)), {"tolerance": 10**400}, None),
-        (np.zeros((2, 11)), {"padding_id": "x"}, "padding_id: got 'x', want an integer"),
         (np.zeros((2, 11)), {"scheme": "tie"}, None),
         (np.zeros((2, 11)), {"start": 0.5}, "start: got 0.5, want an integer"),
         (
@@ -769,6 +766,17 @@ def test_documents_must_be_a_table_and_a_placed_one_has_its_scheme() -> None:
     for options in ({"scheme": "mrope"}, {"start": 1}, {"start": [0]}):
         with pytest.raises(InvalidInputError, match="scheme, start: got one with a PositionTable"):
             mmpos.diagnose([0], placed, **options)
+
+
+def test_a_table_of_ids_has_a_run_of_text_wherever_a_document_counts_on() -> None:
+    positions = table_of_ids(np.array([[0, 1, 2, 3, 5]]), None, np.array([2, 0, 3]), "given")
+    assert positions.dense().tolist() == [[0, 1, 2, 3, 5]]
+    assert positions.lengths.tolist() == [2, 0, 3]
+    assert [positions.describe(token) for token in (1, 2, 4)] == [
+        "token 1 of a run of text (segment 0)",
+        "token 0 of a run of text (segment 1)",
+        "token 0 of a run of text (segment 2)",
+    ]
 
 
 def test_one_axis_in_place_of_others() -> None:

@@ -267,13 +267,10 @@ def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:
     assert not (folder / "processor_config.json").exists()
 
 
-def test_a_seed_gives_the_same_weights_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+def test_weights_are_the_same_each_time_and_the_generator_is_left_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    first, second, other = (
-        (write_checkpoint(config_of("llama"), tmp_path / str(i), seed=seed) / "model.safetensors").read_bytes()
-        for i, seed in enumerate((3, 3, 4))
-    )
-    assert first == second != other
+    first, second = (write_checkpoint(config_of("llama"), tmp_path / name) / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
     assert torch.equal(before, torch.get_rng_state())
 
 

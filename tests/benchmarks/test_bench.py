@@ -32,7 +32,6 @@ from mmpos_bench import (
     Lineup,
     Measurement,
     NotEqualError,
-    Point,
     SuiteOptions,
     SuiteReport,
     Timed,
@@ -69,9 +68,9 @@ MEASUREMENT = Measurement(
     {"tokens": 1000, "bytes": 8000},
     "tokens",
 )
-CURVE = replace(MEASUREMENT, group="curve", point=Point("tokens so far", 1024), facts={"share": 0.996})
+OTHER = replace(MEASUREMENT, group="others", facts={"share": 0.996})
 REPORT = SuiteReport(
-    "positions", "mmpos bench positions", False, MACHINE, (MEASUREMENT, CURVE), {"vLLM": "ImportError: vllm"}
+    "positions", "mmpos bench positions", False, MACHINE, (MEASUREMENT, OTHER), {"vLLM": "ImportError: vllm"}
 )
 
 
@@ -236,15 +235,15 @@ def test_the_reference_is_what_the_schemes_say() -> None:
 
 def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
     told: list[tuple[str, int, int]] = []
-    found = run("positions", quick=True, only="int64: d", watch=lambda *what: told.append(what))
-    title = "dense(out=), rope-tie, int64: d: 1 × 8k tokens of text"
+    found = run("positions", quick=True, only="float64: d", watch=lambda *what: told.append(what))
+    title = "dense(out=), rope-tie-v2, float64: d: 1 × 8k tokens of text"
     assert told == [(title, 0, 1), (title, 1, 2), (title, 2, 2)]
     (measured,) = found.measurements
     assert (f"{measured.group}: {measured.name}", measured.work["bytes"]) == (title, 8192 * 2 * 8)
     timed = [(e.name, e.role, e.timing.turns) for e in measured.entries]
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
     assert (found.suite, found.quick, found.missing) == ("positions", True, {})
-    assert found.command == "mmpos bench positions --quick --malloc default --only 'int64: d'"
+    assert found.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
     with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of the name of a case"):
         run("positions", quick=True, only="nothing such")
     with pytest.raises(InvalidInputError, match="suite: got 'nonsense', want one of 'positions', "):
@@ -257,15 +256,15 @@ def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None
     done = CliRunner().invoke(app, [*asked, "--json", str(figures), "--plot", str(picture)], catch_exceptions=False)
     assert done.exit_code == 0
     (report,) = from_json(figures.read_text())
-    assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32", "dense(out=), mrope, int32"]
+    assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
     lines = done.stdout.splitlines()
     assert "quick: every path once, the figures mean nothing" in lines
-    at = lines.index("dense(out=), mrope, int32")
+    at = lines.index("dense(out=), rope-tie, int32")
     assert lines[at + 1].split("  ")[-1] == "of limit"
     assert lines[at + 2] == "d: 1 × 8k tokens of text"
     assert [line.split()[0] for line in lines[at + 3 : at + 6]] == ["fill", "dense(out=)", "limit:"]
     assert re.search(r"\d+–\d.*\d×$", lines[at + 4])
-    assert "dense(out=), mrope, int32" in picture.read_text()
+    assert "dense(out=), rope-tie, int32" in picture.read_text()
     printed = CliRunner().invoke(app, [*asked, "--json", "-"], catch_exceptions=False)
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
@@ -310,13 +309,12 @@ def test_a_picture_has_all_figures_and_says_what_and_where(tmp_path: Path, quick
         ["loop", "60.0 µs", "30.0×"],
     ):
         assert any(words[at : at + 3] == line for at in range(len(words))), line
-    curve = {"curve", "tokens so far", "ns per token", "1k", "fill"}
-    assert {"a: one", "● other projects", "1×", "10×", *curve} <= set(words)
+    assert {"a: one", "others", "● other projects", "1×", "10×"} <= set(words)
 
 
-def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
+def test_a_picture_needs_a_limit(tmp_path: Path) -> None:
     bare = replace(MEASUREMENT, entries=MEASUREMENT.entries[1:])
-    with pytest.raises(InvalidInputError, match="report: got no curve and no ratio to a limit"):
+    with pytest.raises(InvalidInputError, match="report: got no ratio to a limit"):
         plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
     with pytest.raises(InvalidInputError, match="want a file ending in"):
         plot_report(REPORT, tmp_path / "found.bmp")

@@ -87,16 +87,6 @@ def test_every_row_is_the_sequence_of_the_builder(told: dict[str, Any], side: st
     np.testing.assert_array_equal(batch["positions"].dense().reshape(-1, 3, width), batch["mm_position_ids"])
 
 
-def test_positions_are_those_of_the_formula() -> None:
-    batch = processor()([ImageSize(16, 24)], "[PATCH]A", return_tensors="np", add_special_tokens=False)
-    assert batch["input_ids"].tolist() == [[BEGIN, *[PATCH] * 6, END, *chat_tokenizer().encode("A")[1:]]]
-    expected = place_document([Text(1), Grid(2, 3), Text(2)], "rope-tie")
-    assert batch["mm_position_ids"][:, 0].T.tolist() == [list(position) for position in expected.ids]
-    assert batch["mm_next_positions"].tolist() == [expected.next_position]
-    assert batch["deltas"].tolist() == [5]
-    assert "patches" not in batch  # only the size is known
-
-
 @pytest.mark.parametrize("merge", [1, 2, 3])
 @pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"grid-2d"}))  # which has no place for text
 def test_batches_are_placed_as_the_formulas_say(scheme: str, merge: int) -> None:

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,27 +50,6 @@ def both(tokenizer: Any) -> tuple[MMPosProcessor, Any]:
     )
     images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
     return ours, transformers.Qwen2VLProcessor(images, tokenizer, videos)
-
-
-def test_batches_and_positions_are_those_of_transformers() -> None:
-    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
-    ours, theirs = both(chat_tokenizer(QWENS, **MARKED))
-    rows = [f"{IMAGE} a cat", f"A cup {IMAGE}, {IMAGE}", "coffee"]
-    random = np.random.default_rng(0)
-    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (9, 905, 3), (200, 60, 3))]
-    told: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
-    got = ours(photos, rows, **told)
-    want = theirs([photos[:1], photos[1:], []], rows, return_mm_token_type_ids=True, **told)
-    assert_within(got.pop("pixel_values"), want.pop("pixel_values"), PIXELS)
-    for key in sorted(want):
-        assert torch.equal(got[key], want[key]), key
-    kind = modeling.Qwen2VLModel
-    model: Any = SimpleNamespace(config=CONFIG)
-    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
-    named = {key: want[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")}
-    ids, deltas = kind.get_rope_index(model, **named)
-    assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
-    assert torch.equal(got["deltas"], deltas[:, 0])
 
 
 def test_options_that_a_tokenizer_was_made_with_are_those_of_a_call() -> None:

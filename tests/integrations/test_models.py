@@ -395,7 +395,7 @@ def test_markers_that_a_builder_cannot_write_are_refused(model: str, what: str) 
 @pytest.mark.parametrize(
     ("model", "grids", "counts", "message"),
     [
-        ("qwen3_vl", [], [0], "images_per_sample: got 'qwen3_vl', want a model that generates images"),
+        ("qwen3_vl", [], [0], "generated: got 'qwen3_vl', want a model that generates images"),
         ("glm_image", [[1, 1, 1]], [0], "images_per_sample: got a sum of 0, want 1, one per grid"),
         ("glm_image", [], [-1], "images_per_sample[0]: got -1, want >= 0"),
         ("glm_image", [], [0, 0], "images_per_sample: got shape (2,), want (1,)"),
@@ -410,7 +410,9 @@ def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, co
     assert str(caught.value) == message
 
 
-def test_grids_to_generate_without_their_counts_are_surplus() -> None:
+def test_grids_to_generate_without_their_counts_and_counts_of_other_models_are_refused() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match=r"^images_per_sample: got one of 'qwen3_vl', want None"):
+        settings_of("qwen3_vl").segments([TEXT], images_per_sample=[0])
     with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
         settings_of("glm_image").segments([TEXT, 16384], [[1, 1, 1]])
 

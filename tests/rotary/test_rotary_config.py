@@ -789,54 +789,6 @@ def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:
 # What the code of Transformers does.
 
 
-def module_of(model: str, name: str) -> Any:
-    pytest.importorskip("transformers")
-    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
-
-
-def config_of(model: str, name: str, **arguments: Any) -> Any:
-    pytest.importorskip("transformers")
-    return getattr(importlib.import_module(f"transformers.models.{model}.configuration_{model}"), name)(**arguments)
-
-
-ROTATIONS = [
-    ("qwen2_vl", "Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
-    ("qwen2_5_vl", "Qwen2_5_VLTextConfig", "Qwen2_5_VLRotaryEmbedding", {}),
-    ("qwen3_vl", "Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
-    ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5TextRotaryEmbedding", {}),
-    ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
-    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextConfig", "Ernie4_5_VLMoeTextRotaryEmbedding", {}),
-    ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding", {}),
-    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionRotaryEmbedding", {}),
-    ("pixtral", "PixtralVisionConfig", "PixtralVisionRotaryEmbedding", {}),
-    ("cohere", "CohereConfig", "CohereRotaryEmbedding", {}),
-    ("llama", "LlamaConfig", "LlamaRotaryEmbedding", {}),
-]
-
-
-@pytest.mark.parametrize(("model", "config", "module", "arguments"), ROTATIONS, ids=[row[2] for row in ROTATIONS])
-def test_angles_are_those_of_the_module_in_transformers(model: str, config: str, module: str, arguments: Any) -> None:
-    torch = pytest.importorskip("torch")
-    told = config_of(model, config, **arguments)
-    rotary = Rotary.from_hf_config(told, precision="hf")
-    ids = torch.randint(0, 1000, (rotary.axes, 50), generator=torch.Generator().manual_seed(0))
-    if "Vision" in config:
-        given = ids.T
-    elif rotary.mrope_section or not isinstance(rotary.allocation, str):
-        given = ids[:, None]
-    else:  # text only
-        given = ids = ids[:1].expand(rotary.axes, -1)
-        given = ids[:1]
-    cos, sin = module_of(model, module)(told)(torch.zeros(1), given)
-    power = lambda base, exponents: torch.pow(base, torch.from_numpy(exponents)).numpy()  # noqa: E731
-    angle = ids[rotary.pair_axis.tolist()].T.float() * torch.from_numpy(rotary.inv_freq_as_hf(power))
-    cos, sin = (table.reshape(50, -1)[:, : rotary.rotary_dim] for table in (cos, sin))
-    place = slice(0, None, 2) if rotary.pairing == "adjacent" else slice(0, rotary.num_pairs)
-    assert cos.shape == (50, rotary.rotary_dim)
-    assert torch.equal(cos[:, place], angle.cos())
-    assert torch.equal(sin[:, place], angle.sin())
-
-
 def test_every_rope_type_of_transformers_is_known() -> None:
     pytest.importorskip("transformers")
     rope_utils = importlib.import_module("transformers.modeling_rope_utils")

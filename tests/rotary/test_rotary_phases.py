@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import exact, settled
+from oracle import exact, placed, settled
 from rotary_oracle import INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
 from tolerance import EXACT, assert_within, cos_sin, unit
 
 import mmpos.rotary
+from mmpos import Grid, PositionTable, Text
 from mmpos.rotary import Rotary
 from mmpos.rotary.device import frequencies_of, ids_on
 from mmpos.rotary.reference import (
@@ -183,7 +184,16 @@ def floors(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_expand_to_the_floor_of_their_rationals(scheme: str, view: str) -> None:
-    table = VIEWS[view](packed(scheme, 1_000_003))
+    assert_floors(VIEWS[view](packed(scheme, 1_000_003)))
+
+
+@pytest.mark.parametrize("scheme", ["mrope", "videorope", "vrope"])
+def test_tables_of_videos_expand_too(scheme: str) -> None:
+    assert_floors(placed([Text(2), Grid(2, 3, frames=3), Text(1)], scheme, 7))
+    assert_floors(placed([Grid(2, 3, frames=3)], scheme, 7).slice(8, 17))
+
+
+def assert_floors(table: PositionTable) -> None:
     made = ids_on(table, Rotary(16, axes=table.axes), torch.device("cpu"))
     assert made.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
     assert fixed_positions(made.tensor, made.mode, table.num_tokens).tolist() == floors(exact(table))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,20 +40,6 @@ def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
         packed.append(np.concatenate(blocks, axis=1))
         deltas.append(cursor - tokens)
     return np.concatenate(packed, axis=1), deltas
-
-
-def load_method(model_type: str, fields: dict[str, object]) -> tuple[Any, Callable[..., Any]]:
-    """Load a config of Transformers, with defaults for all but these fields, and get_rope_index without weights."""
-    from torch import nn
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(model_type, **fields)
-    module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    kind: Any = next(value for value in vars(module).values() if "get_rope_index" in getattr(value, "__dict__", {}))
-    model = kind.__new__(kind)
-    nn.Module.__init__(model)
-    model.config = config
-    return config, model.get_rope_index
 
 
 def load_rope_index() -> RopeIndex:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.deviation import Deviation, Flags
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
-from mmpos.analysis.diagnosis.shapes import Array, Dump, read_ids
+from mmpos.analysis.diagnosis.shapes import Array, read_ids
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, integer, per_document
+from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, per_document
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Diagnosis:
         different_tokens: tokens of which an id differs.
         different_documents: documents with such a token.
         document: the first document with such a token.
-        token: its first such token, counted from the document's first; of padding, the place in the padded row.
+        token: its first such token, counted from the document's first.
         what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
         axis: the first axis on which it differs.
         got: its ids as they came, one per row of the ids; none where there is no such token, NaN for an id that is
@@ -146,7 +146,6 @@ def diagnose(
     *,
     attention_mask: npt.ArrayLike | None = None,
     side: Side = "right",
-    padding_id: int | None = None,
     tolerance: float = 0.0,
 ) -> Diagnosis:
     """Compare ids with a scheme, find the first token that differs, and name the mistake behind it.
@@ -169,7 +168,6 @@ def diagnose(
         start: for a SegmentTable, id of each document's first token, one or (documents,).
         attention_mask: (batch, length) of 0 and 1; else padding is where the table has it, or at the side.
         side: "left" or "right".
-        padding_id: what padding must have on every axis; None does not compare it.
         tolerance: how far an id may be from the exact one; 0 is exact up to float64.
 
     Raises:
@@ -177,8 +175,6 @@ def diagnose(
         UnsupportedError, LimitExceededError: as for place.
     """
     tolerance = finite("tolerance", tolerance, minimum=0)
-    if padding_id is not None:
-        integer("padding_id", padding_id)
     whole, segments, how = _placed(documents, scheme, start)
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == whole.axes + 1
@@ -193,11 +189,7 @@ def diagnose(
         (text,) = read_ids(array[:1], whole, attention_mask, side).ids
         if (text != case.index).any():
             return _different_text_row(case, text)
-    if padding_id is None:
-        return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
-    if (dump.padding != padding_id).any():
-        return _different_padding(dump, positions, padding_id)
-    return Diagnosis(True, positions.scheme, positions.num_tokens + dump.padding.shape[1], positions.num_documents)
+    return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
 
 
 def _placed(
@@ -280,24 +272,6 @@ def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
         want=(Fraction(int(case.index[token])),),
         cause=cause,
         remedy=cause and "count the tokens of each document from 0, as position_ids(text_row=True) does",
-    )
-
-
-def _different_padding(dump: Dump, positions: PositionTable, padding_id: int) -> Diagnosis:
-    """The first difference in padding, where all tokens agree."""
-    wrong = (dump.padding != padding_id).any(axis=0)
-    first = dump.padding[:, int(wrong.argmax())]
-    return first_difference(
-        positions,
-        wrong,
-        *dump.places,
-        num_tokens=positions.num_tokens + wrong.size,
-        what="padding",
-        axis=int((first != padding_id).argmax()),
-        got=tuple(first.tolist()),
-        want=(Fraction(padding_id),) * positions.axes,
-        cause="all tokens have their ids, and padding has others than it should",
-        remedy="nothing, if padding is masked; or write the id that padding should have",
     )
 
 

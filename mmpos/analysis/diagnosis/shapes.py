@@ -20,19 +20,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Dump:
-    """Ids of tokens, padding apart.
+    """Ids of tokens, without those of padding.
 
     Args:
-        ids: (axes, tokens), or (1, tokens) of 1-D ids, without padding.
+        ids: (axes, tokens), or (1, tokens) of 1-D ids.
         mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
-        padding: (axes or 1, padded places) the ids there.
-        places: (2, padded places) document, and place in its row, of each.
     """
 
     ids: Array
     mask: Flags | None
-    padding: Array
-    places: IntArray
 
     @property
     def column(self) -> IntArray | None:
@@ -71,16 +67,11 @@ def read_ids(
     if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
             raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
-        rows = array.reshape(_rows(array, 1), positions.num_tokens)
-        (where,) = (~tokens).nonzero()
-        document = positions.cu_seqlens.searchsorted(where, side="right") - 1
-        places = np.stack([document, where - positions.cu_seqlens[document]])
-        return Dump(rows[:, tokens], None, rows[:, where], places)
+        return Dump(array.reshape(_rows(array, 1), positions.num_tokens)[:, tokens], None)
     if batch is None:
         raise _shape_error(array.shape if shape is None else shape, positions)
     mask = _mask(positions, tokens, attention_mask, side, batch)
-    rows = array.reshape(_rows(array, 2), prod(batch))
-    return Dump(rows[:, mask.ravel()], mask, rows[:, ~mask.ravel()], np.stack((~mask).nonzero()))
+    return Dump(array.reshape(_rows(array, 2), prod(batch))[:, mask.ravel()], mask)
 
 
 def _numbers(array: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,6 @@ from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeCanvas
 from mmpos.segments.placeholders import CropMarkers, Placeholders
-from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, one_of
 
 __all__ = ["CanvasRopeIndex"]
@@ -93,18 +92,16 @@ def _compute_canvas(
     spatial_merge_size: int,
 ) -> Ids:
     mask = None if attention_mask is None else attention_mask.bool()
-    types, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
+    kinds, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
     assert ids is not None, "the call has looked"
-    tokens = TokenTypes.of(types, mask)
+    tokens = TokenTypes.of(kinds, mask)
     text = ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real]
+    types = np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER))
     try:
-        segments = SegmentTable.from_input_ids(
-            np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER)),
-            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=CropMarkers(*markers)),
+        segments = replace(tokens, types=types).segments(
             _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
             _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
-            cu_seqlens=tokens.cu_seqlens,
-            attention_mask=tokens.real if tokens.cu_seqlens is None else None,
+            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=CropMarkers(*markers)),
         )
     except InvalidInputError as error:
         words = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")

@@ -382,13 +382,9 @@ def _compute(
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
     tokens = TokenTypes.of(types, mask)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
-    segments = SegmentTable.from_input_ids(
-        tokens.types,
-        Placeholders(IMAGE, VIDEO if tokens.videos or videos is not None else None),
+    segments = tokens.segments(
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
-        cu_seqlens=tokens.cu_seqlens,
-        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
         frames_apart=frames_apart,
     )
     positions = place(segments, _MROPE if intervals is None else _timed(segments, tokens, intervals))
@@ -408,13 +404,7 @@ def _compute_xd(
     types, mask, images = on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
     tokens = TokenTypes.of(types, mask)
     grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
-    segments = SegmentTable.from_input_ids(
-        tokens.types,
-        Placeholders(IMAGE, rows=(IMAGE, IMAGE)),
-        grids,
-        cu_seqlens=tokens.cu_seqlens,
-        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
-    )
+    segments = tokens.segments(grids, placeholders=Placeholders(IMAGE, rows=(IMAGE, IMAGE)))
     ids, deltas = tokens.answer(place(segments, XDRope(axes, "batch")), input_ids)
     return ids, deltas.to(input_ids.dtype)
 

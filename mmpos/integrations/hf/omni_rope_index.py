@@ -30,7 +30,17 @@ _AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # types beside IMAGE and VIDEO; s
 
 @dataclass(frozen=True)
 class _OmniRopeIndex(ABC):
-    """Function of the Qwen Omni models, whose ids the members of the family place."""
+    """Function of the Qwen Omni models, whose ids the members of the family place.
+
+    Args:
+        image_token_id: the placeholder of image patches.
+        video_token_id: that of video patches.
+        audio_token_id: that of audio.
+        spatial_merge_size: patches merged along each side into one token.
+        tokens_per_second: ids that a second takes.
+        vision_start_token_id: the marker before an image or a video.
+        audio_start_token_id: the marker before audio, inside that of a video where both take turns.
+    """
 
     image_token_id: int
     video_token_id: int
@@ -101,13 +111,6 @@ class OmniRopeIndex(_OmniRopeIndex):
     rounded down.
 
     Args:
-        image_token_id: the placeholder of image patches.
-        video_token_id: that of video patches.
-        audio_token_id: that of audio.
-        spatial_merge_size: patches merged along each side into one token.
-        tokens_per_second: ids that a second takes.
-        vision_start_token_id: the marker before an image or a video.
-        audio_start_token_id: the marker before audio, inside that of a video where both take turns.
         tokens_per_chunk: ids of a chunk, of which a clip has first the frames and then the audio.
     """
 
@@ -131,13 +134,6 @@ class FloatOmniRopeIndex(_OmniRopeIndex):
     rounds once more. Padding has the id 0; where there are no grids, 1.
 
     Args:
-        image_token_id: the placeholder of image patches.
-        video_token_id: that of video patches.
-        audio_token_id: that of audio.
-        spatial_merge_size: patches merged along each side into one token.
-        tokens_per_second: ids that a second takes.
-        vision_start_token_id: the marker before an image or a video.
-        audio_start_token_id: the marker before audio, inside that of a video where both take turns.
         audio_chunk: frames of audio that the encoder takes at a time.
     """
 
@@ -220,14 +216,11 @@ def _omni_segments(
             tokens = _text_without_marker(tokens, kind)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     heard = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
-    segments = SegmentTable.from_input_ids(
-        tokens.types,
-        Placeholders(IMAGE, VIDEO, _AUDIO),
+    segments = tokens.segments(
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge),
+        Placeholders(IMAGE, VIDEO, _AUDIO),
         audio_lengths=None if heard is None else heard[heard > 0],
-        cu_seqlens=tokens.cu_seqlens,
-        attention_mask=tokens.real if tokens.cu_seqlens is None else None,
     )
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")

@@ -175,9 +175,8 @@ class MMPosProcessor(ProcessorMixin):
         if frames is None and model.image_file is not None:
             frames = model.image_file.temporal_patch_size
         if frames is None:
-            raise UnsupportedError(
-                f"config: got {model.model_type!r}, want a model whose config has temporal_patch_size"
-            )
+            want = "a model whose config has temporal_patch_size"
+            raise UnsupportedError(f"config: got {model.model_type!r}, want {want}")
         folder = Path(config) if isinstance(config, str | PathLike) else None
         if tokenizer is None:
             if folder is None:
@@ -200,11 +199,8 @@ class MMPosProcessor(ProcessorMixin):
             if model.placeholders.video is None or not timed:
                 raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
             timestamp = QWEN3_VL if model.frames_apart else None
-            told |= {
-                "video_processor": video_processor,
-                "video_token": model.placeholders.video,
-                "timestamp": timestamp,
-            }
+            told |= {"video_processor": video_processor, "timestamp": timestamp}
+            told["video_token"] = model.placeholders.video
         return cls(tokenizer, **told | settings)
 
     @property
@@ -293,22 +289,12 @@ class MMPosProcessor(ProcessorMixin):
                 padded or cut as wanted.
             UnsupportedError: audio, videos without a video_processor, or a row that the scheme has no place for.
         """
-        if audio is not None:
-            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: a processor of images and videos")
-        if videos is not None and self._videos is None:
-            want = "None, or a processor with a video_processor and its video_token"
-            raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
+        self._check_media(videos, audio)
         arguments = flat_options(options)
         of_text, of_images, of_videos = self._sorted(arguments)
         chosen = TextOptions.of(of_text, self.tokenizer)
         if is_chat(text):
-            generate = arguments.pop("add_generation_prompt", False)
-            if videos is not None:
-                raise InvalidInputError("videos: got videos beside a chat, want them in its blocks of type 'video'")
-            arguments = arguments if images is None else {**arguments, "images": images}
-            return self.apply_chat_template(
-                text, tokenize=True, return_dict=True, add_generation_prompt=generate, processor_kwargs=arguments
-            )
+            return self._of_chat(text, images, videos, arguments)
         if chosen.add_generation_prompt:
             raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
         texts = _texts(text, images, videos)
@@ -320,6 +306,23 @@ class MMPosProcessor(ProcessorMixin):
         video_tokens = self._process_videos_of(videos, count, of_videos, pixels)
         batch = {} if texts is None else self._tokens(texts, grid_thw, counts, video_tokens, chosen)
         return PositionBatch(batch | pixels, chosen.return_tensors)
+
+    def _check_media(self, videos: object, audio: object) -> None:
+        if audio is not None:
+            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: a processor of images and videos")
+        if videos is not None and self._videos is None:
+            want = "None, or a processor with a video_processor and its video_token"
+            raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
+
+    def _of_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
+        """Make the batch of a chat that was given as text."""
+        if videos is not None:
+            raise InvalidInputError("videos: got videos beside a chat, want them in its blocks of type 'video'")
+        prompt = arguments.pop("add_generation_prompt", False)
+        arguments = arguments if images is None else {**arguments, "images": images}
+        return self.apply_chat_template(
+            chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, processor_kwargs=arguments
+        )
 
     def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
         self, conversation: object, chat_template: str | None = None, **kwargs: Any

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
+from mmpos.segments.placeholders import Placeholders
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import Array, IntArray, int_array
 
 __all__ = ["IMAGE", "VIDEO", "Ids", "TokenTypes", "check_tensors", "merged", "moved", "on_host", "shapes"]
@@ -105,6 +107,26 @@ class TokenTypes:
         grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
         grids[:, 0] = 1
         return _up_to(room, grids)
+
+    def segments(
+        self,
+        image_grid_thw: IntArray | None,
+        video_grid_thw: IntArray | None = None,
+        placeholders: Placeholders | None = None,
+        **more: Any,
+    ) -> SegmentTable:
+        """Make segments of the types as if they were token ids; ``more`` is of ``SegmentTable.from_input_ids``."""
+        if placeholders is None:
+            placeholders = Placeholders(IMAGE, VIDEO if self.videos or video_grid_thw is not None else None)
+        return SegmentTable.from_input_ids(
+            self.types,
+            placeholders,
+            image_grid_thw,
+            video_grid_thw,
+            cu_seqlens=self.cu_seqlens,
+            attention_mask=self.real if self.cu_seqlens is None else None,
+            **more,
+        )
 
     def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
         """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""

@@ -63,28 +63,15 @@ def from_hf_config(
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing("vision_config", "the config of the encoder")
     rotary, second = _rotary(fields, known, engine, layer_type)
-    actions = whole.part("dit_config")
-    if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
-        want = f"that of {fields.name}, whose keys it reads"
-        raise UnsupportedError(f"{actions.name}: got a rotation of its own, want {want}")
+    _check_actions(whole, fields, rotary)
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
-    many_axes = scheme.axes > 1
-    image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
-    if image is None and many_axes:
-        raise fields.missing("image_token_id", "an integer")
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
         model_type=whole.model_type,
         scheme=scheme,
         rotary=rotary,
         second_rotary=second,
-        placeholders=Placeholders(
-            image,
-            None if video == image and not many_axes else video,
-            _placeholder(fields, None, "audio") if CLIP in scheme.kinds else None,
-            (image, image) if known.row_separator and image is not None else None,
-            _crop_markers(fields, known),
-        ),
+        placeholders=_placeholders(fields, known, scheme, vision),
         image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
@@ -138,6 +125,30 @@ def _scheme(
     if isinstance(scheme, XDRope):
         return XDRope(axes, "batch" if engine == "transformers" else "document")
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
+
+
+def _check_actions(whole: Fields, fields: Fields, rotary: Rotary) -> None:
+    """Refuse a part for actions that turns otherwise than the language model (pi0)."""
+    actions = whole.part("dit_config")
+    if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
+        want = f"that of {fields.name}, whose keys it reads"
+        raise UnsupportedError(f"{actions.name}: got a rotation of its own, want {want}")
+
+
+def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> Placeholders:
+    image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
+    if image is None and scheme.axes > 1:
+        raise fields.missing("image_token_id", "an integer")
+    crops = (
+        CropMarkers(*(fields.integer(name, needed=True) for name in known.crop_markers)) if known.crop_markers else None
+    )
+    return Placeholders(
+        image,
+        None if video == image and scheme.axes == 1 else video,
+        _placeholder(fields, None, "audio") if CLIP in scheme.kinds else None,
+        (image, image) if known.row_separator and image is not None else None,
+        crops,
+    )
 
 
 def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None:
@@ -203,12 +214,6 @@ def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | No
         before, after = names
         raise InvalidInputError(f"config.{after}: got {end}, want another than {before}")
     return begin, end
-
-
-def _crop_markers(fields: Fields, known: ModelType) -> CropMarkers | None:
-    if not known.crop_markers:
-        return None
-    return CropMarkers(*(fields.integer(name, needed=True) for name in known.crop_markers))
 
 
 def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:

@@ -105,176 +105,133 @@ _QWEN25_OMNI = ModelType("tmrope", f"audio and video on one clock, merged in chu
 _QWEN3_OMNI = ModelType("tmrope-qwen3", f"audio and video on one clock, merged by token; {_ENGINES}", markers=_VISION)
 
 MODEL_TYPES: Mapping[str, ModelType] = by_name(
-    (
-        (
-            "qwen2_vl",
-            ModelType(
-                "mrope-transformers",
-                "text after a video: see engine",
-                "mrope",
-                markers=_VISION,
-                videos_as_images=True,
-            ),
+    {
+        "qwen2_vl": ModelType(
+            "mrope-transformers",
+            "text after a video: see engine",
+            "mrope",
+            markers=_VISION,
+            videos_as_images=True,
         ),
-        (
-            "qwen2_5_vl",
-            ModelType(
-                "mrope-transformers",
-                "videos in seconds; the encoder attends in windows, whose order it undoes",
-                "mrope-qwen2.5",
-                markers=_VISION,
-                timed=True,
-                videos_as_images=True,
-            ),
+        "qwen2_5_vl": ModelType(
+            "mrope-transformers",
+            "videos in seconds; the encoder attends in windows, whose order it undoes",
+            "mrope-qwen2.5",
+            markers=_VISION,
+            timed=True,
+            videos_as_images=True,
         ),
-        ("qwen3_vl qwen3_vl_moe", _TIMESTAMPS),
-        ("qwen3_5 qwen3_5_moe", replace(_TIMESTAMPS, note=_QWEN35)),
-        ("qwen4_exp", _apart("partial_rotary_factor of a head turns; see Qwen3.5")),
-        ("cohere_compass", _apart("layers turn by their type, or not: pass layer_type")),
-        ("cosmos3_edge", _apart(f"{_TIMES}; the encoder has no rotation")),
-        ("cosmos3_omni", _apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text"))),
-        ("qwen2_5_omni qwen2_5_omni_thinker", _QWEN25_OMNI),
-        ("qwen3_omni_moe qwen3_omni_moe_thinker", _QWEN3_OMNI),
-        ("glm4v glm4v_moe", _GLM),
-        ("glm46v glmga", replace(_GLM, text=_names("glm4v_text glm4v_moe_text"))),
-        ("glm_ocr", _GLM),
-        (
-            "ernie4_5_vl_moe",
-            ModelType(
-                "mrope-transformers",
-                "rows and columns alternate, frames have the lowest frequencies; frames of videos are merged",
-                "mrope",
-                markers=_IMAGE,
-                merges_frames=True,
-            ),
+        "qwen3_vl qwen3_vl_moe": _TIMESTAMPS,
+        "qwen3_5 qwen3_5_moe": replace(_TIMESTAMPS, note=_QWEN35),
+        "qwen4_exp": _apart("partial_rotary_factor of a head turns; see Qwen3.5"),
+        "cohere_compass": _apart("layers turn by their type, or not: pass layer_type"),
+        "cosmos3_edge": _apart(f"{_TIMES}; the encoder has no rotation"),
+        "cosmos3_omni": _apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text")),
+        "qwen2_5_omni qwen2_5_omni_thinker": _QWEN25_OMNI,
+        "qwen3_omni_moe qwen3_omni_moe_thinker": _QWEN3_OMNI,
+        "glm4v glm4v_moe": _GLM,
+        "glm46v glmga": replace(_GLM, text=_names("glm4v_text glm4v_moe_text")),
+        "glm_ocr": _GLM,
+        "ernie4_5_vl_moe": ModelType(
+            "mrope-transformers",
+            "rows and columns alternate, frames have the lowest frequencies; frames of videos are merged",
+            "mrope",
+            markers=_IMAGE,
+            merges_frames=True,
         ),
-        (
-            "paddleocr_vl",
-            ModelType("mrope-transformers", "patches are merged after the encoder", "mrope", markers=_VISION),
+        "paddleocr_vl": ModelType(
+            "mrope-transformers", "patches are merged after the encoder", "mrope", markers=_VISION
         ),
-        (
-            "hunyuan_image_3_moe",
-            ModelType(
-                "rope-tie-v2",
-                "half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
-                text=_names("hunyuan_image_3_moe"),
-            ),
+        "hunyuan_image_3_moe": ModelType(
+            "rope-tie-v2",
+            "half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
+            text=_names("hunyuan_image_3_moe"),
         ),
-        (
-            "hunyuan_vl",
-            ModelType(
-                "xd-rope",
-                "Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
-                markers=("im_start_id", "im_end_id"),
-                row_separator=True,
-            ),
+        "hunyuan_vl": ModelType(
+            "xd-rope",
+            "Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
+            markers=("im_start_id", "im_end_id"),
+            row_separator=True,
         ),
-        (
-            "glm_image",
-            ModelType(
-                "mrope",
-                "ids of the images that it generates are laid ahead of them: see generated",
-                markers=_IMAGE,
-                generates=True,
-            ),
+        "glm_image": ModelType(
+            "mrope",
+            "ids of the images that it generates are laid ahead of them: see generated",
+            markers=_IMAGE,
+            generates=True,
         ),
-        (
-            "neomme",
-            ModelType(
-                "naive-2d",
-                "two rotations: pass layer_type; an encoder; rows of images end in a token of their own",
-                opening="document_token_id",
-            ),
+        "neomme": ModelType(
+            "naive-2d",
+            "two rotations: pass layer_type; an encoder; rows of images end in a token of their own",
+            opening="document_token_id",
         ),
-        (
-            "mistral3",
-            _flat(
-                "rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold",
-                row_markers=("[IMG_BREAK]", "[IMG_END]"),
-            ),
+        "mistral3": _flat(
+            "rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold",
+            row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
-        (
-            "llava",
-            _flat(
-                "the encoder may be Pixtral's: rows end as those of mistral3 then",
-                row_markers=("[IMG_BREAK]", "[IMG_END]"),
-            ),
+        "llava": _flat(
+            "the encoder may be Pixtral's: rows end as those of mistral3 then",
+            row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
-        (
-            """
+        """
             aria chameleon deepseek_ocr2 deepseek_vl deepseek_vl_hybrid fast_vlm got_ocr2 granite4_vision
             granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lighton_ocr llava_next
             llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
             video_llava vipllava
-            """,
-            _flat(),
+        """: _flat(),
+        "emu3 fuyu molmo2": _flat("rows end in a token of their own: without grids all tokens count alike"),
+        "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified": _flat(
+            _SLIDING, markers=_GEMMA
         ),
-        ("emu3 fuyu molmo2", _flat("rows end in a token of their own: without grids all tokens count alike")),
-        (
-            "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified",
-            _flat(_SLIDING, markers=_GEMMA),
+        "lfm3_vl": _flat(_SLIDING, markers=_VISION, frames_apart=True),
+        "step3p7": _flat(_SLIDING),
+        "modernvbert": _flat(_SLIDING, "modernbert"),
+        "ultravbert": _flat(_SLIDING, "ultrabert"),
+        "aya_vision cohere2_vision exaone4_5": _flat(_NO_ROPE),
+        "muse_glimmer muse_spark": _flat(_NO_ROPE, frames_apart=True),
+        "llama4": _flat("every fourth layer has no rotation"),
+        "minimax_m3_vl": _flat(frames_apart=True),
+        "kimi_k25": _flat("a part of each head turns; a chunk of a video is a grid of one frame"),
+        "minicpm_ocr minicpmv4_6": _flat(_QWEN35, "qwen3_5_text"),
+        "minicpmv4_7": ModelType(
+            "mrope-canvas",
+            "grids are (1, height, width) of target_sizes, thumbnails and slices in order; see Qwen3.5",
+            text=_names("qwen3_5_text"),
+            crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
         ),
-        ("lfm3_vl", _flat(_SLIDING, markers=_VISION, frames_apart=True)),
-        ("step3p7", _flat(_SLIDING)),
-        ("modernvbert", _flat(_SLIDING, "modernbert")),
-        ("ultravbert", _flat(_SLIDING, "ultrabert")),
-        ("aya_vision cohere2_vision exaone4_5", _flat(_NO_ROPE)),
-        ("muse_glimmer muse_spark", _flat(_NO_ROPE, frames_apart=True)),
-        ("llama4", _flat("every fourth layer has no rotation")),
-        ("minimax_m3_vl", _flat(frames_apart=True)),
-        ("kimi_k25", _flat("a part of each head turns; a chunk of a video is a grid of one frame")),
-        ("minicpm_ocr minicpmv4_6", _flat(_QWEN35, "qwen3_5_text")),
-        (
-            "minicpmv4_7",
-            ModelType(
-                "mrope-canvas",
-                "grids are (1, height, width) of target_sizes, thumbnails and slices in order; see Qwen3.5",
-                text=_names("qwen3_5_text"),
-                crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
-            ),
-        ),
-        ("video_llama_3", _flat("videos are merged by 2×2, images are not: without grids all tokens count alike")),
-        ("blip-2 instructblip instructblipvideo", _flat("with a language model that turns: not OPT, not T5")),
-        ("paligemma", _flat("ids count from one: see start", start=1)),
-        (
-            "pi0",
-            _flat("state and actions go on after the prompt as text; where masks leave it out, ids count from one"),
-        ),
-        ("idefics mllama", _flat("images are beside the text, in layers of cross-attention")),
-        (
-            """
+        "video_llama_3": _flat("videos are merged by 2×2, images are not: without grids all tokens count alike"),
+        "blip-2 instructblip instructblipvideo": _flat("with a language model that turns: not OPT, not T5"),
+        "paligemma": _flat("ids count from one: see start", start=1),
+        "pi0": _flat("state and actions go on after the prompt as text; where masks leave it out, ids count from one"),
+        "idefics mllama": _flat("images are beside the text, in layers of cross-attention"),
+        """
             phi4_multimodal audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
             moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
-            """,
-            _flat("audio is counted as text"),
-        ),
-        ("voxtral_realtime", _flat("audio is counted as text", "voxtral_realtime_text")),
-        ("gemma3_text lfm3", _flat(_SLIDING)),
-        (" ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})), _flat("text alone")),
-    )
+        """: _flat("audio is counted as text"),
+        "voxtral_realtime": _flat("audio is counted as text", "voxtral_realtime_text"),
+        "gemma3_text lfm3": _flat(_SLIDING),
+        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text alone"),
+    }
 )
 """Every model type that from_hf_config knows."""
 
+_PASS_ONE = "pass the config of one to Rotary.from_hf_config"
 UNSUPPORTED_TYPES: Mapping[str, str] = by_name(
-    (
-        ("dots3_note", OTHER_ROTATIONS["dots3_note_text"]),
-        ("mistral_large4", OTHER_ROTATIONS["mistral_large4_text"]),
-        ("blip florence2 git pp_formulanet", "its positions are a learned table, nothing turns"),
-        ("kosmos-2 kosmos-2.5", "its positions are sinusoids added to the input, nothing turns"),
-        ("pix2struct udop", "distances fall into the buckets of T5, nothing turns"),
-        ("inkling2 inkling_mm_model", "distances have learned biases, nothing turns"),
-        ("glm5_next nemo_speechlm nemotron_h_omni", "its language model has no positions"),
-        ("t5gemma2", "encoder and decoder have a sequence each: pass the config of one to Rotary.from_hf_config"),
-        ("vision-encoder-decoder", "images are beside the text: pass the config of its decoder"),
-        ("colmodernvbert colpali", "it embeds by the model in its vlm_config: pass that"),
-        ("colqwen2", "its images count as text unless it is given the ids of the model in its vlm_config: pass that"),
-        ("jev", "it decides by the model in its text_config: pass that"),
-        ("gemma4_assistant gemma4_unified_assistant", "it reads the keys of the model that it drafts for: pass that"),
-        (
-            "pe_audio pe_audio_video pe_video",
-            "text and what it describes have an encoder each: pass the config of one to Rotary.from_hf_config",
-        ),
-        ("evolla", "it takes proteins, no images"),
-    )
+    {
+        "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
+        "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
+        "blip florence2 git pp_formulanet": "its positions are a learned table, nothing turns",
+        "kosmos-2 kosmos-2.5": "its positions are sinusoids added to the input, nothing turns",
+        "pix2struct udop": "distances fall into the buckets of T5, nothing turns",
+        "inkling2 inkling_mm_model": "distances have learned biases, nothing turns",
+        "glm5_next nemo_speechlm nemotron_h_omni": "its language model has no positions",
+        "t5gemma2": f"encoder and decoder have a sequence each: {_PASS_ONE}",
+        "vision-encoder-decoder": "images are beside the text: pass the config of its decoder",
+        "colmodernvbert colpali": "it embeds by the model in its vlm_config: pass that",
+        "colqwen2": "its images count as text unless it is given the ids of the model in its vlm_config: pass that",
+        "jev": "it decides by the model in its text_config: pass that",
+        "gemma4_assistant gemma4_unified_assistant": "it reads the keys of the model that it drafts for: pass that",
+        "pe_audio pe_audio_video pe_video": f"text and what it describes have an encoder each: {_PASS_ONE}",
+        "evolla": "it takes proteins, no images",
+    }
 )
 """Model types that from_hf_config refuses, and why."""

@@ -115,25 +115,26 @@ class ModelSettings:
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             rows: the ids of row_markers, as of ``Placeholders``; None of NeoMME is the token after its first row.
             audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
-            images_per_sample: (documents,) how many of image_grid_thw belong to each document, with those of images to
-                generate at its end, which are left out; None where there are none of these.
+            images_per_sample: (documents,) how many of image_grid_thw belong to each document, those to generate last,
+                which are left out; None where there are none of these.
 
         Raises:
-            InvalidInputError: the first grid that does not fit its run of placeholders, with both counts; see
-                ``SegmentTable.from_input_ids``.
+            InvalidInputError: as by ``SegmentTable.from_input_ids``.
+            UnsupportedError: images_per_sample of a model that generates no images.
         """
-        as_text = self.scheme.axes == 1 and image_grid_thw is None and video_grid_thw is None
-        image, video = self.placeholders.image, self.placeholders.video
-        if self.video_markers is not None and image is not None and video is not None:
-            tokens = (image, video)
-            input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
-        if self.opening_token_id is not None and image is not None:
-            tokens = (self.opening_token_id, image)
-            input_ids, row_end = _without_openings(input_ids, cu_seqlens, attention_mask, tokens)
-            rows = (row_end, row_end) if rows is None and row_end is not None else rows
-        if images_per_sample is not None:
+        as_text, image, video = self.scheme.axes == 1, self.placeholders.image, self.placeholders.video
+        as_text = as_text and image_grid_thw is None and video_grid_thw is None
+        special = self.video_markers or self.opening_token_id is not None or images_per_sample is not None
+        if special and image is not None:
             batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
-            image_grid_thw = self._sources(batch, image_grid_thw, images_per_sample)
+            if self.video_markers is not None and video is not None:
+                input_ids = _videos_apart(batch, image, video, self.video_markers).reshape(np.shape(input_ids))
+            if self.opening_token_id is not None:
+                ids, row_end = _without_openings(batch, self.opening_token_id, image)
+                input_ids = ids.reshape(np.shape(input_ids))
+                rows = (row_end, row_end) if rows is None and row_end is not None else rows
+            if images_per_sample is not None:
+                image_grid_thw = self._sources(batch, image_grid_thw, images_per_sample)
         placeholders = self.placeholders if rows is None else replace(self.placeholders, rows=rows)
         return SegmentTable.from_input_ids(
             input_ids,
@@ -168,7 +169,9 @@ class ModelSettings:
             UnsupportedError: a model that generates no images.
             InvalidInputError: fewer grids for a document than its prompt has.
         """
-        return generated(prompt, *self._per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
+        if not self.generates:
+            raise UnsupportedError(f"generated: got {self.model_type!r}, want a model that generates images")
+        return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
         """Count the tokens that the encoder makes of audio, as ``segments`` takes them for audio_lengths.
@@ -252,19 +255,13 @@ class ModelSettings:
             )
         return ImageProcessor(**{**sizes, "order": self.vision_scheme.order, **arguments})
 
-    def _per_sample(
-        self, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
-    ) -> tuple[IntArray, IntArray]:
-        """Check the grids of images of prompts and to generate, and how many belong to each document."""
-        if not self.generates:
-            raise UnsupportedError(f"images_per_sample: got {self.model_type!r}, want a model that generates images")
-        return per_sample(image_grid_thw, images_per_sample, documents)
-
     def _sources(
         self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
         """Select the grids of images that are complete in a prompt: those before as many markers of an image's end."""
-        grids, counts = self._per_sample(image_grid_thw, images_per_sample, batch.starts.size)
+        if not self.generates:
+            raise UnsupportedError(f"images_per_sample: got one of {self.model_type!r}, want None: it generates none")
+        grids, counts = per_sample(image_grid_thw, images_per_sample, batch.starts.size)
         at = np.flatnonzero(batch.ids == (self.image_markers or (-1, -1))[1])
         document = np.searchsorted(batch.starts, at, side="right") - 1
         inside = (document >= 0) & (at < batch.stops[document]) if batch.starts.size else np.zeros(0, np.bool_)
@@ -330,66 +327,35 @@ def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> Segmen
     )
 
 
-def _tell_videos_apart(
-    input_ids: npt.ArrayLike,
-    cu_seqlens: npt.ArrayLike | None,
-    attention_mask: npt.ArrayLike | None,
-    tokens: tuple[int, int],
-    markers: tuple[int, int],
-) -> IntArray:
-    """Replace the placeholders of images between the markers of a video by those of videos.
+def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, int]) -> IntArray:
+    """Return new ids, in which placeholders of images between the markers of a video are those of videos.
 
     Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
     have begun than ended.
-
-    Args:
-        input_ids: as SegmentTable.from_input_ids takes them.
-        cu_seqlens: likewise.
-        attention_mask: likewise.
-        tokens: placeholder ids of images and of videos.
-        markers: ids before and after a video.
-
-    Returns:
-        a new array of the shape of input_ids.
     """
-    batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
     ids = batch.ids.astype(np.int64)
     begin, end = (ids == marker for marker in markers)
     open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
-    image_token, video_token = tokens
-    at = np.flatnonzero(ids == image_token)
+    at = np.flatnonzero(ids == image)
     if at.size:  # and so there is a document
         document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
-        ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video_token
-    return ids.reshape(np.shape(input_ids))
+        ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video
+    return ids
 
 
-def _without_openings(
-    input_ids: npt.ArrayLike,
-    cu_seqlens: npt.ArrayLike | None,
-    attention_mask: npt.ArrayLike | None,
-    tokens: tuple[int, int],
-) -> tuple[IntArray, int | None]:
-    """Replace the placeholders that begin images, and hold no patch, by the tokens before them.
+def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
+    """Return new ids, in which placeholders that begin images, and hold no patch, are the tokens before them.
 
     Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token holds none.
 
-    Args:
-        input_ids: as SegmentTable.from_input_ids takes them.
-        cu_seqlens: likewise.
-        attention_mask: likewise.
-        tokens: ids of the opening token and of placeholders.
-
     Returns:
-        a new array of the shape of input_ids, and the token after the first row of patches, None where there is none.
+        the ids, and the token after the first row of patches, None where there is none.
     """
-    batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
     ids = batch.ids.astype(np.int64)
-    opening, image = tokens
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)
     ids[at[ids[at - 1] == opening]] = opening
     runs = replace(batch, ids=ids).runs(image)[0]
     row_end = None
     if runs.first.size and (stop := runs.first[0] + runs.tokens[0]) < batch.stops[runs.document[0]]:
         row_end = int(ids[stop])
-    return ids.reshape(np.shape(input_ids)), row_end
+    return ids, row_end

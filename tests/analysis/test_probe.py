@@ -719,6 +719,30 @@ def test_a_search_finds_the_id_that_fits_best_of_all() -> None:
             assert scores[int(found) + 2**18] >= scores.max() - 1e-5 * each.weights.sum()
 
 
+def test_the_doubt_about_an_id_is_the_sum_over_all_others_within_reach() -> None:
+    """Noise is rounded up by a quarter of an octave at most."""
+    rng, pairs, across = np.random.default_rng(2), 9, 0.8
+    freq, lengths, by_pair = ladder(pairs, 1e4), rng.uniform(0.5, 2, pairs), rng.uniform(0.5, 2, pairs)
+    turns = np.rint(freq / (2 * np.pi) * 2.0**63).astype(np.uint64) * np.uint64(2)
+    noise = np.array([1e-4, 0.06, 0.1, 0.15, 0.2, 0.3])
+    weight = lengths / lengths.sum()
+    own = weight**2 * by_pair / (weight @ by_pair)
+    angles = np.arange(1, 2**19 + 1)[:, None] * freq
+    squares, along, sines = 2 * (1 - np.cos(angles)) @ weight, 2 * (1 - np.cos(angles)) @ own, np.sin(angles) ** 2 @ own
+    onward = np.sqrt((across * sines + along - sines) / squares)
+    least, most = (
+        [
+            min(float(np.exp(-((np.maximum(np.sqrt(squares) / 2 - n / 5, 0) / (n * onward)) ** 2) / 2).sum()), 1.0)
+            for n in up * noise
+        ]
+        for up in (1, 2**0.25)
+    )
+    found = Ladder(turns, freq, lengths).doubt(noise, noise / 5, by_pair, across)
+    assert (np.array(least) * (1 - 1e-6) <= found).all()
+    assert (found <= np.array(most) * (1 + 1e-6) + 1e-11).all()
+    assert found[0] < 1e-9 < found[2] < 0.01 < found[3] < found[5] == 1
+
+
 def test_other_bad_arguments_are_refused() -> None:
     case = CASES["1-D"]
     keys = case.turn([np.arange(5)])

@@ -293,29 +293,13 @@ def _json(path: str, data: bytes) -> Specs:
     return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
-def read_part(name: str, part: object) -> Segment:
+def read_part(name: str, part: Any) -> Segment:
     """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; the name is that of errors."""
-    other = _without_grid(name, part) if isinstance(part, dict) else None
-    if other is not None:
-        return other
-    options = {key: value for key, value in part.items() if key != "grid"} if isinstance(part, dict) else {}
-    if not isinstance(part, dict) or "grid" not in part or options.keys() - {"row_separator", "seconds_per_frame"}:
-        raise InvalidInputError(f'{name}: got {json.dumps(part)}, want {{"text": n}} or {{"grid": {_WANT_GRID}}}')
-    if not isinstance(options.get("row_separator", False), bool):
-        raise InvalidInputError(f"{name}.row_separator: got {options['row_separator']!r}, want true or false")
-    grid = part["grid"]
-    if not isinstance(grid, list) or len(grid) not in (2, 3):
-        raise InvalidInputError(f"{name}.grid: got {json.dumps(grid)}, want {_WANT_GRID}")
-    numbers = [integer(f"{name}.grid[{i}]", value) for i, value in enumerate(grid)]
-    return _named(name, _grid, numbers, **options)
-
-
-def _without_grid(name: str, part: dict[str, Any]) -> Segment | None:
-    """Read text, audio, a clip, a thumbnail or a tile; None for anything else."""
-    match part:
-        case {"text": length} if len(part) == 1:
+    names: dict[str, Any] = part if isinstance(part, dict) else {}
+    match names:
+        case {"text": length, **rest} if not rest:
             return _named(name, Text, length)
-        case {"audio": length} if len(part) == 1:
+        case {"audio": length, **rest} if not rest:
             return _named(name, Audio, length)
         case {"clip": [frames, height, width], "audio": audio, **time} if time.keys() <= {"seconds_per_frame"}:
             seconds = time.get("seconds_per_frame")
@@ -324,7 +308,14 @@ def _without_grid(name: str, part: dict[str, Any]) -> Segment | None:
             return _named(name, Thumbnail, height, width, **after)
         case {"tile": [height, width], **after} if after.keys() <= {"tokens_after"}:
             return _named(name, Tile, height, width, **after)
-    return None
+        case {"grid": sides, **options} if options.keys() <= {"row_separator", "seconds_per_frame"}:
+            if not isinstance(options.get("row_separator", False), bool):
+                raise InvalidInputError(f"{name}.row_separator: got {options['row_separator']!r}, want true or false")
+            if not isinstance(sides, list) or len(sides) not in (2, 3):
+                raise InvalidInputError(f"{name}.grid: got {json.dumps(sides)}, want {_WANT_GRID}")
+            numbers = [integer(f"{name}.grid[{i}]", value) for i, value in enumerate(sides)]
+            return _named(name, _grid, numbers, **options)
+    raise InvalidInputError(f'{name}: got {json.dumps(part)}, want {{"text": n}} or {{"grid": {_WANT_GRID}}}')
 
 
 def _image(name: str, source: Path | bytes) -> Document:

@@ -41,11 +41,9 @@ def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, 
     )
     patches.reshape(view.shape)[...] = view
     if normalise is not None:
-        # A factor per sample of a patch: numpy is slow over rows of three.
-        rows = patches.reshape(-1, patch * patch * channels)
-        scale, shift = (np.tile(colour, patch * patch) for colour in normalise)
-        rows *= scale
-        rows += shift
+        scale, shift = normalise
+        patches *= scale
+        patches += shift
     return patches
 
 
@@ -66,9 +64,6 @@ def cut(
     """Fill out in C with patches, their levels looked up in the table; False where C does not take them."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
-
-
-_AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
 
 
 def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array, shift: Array) -> Array | Tensor:
@@ -114,18 +109,9 @@ def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.
 
 def _in_numpy(patches: Array, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
     count, side, _, colours = patches.shape
-    area = side * side
-    planes = patches.reshape(count, area, colours).swapaxes(1, 2)
-    scale, shift = (colour.repeat(area) for colour in normalise)
-    values = out.reshape(count, colours, frames, area)
-    scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
-    for begin in range(0, count, _AT_ONCE):
-        some = planes[begin : begin + _AT_ONCE]
-        floats = scratch[: len(some)]
-        floats.reshape(some.shape)[...] = some
-        floats *= scale
-        floats += shift
-        values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
+    scale, shift = (colour[:, None, None] for colour in normalise)
+    planes = patches.transpose(0, 3, 1, 2) * scale + shift
+    out.reshape(count, colours, frames, side, side)[...] = planes[:, :, None]
 
 
 def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:

@@ -67,12 +67,13 @@ def place(
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    starts = per_document("start", start, segments.num_documents, minimum=INT32_MIN)
+    starts = per_document("start", start, segments.segment_offsets.size - 1, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
     split = _split(segments, starts)
     _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
-    split = _with_units(scheme, split)
+    if scheme.fractional and split.grid.size:
+        split = _with_units(scheme, split)
     return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
@@ -183,7 +184,7 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
 
 def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
     """Find the common denominator of the ids that the grids of each document consume; none where all are whole."""
-    unit = scheme.unit(split.grids) if split.grid.size else None
+    unit = scheme.unit(split.grids)
     if unit is None or unit.max() <= 1:
         return split
     units, owner = np.ones(split.start.size, np.int64), split.document[split.grid]
@@ -202,7 +203,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cu
     """Sum up over segments how far every text and every grid moves the cursor, as the scheme says."""
     kind, offsets, start = segments.kind, segments.segment_offsets, split.start
     of_text = scheme.advance_text(split.runs)
-    of_grids = _integers(scheme, "advance", scheme.advance(split.grids)) if split.grid.size else split.grid
+    of_grids = scheme.advance(split.grids) if split.grid.size else split.grid
     if split.units is not None:
         return _fine_cursors(scheme, segments, split, of_text, of_grids)
     if native.core is not None:
@@ -210,7 +211,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cu
         if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
             return Cursors(cursors[0, : split.text.size], cursors[1, : split.grid.size], end)
     advance = np.zeros(kind.size, np.int64)
-    advance[split.text], advance[split.grid] = of_text, of_grids
+    advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
     after = advance.cumsum()
     before = after - advance
     base = start - before[offsets[:-1]]
@@ -230,7 +231,7 @@ def _fine_cursors(
     scale = units.copy()
     scale[split.grid] //= own
     advance = np.zeros(units.size, np.int64)
-    advance[split.text], advance[split.grid] = of_text, of_grids
+    advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
     if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
         raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
     after = (advance * scale).cumsum()

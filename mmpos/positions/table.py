@@ -300,7 +300,7 @@ class PositionTable:
             and core.expand(self.table, self.num_tokens, self.fractional, out, None, True)
         ):
             return out
-        wanted = self._checked_axes(axes)
+        wanted = range(self.axes) if axes is None else self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)
         return ids
@@ -660,9 +660,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
                 f"documents[{d}]: got {self.lengths[d]} tokens, {want}; pad first: positions.pad({fit}).shard(…)"
             )
 
-    def _checked_axes(self, axes: tuple[int, ...] | None) -> tuple[int, ...]:
-        if axes is None:
-            return tuple(range(self.axes))
+    def _checked_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         listed: list[Any] = list(axes) if isinstance(axes, Sequence | np.ndarray) and np.ndim(axes) == 1 else [None]
         if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < self.axes for a in listed):
             raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")

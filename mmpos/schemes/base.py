@@ -205,8 +205,9 @@ class Scheme(ABC):
     def unit(self, grids: Grids) -> IntArray | None:
         """Give the denominator of the ids that each grid consumes, (grids,); None where all consume whole ids.
 
-        Where there is one, ``advance`` gives numerators over it; ``place``, ``place_text`` and ``next_after`` get
-        cursors over the common denominator of their document, and give next positions over it.
+        Fractional schemes are asked for it. Where there is one, ``advance`` gives numerators over it; ``place``,
+        ``place_text`` and ``next_after`` get cursors over the common denominator of their document, and give next
+        positions over it.
         """
         return None
 

@@ -19,6 +19,7 @@ from mmpos.support.checks import (
     INT32_MIN,
     Array,
     IntArray,
+    boolean,
     counted,
     first_bad,
     host_array,
@@ -98,7 +99,7 @@ class Placeholders:
             if len(rows) != 2:
                 raise InvalidInputError(f"Placeholders.rows: got {rows}, want the ids after a row and after the last")
             object.__setattr__(self, "rows", rows)
-            if (rows[0] != rows[1] or self.audio in rows) and not patches.keys().isdisjoint(rows):
+            if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(f"Placeholders.rows: got {rows}, want others, or twice the id of patches")
         if self.crops is not None:
             if not isinstance(self.crops, CropMarkers):
@@ -116,7 +117,7 @@ class Placeholders:
         return self.rows is not None and self.rows[0] in (self.image, self.video)
 
 
-class Spans(NamedTuple):
+class FoundSpans(NamedTuple):
     """Spans of placeholders in token order.
 
     Args:
@@ -152,26 +153,30 @@ def find_spans(
     spatial_merge_size: int,
     frames_apart: bool,
     audio_lengths: object,
-) -> Spans:
+) -> FoundSpans:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
+    if not isinstance(placeholders, Placeholders):
+        raise InvalidInputError(f"placeholders: got {type(placeholders).__name__}, want Placeholders")
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
-    grids, tokens = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}, {}
-    for name, token in (("image_grid_thw", placeholders.image), ("video_grid_thw", placeholders.video)):
+    grids, tokens = {"image": image_grid_thw, "video": video_grid_thw}, {}
+    for kind, given in grids.items():
+        token = getattr(placeholders, kind)
         if token is not None:
-            tokens[name] = token
-        elif grids[name] is not None:
-            raise InvalidInputError(f"placeholders.{name[:5]}: got None, want the placeholder id of {name}")
+            tokens[kind] = token
+        elif given is not None:
+            raise InvalidInputError(f"placeholders.{kind}: got None, want the placeholder id of {kind}_grid_thw")
     runs = dict(zip(tokens, batch.runs(*tokens.values()), strict=True)) if tokens else {}
     if placeholders.rows is not None and not placeholders.framed:
-        runs = {name: _with_row_ends(batch, own, placeholders.rows) for name, own in runs.items()}
+        runs = {kind: _with_row_ends(batch, own, placeholders.rows) for kind, own in runs.items()}
     sound = None
     if placeholders.audio is not None:
         (sound,) = batch.runs(placeholders.audio)
-        if "video_grid_thw" in runs:
-            runs["video_grid_thw"], sound = _merged_runs(runs["video_grid_thw"], sound)
+        if "video" in runs:
+            runs["video"], sound = _merged_runs(runs["video"], sound)
     spans = []
-    for name, own in runs.items():
-        spans.append(_match(batch, name, grids[name], own, placeholders, merge, frames_apart and name[0] == "v"))
+    for kind, own in runs.items():
+        apart = kind == "video" and boolean("frames_apart", frames_apart)
+        spans.append(_match(batch, kind, grids[kind], own, placeholders, merge, apart))
     if sound is not None:
         spans.append(_audio_spans(sound))
     found = spans[0] if len(spans) == 1 else _joined(spans)
@@ -182,14 +187,15 @@ def find_spans(
 
 def _match(
     batch: PackedIds,
-    name: str,
+    kind: str,
     grid_thw: object,
     runs: PlaceholderRuns,
     placeholders: Placeholders,
     merge: int,
     frames_apart: bool,
-) -> Spans:
-    """Match the runs of one placeholder with its grids."""
+) -> FoundSpans:
+    """Match the runs of the placeholder of images or videos with their grids."""
+    name = f"{kind}_grid_thw"
     raw = int_array(name, () if grid_thw is None else grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
     grids, owner = raw, np.arange(len(raw))
@@ -201,7 +207,12 @@ def _match(
         owner = owner.repeat(raw[:, 0])
         grids = raw[owner]
         grids[:, 0] = 1
-    merged = grids if merge == 1 else _merged(name, grids, owner, merge)
+    merged = grids // np.array([1, merge, merge])
+    odd = grids[:, 1:] % merge > 0
+    if odd.any():
+        g = int(odd.any(axis=1).argmax())
+        want = f"height and width divisible by spatial_merge_size={merge}"
+        raise InvalidInputError(f"{name}[{owner[g]}]: got {tuple(grids[g].tolist())}, want {want}")
     separators = int(placeholders.rows is not None)
     tokens = span_tokens(name, merged, separators)
     if placeholders.framed:
@@ -210,27 +221,16 @@ def _match(
         fits, first, document = runs.fit(tokens)
         if not fits.all() or tokens.sum() != runs.total:
             raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge, separators))
-    video = owner if name == "video_grid_thw" else 0 * owner - 1
-    spans = Spans(first, document, merged, video, np.full(owner.size, GRID, np.uint8), 0 * owner)
+    video = owner if kind == "video" else 0 * owner - 1
+    spans = FoundSpans(first, document, merged, video, np.full(owner.size, GRID, np.uint8), 0 * owner)
     if runs.row_ends is not None and placeholders.rows is not None:
         _check_row_ends(batch, runs.row_ends, name, spans, owner, placeholders.rows)
     if runs.audio is None or not owner.size:
         return spans
-    run = runs.of(tokens.cumsum() - tokens)
+    run = runs.stops.searchsorted(tokens.cumsum() - tokens, side="right")
     audio = runs.audio[run]
     first = _clip_starts(batch, name, tokens, owner, PlaceholderRuns(document, first, runs.tokens[run], audio))
     return spans._replace(first=first, kind=np.where(audio > 0, CLIP, GRID).astype(np.uint8), extra_tokens=audio)
-
-
-def _merged(name: str, grids: IntArray, owner: IntArray, merge: int) -> IntArray:
-    merged, odd = np.divmod(grids, np.array([1, merge, merge]))
-    if odd.any():
-        g = int(odd.any(axis=1).argmax())
-        raise InvalidInputError(
-            f"{name}[{owner[g]}]: got {tuple(grids[g].tolist())}, "
-            f"want height and width divisible by spatial_merge_size={merge}"
-        )
-    return merged
 
 
 def _match_framed(
@@ -265,7 +265,7 @@ def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int
 
 
 def _check_row_ends(
-    batch: PackedIds, row_ends: IntArray, name: str, spans: Spans, owner: IntArray, ends: tuple[int, int]
+    batch: PackedIds, row_ends: IntArray, name: str, spans: FoundSpans, owner: IntArray, ends: tuple[int, int]
 ) -> None:
     """Raise for the first row of a grid that does not end where it should, in the token that ends it."""
     frames, height, width = spans.grid_thw.T
@@ -294,7 +294,7 @@ def _misfit(
     hint = _merge_hint(runs, grids, merge, separators)
     if fits.all():
         done = int(tokens.sum())
-        run = int(runs.of(np.array([done]))[0])
+        run = int(runs.stops.searchsorted(done, side="right"))
         left = (
             f"{counted(runs.total - done, 'placeholder')} from {batch.name(runs.document[run], done + runs.shift[run])}"
         )
@@ -304,7 +304,7 @@ def _misfit(
     want = f"want {tokens[g]} for {_sides(merged[g])}"
     if begin >= runs.total:
         return f"{name}[{owner[g]}]: got no placeholders left, {want}; a surplus grid?{hint}"
-    run = int(runs.stops[runs.of(np.array([begin]))[0]]) - begin
+    run = int(runs.stops[runs.stops.searchsorted(begin, side="right")]) - begin
     if separators:
         want += ", ends of rows included"
     elif not hint and run == merged[g, 2] < tokens[g]:
@@ -341,7 +341,7 @@ def _merged_runs(video: PlaceholderRuns, sound: PlaceholderRuns) -> tuple[Placeh
     seen, audio = (np.add.reduceat(tokens * own, start) for own in (~heard, heard))
     document, first, pictured = document[start], first[start], seen > 0
     return (
-        PlaceholderRuns(document[pictured], first[pictured], seen[pictured], audio[pictured]),
+        PlaceholderRuns(document[pictured], first[pictured], seen[pictured], audio[pictured], video.row_ends),
         PlaceholderRuns(document[~pictured], first[~pictured], audio[~pictured]),
     )
 
@@ -369,13 +369,13 @@ def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray,
     return first
 
 
-def _audio_spans(sound: PlaceholderRuns) -> Spans:
+def _audio_spans(sound: PlaceholderRuns) -> FoundSpans:
     one = np.ones_like(sound.first)
     extents = np.stack([one, one, sound.tokens], axis=1)
-    return Spans(sound.first, sound.document, extents, -one, (AUDIO * one).astype(np.uint8), 0 * one)
+    return FoundSpans(sound.first, sound.document, extents, -one, (AUDIO * one).astype(np.uint8), 0 * one)
 
 
-def _check_audio_lengths(spans: Spans, audio_lengths: object, sound: PlaceholderRuns | None) -> None:
+def _check_audio_lengths(spans: FoundSpans, audio_lengths: object, sound: PlaceholderRuns | None) -> None:
     """Compare the tokens of all audio, in clips and alone, with those that the caller counts on."""
     if sound is None:
         raise InvalidInputError("placeholders.audio: got None, want the placeholder id of audio")
@@ -393,16 +393,16 @@ def _check_audio_lengths(spans: Spans, audio_lengths: object, sound: Placeholder
         )
 
 
-def _joined(spans: Sequence[Spans]) -> Spans:
+def _joined(spans: Sequence[FoundSpans]) -> FoundSpans:
     """Merge the spans of all modalities into token order."""
     none = np.zeros(0, np.int64)
-    every = [Spans(none, none, none.reshape(0, 3), none, none.astype(np.uint8), none), *spans]
+    every = [FoundSpans(none, none, none.reshape(0, 3), none, none.astype(np.uint8), none), *spans]
     columns: list[Any] = [np.concatenate(values) for values in zip(*every, strict=True)]
     order = columns[0].argsort(kind="stable")
-    return Spans(*(column[order] for column in columns))
+    return FoundSpans(*(column[order] for column in columns))
 
 
-def _crops(batch: PackedIds, spans: Spans, markers: CropMarkers) -> Spans:
+def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSpans:
     """Make thumbnails and tiles of grids: the markers around each, and those that follow, belong to its span."""
     document, begin = spans.document, spans.first - 1
     end = spans.first + spans.grid_thw.prod(axis=1)
@@ -457,17 +457,12 @@ class PlaceholderRuns:
         self.shift = first + tokens - self.stops  # from a rank to a token
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
-    def of(self, rank: IntArray) -> IntArray:
-        """Find the run of a placeholder of this rank; the last for ranks beyond all."""
-        run = self.stops.searchsorted(rank, side="right")
-        return np.minimum(run, self.stops.size - 1, out=run)
-
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
         """Tell whether each grid of so many tokens lies in one run, its first token, and its document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops
-        run = self.of(stops - tokens)
+        run = np.minimum(self.stops.searchsorted(stops - tokens, side="right"), self.stops.size - 1)
         return stops <= self.stops[run], stops - tokens + self.shift[run], self.document[run]
 
 

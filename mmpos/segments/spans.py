@@ -78,8 +78,11 @@ def span_tokens(
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
     """Count the tokens of each span, (spans,), and check the limit of one segment; grids where no kind is given."""
-    kinds = np.full(len(grid_thw), GRID, np.uint8) if kind is None else kind
-    exact = segment_tokens(kinds, grid_thw.T.astype(np.float64), separators, extra_tokens)
+    frames, height, width = extents = grid_thw.T.astype(np.float64)
+    if kind is None:
+        exact = frames * height * (width + separators)
+    else:
+        exact = segment_tokens(kind, extents, separators, extra_tokens)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
         raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")

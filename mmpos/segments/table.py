@@ -260,8 +260,6 @@ class SegmentTable:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
                 counts; missing or surplus grids; a mask with holes.
         """
-        if not isinstance(placeholders, Placeholders):
-            raise InvalidInputError(f"placeholders: got {type(placeholders).__name__}, want Placeholders")
         batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
         found = find_spans(
             batch,
@@ -269,23 +267,16 @@ class SegmentTable:
             image_grid_thw,
             video_grid_thw,
             spatial_merge_size=spatial_merge_size,
-            frames_apart=boolean("frames_apart", frames_apart),
+            frames_apart=frames_apart,
             audio_lengths=audio_lengths,
         )
         times = None
         if seconds_per_frame is not None:
             times = found.of_videos("seconds_per_frame", rationals("seconds_per_frame", seconds_per_frame))
-        plain = bool((found.kind == GRID).all())
-        table = cls._of_spans(
-            batch.stops - batch.starts,
-            found.first - batch.starts[found.document],
-            found.grid_thw,
-            found.document,
-            times,
-            placeholders.rows is not None,
-            None if plain else found.kind,
-            None if plain else found.extra_tokens,
-        )
+        offsets = found.first - batch.starts[found.document]
+        kinds = (None, None) if (found.kind == GRID).all() else (found.kind, found.extra_tokens)
+        lengths, rows = batch.stops - batch.starts, placeholders.rows is not None
+        table = cls._of_spans(lengths, offsets, found.grid_thw, found.document, times, rows, *kinds)
         return table if batch.padding is None else table._with_padding(*batch.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:

@@ -103,7 +103,10 @@ def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArr
         raise InvalidInputError(f"{name}: got {array.max()}, want integers within int64")
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")
-    if array.ndim != len(shape) or any(want not in (None, got) for got, want in zip(array.shape, shape, strict=True)):
+    fits = array.ndim == len(shape)
+    for got, wanted in zip(array.shape, shape, strict=False):
+        fits = fits and wanted in (None, got)
+    if not fits:
         want = ", ".join("n" if n is None else str(n) for n in shape)
         raise InvalidInputError(f"{name}: got shape {array.shape}, want ({want}{',' if len(shape) == 1 else ''})")
     return array.astype(np.int64, copy=False)

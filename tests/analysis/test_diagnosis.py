@@ -16,6 +16,7 @@ import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
 from mmpos.analysis.diagnosis.deviation import Deviation
 from mmpos.analysis.diagnosis.mistakes import MISTAKES
+from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
@@ -765,6 +766,17 @@ def test_documents_must_be_a_table_and_a_placed_one_has_its_scheme() -> None:
     for options in ({"scheme": "mrope"}, {"start": 1}, {"start": [0]}):
         with pytest.raises(InvalidInputError, match="scheme, start: got one with a PositionTable"):
             mmpos.diagnose([0], placed, **options)
+
+
+def test_a_table_of_ids_has_a_run_of_text_wherever_a_document_counts_on() -> None:
+    positions = table_of_ids(np.array([[0, 1, 2, 3, 5]]), None, np.array([2, 0, 3]), "given")
+    assert positions.dense().tolist() == [[0, 1, 2, 3, 5]]
+    assert positions.lengths.tolist() == [2, 0, 3]
+    assert [positions.describe(token) for token in (1, 2, 4)] == [
+        "token 1 of a run of text (segment 0)",
+        "token 0 of a run of text (segment 1)",
+        "token 0 of a run of text (segment 2)",
+    ]
 
 
 def test_one_axis_in_place_of_others() -> None:

@@ -133,7 +133,7 @@ def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller
 
     for kind, start in (("svg", b"<?xml "), ("png", b"\x89PNG"), ("pdf", b"%PDF-")):
         plot_positions(table("3,2x3,2"), tmp_path / f"a.{kind}")
-        with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path"}):
+        with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path", "axes.facecolor": "red"}):
             plot_positions(table("3,2x3,2"), tmp_path / f"b.{kind}")
             assert matplotlib.rcParams["font.size"] == 30.0
         data = (tmp_path / f"a.{kind}").read_bytes()
@@ -244,19 +244,16 @@ DRAWS: list[Callable[[Path | None, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_a_picture_is_a_figure_that_notebooks_show(
-    draw: Callable[[Path | None, Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     from mmpos.analysis.plot.picture import Picture
 
     monkeypatch.chdir(tmp_path)
-    figure = draw(None, "Hello")
-    assert isinstance(figure, Picture)
+    figure, *others = [draw(None, "Hello") for draw in DRAWS]
+    assert all(isinstance(each, Picture) for each in (figure, *others))
     assert list(tmp_path.iterdir()) == []
-    assert draw(Path("a.png"), "Hello").png() == figure.png() == Path("a.png").read_bytes()
+    assert DRAWS[0](Path("a.png"), "Hello").png() == figure.png() == Path("a.png").read_bytes()
     with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
         shown = figure._repr_png_()
     with Image.open(BytesIO(shown)) as small, Image.open("a.png") as large:

@@ -147,20 +147,6 @@ def test_buf_places_spans(server: str) -> None:
     assert answer == {"positions": {"nextPositions": ["16"], "deltas": ["5"], "cuSeqlens": [0, 11]}}
 
 
-def test_buf_builds_a_text(server: str) -> None:
-    code, answer = curl(server, "SequenceService/Build", {"query": {"documents": [{"parts": [{"text": "Hé"}]}]}})
-    [result] = answer["sequences"]["results"]
-    ids = np.frombuffer(base64.b64decode(result["sequence"]["inputIds"]["data"]), "<i4")
-    assert (code, ids.tolist()) == (0, list("Hé".encode()))
-    assert result["sequence"]["positions"]["nextPositions"] == ["3"]
-
-
-def test_buf_asks_for_information(server: str) -> None:
-    code, answer = curl(server, "InfoService/GetInfo", {})
-    assert (code, [profile["name"] for profile in answer["profiles"]]) == (0, ["default"])
-    assert [scheme["name"] for scheme in answer["schemes"]] == list(SCHEMES)
-
-
 def test_buf_lists_the_services_of_both_protocols(server: str) -> None:
     command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
     done = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
@@ -184,12 +170,3 @@ def test_buf_asks_a_model_of_the_open_inference_protocol(server: str) -> None:
     ids = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), "<i4").reshape(2, 11)
     assert (code, answer["outputs"]) == (0, [{"name": "position_ids", "datatype": "INT32", "shape": ["2", "11"]}])
     assert ids.tolist() == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
-
-
-def test_buf_sees_errors(server: str) -> None:
-    code, answer = curl(server, "PositionService/Place", {"query": {"spans": {**SPANS, "offsets": [9]}}})
-    message = "offsets[0]: the span of 6 tokens ends at 15, want <= 11, the length of document 0"
-    assert (code, answer) == (24, {"code": "invalid_argument", "message": message})
-    code, answer = curl(server, "PositionService/Place", {"query": {"spans": SPANS, "scheme": {"name": "rope-tye"}}})
-    assert (code, answer["code"]) == (24, "invalid_argument")
-    assert answer["message"].startswith("scheme: got 'rope-tye', want a Scheme or one of rope-tie, ")

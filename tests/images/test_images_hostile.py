@@ -93,8 +93,11 @@ def test_scans_are_counted_before_they_are_decoded(backend: str) -> None:
 
 def test_a_jpeg_of_one_scan_may_have_anything_behind_it() -> None:
     data = hostile.encoded(Image.new("RGB", (8, 8), "red"), "JPEG")
-    film = data + b"\xff\xda" * 1000
-    np.testing.assert_array_equal(PROCESSOR.pixels(film), PROCESSOR.pixels(data))
+    film = b"\xff\xda" * 1000
+    np.testing.assert_array_equal(PROCESSOR.pixels(data + film), PROCESSOR.pixels(data))
+    album = hostile.encoded(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    with pytest.raises(LimitExceededError, match=r"got a JPEG of 100\d scans"):  # the scans of all its images count
+        PROCESSOR.pixels(album + film)
 
 
 PEAKS = """

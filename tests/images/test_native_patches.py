@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -43,33 +41,18 @@ def in_planes(patches: Array, frames: int) -> Array:
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 
 
-def strided(sort: str, height: int, width: int) -> npt.NDArray[np.uint8]:
-    """Pixels whose rows or columns do not follow each other in memory."""
-    makers: dict[str, Callable[[], npt.NDArray[np.uint8]]] = {
-        "every other row": lambda: random(2 * height, width, 3)[::2],
-        "rows of a wider image": lambda: random(height, width + 5, 3)[:, 2:-3],
-        "upside down": lambda: random(height, width, 3)[::-1],
-        "one row repeated": lambda: np.broadcast_to(random(1, width, 3), (height, width, 3)),
-        "mirrored": lambda: random(height, width, 3)[:, ::-1],
-        "turned": lambda: random(width, height, 3).swapaxes(0, 1),
-        "gray": lambda: np.broadcast_to(random(height, width, 1), (height, width, 3)),
-        "planes": lambda: random(3, height, width).transpose(1, 2, 0),
-        "not aligned": lambda: random(height * width * 3 + 1)[1:].reshape(height, width, 3),
-    }
-    return makers[sort]()
-
-
-STRIDES = [
-    "every other row",
-    "rows of a wider image",
-    "upside down",
-    "one row repeated",
-    "mirrored",
-    "turned",
-    "gray",
-    "planes",
-    "not aligned",
-]
+STRIDES: dict[str, npt.NDArray[np.uint8]] = {
+    "every other row": random(56, 56, 3)[::2],
+    "rows of a wider image": random(28, 61, 3)[:, 2:-3],
+    "upside down": random(28, 56, 3)[::-1],
+    "one row repeated": np.broadcast_to(random(1, 56, 3), (28, 56, 3)),
+    "mirrored": random(28, 56, 3)[:, ::-1],
+    "turned": random(56, 28, 3).swapaxes(0, 1),
+    "gray": np.broadcast_to(random(28, 56, 1), (28, 56, 3)),
+    "planes": random(3, 28, 56).transpose(1, 2, 0),
+    "not aligned": random(28 * 56 * 3 + 1)[1:].reshape(28, 56, 3),
+}
+"""Pixels whose rows or columns do not follow each other in memory."""
 
 
 @pytest.mark.parametrize("order", ["raster", "merged"])
@@ -91,7 +74,7 @@ def test_patches_have_the_bits_of_a_loop(way: str, patch: int, merge: int, order
 
 @pytest.mark.parametrize("sort", STRIDES)
 def test_pixels_may_have_any_strides(way: str, sort: str) -> None:
-    pixels = strided(sort, 28, 56)
+    pixels = STRIDES[sort]
     want = by_loops(pixels, 14, 2, "merged")
     np.testing.assert_array_equal(patchify(pixels, 14, 2, "merged", None), want)
     np.testing.assert_array_equal(values_of_pixels(pixels, 14, 2, "merged", 2, (SCALE, SHIFT)), in_planes(want, 2))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, documents, place_document
@@ -27,8 +26,6 @@ from mmpos import (
     block_keys,
     place,
 )
-from mmpos.rotary import Rotary, apply_rotary
-from mmpos.schemes import MRopeQwen25, RopeTie
 from mmpos.segments import Placeholders
 
 PATCH = 9
@@ -164,17 +161,8 @@ VIDEO = [Text(2), Grid(1, 2, frames=2), Text(4)]
 @pytest.mark.parametrize(
     ("scheme", "one", "other", "equal"),
     [
-        # Under mrope the first tokens of these grids are in the same places: their extents alone tell them apart.
-        ("mrope", IMAGE, [Text(2), Grid(2, 4), Text(2)], [True, False, False]),
-        ("mrope", IMAGE, [Text(2), Grid(3, 3), Text(2)], [True, False, False]),
-        ("mrope", VIDEO, [Text(2), Grid(1, 2, frames=3), Text(4)], [True, False, False]),
         ("flatten", IMAGE, [Text(2), Grid(2, 3, row_separator=True), Text(2)], [True, False, False]),
         ("flatten", IMAGE, [Text(2), Grid(2, 2, row_separator=True), Text(2)], [True, False, False]),
-        ("flatten", [Text(4)], [Text(2), Grid(1, 2)], [True, False]),
-        ("mrope", IMAGE, [Text(1), Text(1), Grid(2, 3), Text(1), Text(1)], [True] * 5),
-        ("mrope", IMAGE, [Text(2), Grid(2, 3), Text(99)], [True] * 5),
-        ("rope-tie", IMAGE, [Text(2), Grid(2, 3), Text(1), Grid(1, 1)], [True] * 4 + [False]),
-        (MRopeQwen25(tokens_per_second=1), VIDEO, VIDEO, [True] * 5),
         # A time between frames moves all but the first frame.
         ("mrope-qwen2.5", VIDEO, [Text(2), Grid(1, 2, frames=2, seconds_per_frame=3), Text(4)], [True, True, False]),
     ],
@@ -185,23 +173,6 @@ def test_two_documents_share_these_blocks(
     tables = [SegmentTable.from_documents([document]) for document in (one, other)]
     (a,), (b,) = (block_keys(segments, place(segments, scheme), 2) for segments in tables)
     assert [x == y for x, y in zip(a, b, strict=False)][: len(equal)] == equal
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal"),
-    [
-        (("rope-tie", 0), ("rope-tie-v2", 0), [True, False]),  # text alone is in the same place
-        (("rope-tie", 0), (RopeTie(axes=3), 0), [False, False]),
-        (("rope-tie", 0), ("rope-tie", 1), [False, False]),
-        (("mrope", 0), ("mrope-transformers", 0), [True, True]),
-    ],
-)
-def test_positions_tell_schemes_and_starts_apart_and_names_do_not(
-    one: tuple[str | Scheme, int], other: tuple[str | Scheme, int], equal: list[bool]
-) -> None:
-    segments = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
-    (a,), (b,) = (block_keys(segments, place(segments, *how), 3) for how in (one, other))
-    assert [x == y for x, y in zip(a, b, strict=True)][:2] == equal
 
 
 def test_a_key_is_made_of_these_bytes() -> None:
@@ -282,12 +253,6 @@ def test_sizes_salts_and_what_is_given_tell_keys_apart() -> None:
     assert named[0] == named[1]
 
 
-def test_an_engine_makes_them_of_its_placeholder_spans() -> None:
-    spans = SegmentTable.from_spans([11], [3], [[1, 2, 3]])
-    documents = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
-    assert block_keys(spans, place(spans, "mrope"), 4) == block_keys(documents, place(documents, "mrope"), 4)
-
-
 def sequence(*parts: Any, contents: tuple[str, ...] = ("cat", "dog")) -> Any:
     built = SequenceBuilder().build(list(parts))
     return dataclasses.replace(built, image_hashes=contents[: len(built.grid_thw)])
@@ -354,42 +319,3 @@ def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> 
     fitting: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
         block_keys(**(fitting | arguments))
-
-
-@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "v2pe"])
-def test_keys_rotated_for_one_request_serve_every_request_with_equal_keys(scheme: str) -> None:
-    """And would not serve the others: each block's k is rotated in a window of its own, and compared in full."""
-    case = next(case for case in CASES if case.scheme == scheme)
-    base: Document = [Text(3), Grid(2, 3), Text(2), Grid(3, 2), Text(6)]
-    requests = [
-        Request(base, case),
-        Request([Text(1), Text(2), *base[1:]], case),
-        Request([*base[:3], Grid(4, 2), Text(6)], case),
-        Request([Text(3), Grid(3, 2), *base[2:]], case),
-        Request(base, case, texts=(1, 2, 3, 4, 5, 6)),
-        Request(base, case, contents=("cat", "dog")),
-        Request(base, case, start=1),
-    ]
-    rotary = Rotary(head_dim=8, axes=requests[0].positions().axes)
-    cache: dict[bytes, torch.Tensor] = {}
-    hits = 0
-    for request in requests:
-        for b, key in enumerate(request.keys(4)):
-            window = request.positions().window([0], [4 * b], [4])
-            fresh, _ = apply_rotary(_embedded(request)[4 * b : 4 * b + 4], None, window, rotary)
-            hits += key in cache
-            assert torch.equal(cache.setdefault(key, fresh), fresh)
-            others = [k for known, k in cache.items() if known != key]
-            assert not any(torch.equal(k, fresh) for k in others)
-    assert 0 < hits < sum(len(request.keys(4)) for request in requests)
-
-
-def _embedded(request: Request) -> torch.Tensor:
-    """(tokens, 1, 8) keys before rotation, each made of all that its token is, and of what comes before."""
-    rows = []
-    seen = hashlib.sha256()
-    for position, token, grid in request.tokens():
-        del position  # the rotation's part
-        seen.update(repr((token, grid)).encode())
-        rows.append(np.frombuffer(seen.digest(), np.uint8)[:8].astype(np.float32) / 256)
-    return torch.from_numpy(np.array(rows)[:, None])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rotary_oracle import channels, heads, pair_axes
-from tolerance import assert_within, gamma
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
@@ -91,40 +90,6 @@ def test_every_allocation_and_pairing_reads_the_row_of_its_axis_both_ways(name: 
     for conjugate in (False, True):
         got, _ = apply_rotary(q, None, TABLE, rotary, cos_sin=cache, implementation=way, conjugate=conjugate)
         assert torch.equal(got, engines(q, ids_of(), cache, rotary, inverse=conjugate))
-
-
-def native(x: Tensor, ids: Tensor, cache: Tensor, section: tuple[int, ...], *, interleaved: bool) -> Tensor:
-    """forward_native of MRotaryEmbedding in vLLM and SGLang: cos and sin in the dtype of x, and so all that follows."""
-    rows = cache.to(x.dtype)[ids.long()]  # (3, tokens, rotary_dim)
-    cos, sin = rows.chunk(2, dim=-1)
-    pairs, merged = cos.shape[-1], []
-    for each in (cos, sin):
-        if interleaved:
-            j = torch.arange(pairs, device=x.device)
-            column = torch.where((j % 3 == 1) & (j < 3 * section[1]), each[1], each[0])
-            merged.append(torch.where((j % 3 == 2) & (j < 3 * section[2]), each[2], column))
-        else:
-            merged.append(torch.cat([part[i] for i, part in enumerate(each.split(section, dim=-1))], dim=-1))
-    cos, sin = (each.unsqueeze(1) for each in merged)
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]), dim=-1)
-
-
-@pytest.mark.parametrize("name", ["sections", "mrope-interleaved"])
-def test_native_paths_agree_in_float32_and_round_in_between_in_half_precision(name: str) -> None:
-    rotary = ROTARIES[name]
-    assert rotary.mrope_section is not None
-    for dtype in (FLOAT32, BFLOAT16):
-        (q, _), cache = tensors(dtype), cache_of(dtype)
-        got, _ = apply_rotary(q, None, TABLE, rotary, cos_sin=cache)
-        want = native(q, ids_of(), cache, tuple(rotary.mrope_section), interleaved=name == "mrope-interleaved")
-        if dtype == FLOAT32:
-            assert torch.equal(got, want)
-        else:
-            assert not torch.equal(got, want)
-            # Three roundings there, of either product and of the sum, and one here.
-            room = 4 * gamma(2, dtype) * q.float().abs().amax() * cache.float().abs().amax()
-            assert_within(got, want, room.expand(q.shape))
 
 
 def test_a_cache_of_exact_cos_and_sin_gives_the_exact_rotation_without_its_factor_again() -> None:

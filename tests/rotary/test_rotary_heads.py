@@ -144,17 +144,6 @@ def test_views_of_a_padded_batch_turn_in_every_layout_also_in_place_and_backward
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_k_or_without_tokens_heads_turn_too(way: Any) -> None:
-    q, k = heads_of(ROTARY)
-    options: Any = {"implementation": way}
-    both = apply_rotary(q, k, TABLE, ROTARY, **options)
-    assert_same_bits(apply_rotary(q, None, TABLE, ROTARY, **options)[0], both[0])
-    assert_same_bits(apply_rotary(k, None, TABLE, ROTARY, **options)[0], both[1])
-    none = apply_rotary(q[:0], k[:0], TABLE.slice(3, 3), ROTARY, **options)
-    assert [x.shape[0] for x in none if x is not None] == [0, 0]
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_head_or_a_pair_that_stands_keeps_its_bits_and_hands_gradients_on(way: Any) -> None:
     by_head = Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2])
     by_pair = Rotary(12, axes=3, allocation=[1, 2, -1, 0, -1, -1])  # HoPE, but for the 0

@@ -169,13 +169,12 @@ def test_any_ids_and_frequencies_agree(ids: list[tuple[int, int, int]], inv_freq
 def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
     start += 4 if scheme == "videorope" and start == INT32_MIN else 0
     table = placed([Text(3), Grid(3, 4), Text(2)], scheme, start)
-    q, k = device_heads(17, 1, 12), device_heads(17, 1, 12, seed=1)
-    assert_kernel_agrees(q, k, table, Rotary(12, axes=table.axes))
+    assert_same(*in_both_ways(device_heads(17, 1, 12), table, Rotary(12, axes=table.axes)))
 
 
 # The shape of the launch.
 
-TILINGS = [(64, 1), (4, 3), (16, 7), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (4, 2, 1))]
+TILINGS = [(64, 1), (8, 3), *(pytest.param(*tiling, marks=pytest.mark.slow) for tiling in ((4, 7), (2, 1), (1, 1)))]
 
 
 @pytest.mark.parametrize(("block", "shares"), TILINGS)
@@ -214,12 +213,12 @@ CASES: dict[str, Callable[[], PositionTable]] = {
 def test_segments_of_any_length_agree(case: str) -> None:
     table = CASES[case]()
     rotary = Rotary(6, axes=table.axes)
-    q, k = device_heads(table.num_tokens, 1, 6), device_heads(table.num_tokens, 1, 6, seed=1)
-    assert_kernel_agrees(q, k, table, rotary)
-    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), rotary)
+    q = device_heads(table.num_tokens, 1, 6)
+    for positions in (table, DevicePositions.from_table(table, DEVICE, table.num_segments + 33)):
+        assert_same(*in_both_ways(q, positions, rotary))
 
 
-@pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 127, 128, 129, 700])
+@pytest.mark.parametrize("segments", [1, 2, 32, 33, 129])
 def test_every_token_is_found_among_any_number_of_segments(segments: int) -> None:
     parts: list[Text | Grid] = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
     table = placed(parts[:segments], "rope-tie")

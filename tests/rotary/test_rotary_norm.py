@@ -81,7 +81,7 @@ CASES = {
     "partial, scaled": Rotary(40, rotary_dim=8, scaling=YaRN(4.0, 32768)),
     "one pair": Rotary(2, axes=1),
 }
-INTERPRETED = ("partial", "one pair")
+INTERPRETED = ("partial",)
 """In the kernel without ``slow``: the interpreter takes its time."""
 
 
@@ -240,7 +240,7 @@ def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rota
     return normed(y) if norm.after else y
 
 
-QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "k", "half")}
+QUICK = {("qkab", "qk", "adjacent"), ("b", "k", "half")}
 """Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
 
 

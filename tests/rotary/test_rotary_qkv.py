@@ -70,25 +70,6 @@ def test_they_are_rotated_to_the_bits_of_separate_tensors_and_nothing_else_is_to
         assert torch.equal(part, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("gate", [False, True])
-def test_they_are_stored_where_they_lie(gate: bool, way: Any) -> None:
-    qkv, slots = packed_qkv(gate), torch.arange(13, device=DEVICE)
-    before = separate(qkv, gate)
-    q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
-    (keys, values), (keys_want, values_want) = torch.zeros(2, 2, 16, 2, 12, device=DEVICE)
-    options: Any = {"implementation": way, "return_k": True}
-    mine, other = Cache(keys, values, slots), Cache(keys_want, values_want, slots)
-    want = rotate_and_store(before[0], before[1], before[2], TABLE, ROTARY, other, **options)
-    rotate_and_store(q, k, v, TABLE, ROTARY, mine, inplace=True, **options)
-    assert torch.equal(q, want[0])
-    assert want[1] is not None
-    assert torch.equal(k, want[1])
-    assert torch.equal(keys, keys_want)
-    assert torch.equal(values, values_want)
-    assert all(torch.equal(a, b) for a, b in zip(separate(qkv, gate)[2:], before[2:], strict=True))
-
-
 class Operations(TorchDispatchMode):
     """Names of the operations that a block of code runs."""
 

@@ -332,6 +332,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (tensor(), "q.dtype: got DATA_TYPE_UNSPECIFIED, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
     (tensor(dtype=77), "q.dtype: got 77, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
     (tensor(dtype=2, shape=[3], data=b"1234"), "q.data: got 4 bytes, want 12 for shape (3,) of 4"),
+    (tensor(dtype=2, shape=[1], data=b"12345678"), "q.data: got 8 bytes, want 4 for shape (1,) of 4"),
     (tensor(dtype=2, shape=[2**62, 4], data=b""), f"q.data: got 0 bytes, want {2**66} for shape ({2**62}, 4) of 4"),
     (tensor(dtype=2, shape=[-1], data=b""), "q.shape: got (-1,), want sizes >= 0"),
     (tensor(dtype=2, shape=[1] * 9, data=b"1234"), "q.shape: got 9 axes, want at most 8"),

@@ -196,10 +196,6 @@ def test_schemes_refuse_kinds_that_they_do_not_know(part: Segment, scheme: str, 
         place(SegmentTable.from_documents([[Grid(1, 1), part]]), scheme)
 
 
-def test_audio_between_grids_keeps_them_apart() -> None:
-    assert place(SegmentTable.from_documents([[Grid(1, 1), Audio(1), Grid(1, 1)]]), "rope-tie").num_tokens == 3
-
-
 def test_token_types_of_audio_and_tiles() -> None:
     #         < 1 1 >     < 1 > / /        < 1 >
     want = [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 3, 3, 1, 1]
@@ -225,26 +221,6 @@ def test_padding_keeps_every_column() -> None:
         "row_separator": None,
         "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        Audio(5),
-        Text(4),
-        Clip(2, 2, frames=3, audio=6, seconds_per_frame=0.5),
-        Clip(2, 2, frames=3, audio=5, seconds_per_frame=1),
-    ],
-)
-def test_block_keys_tell_what_is_audio_and_how_long_it_is(changed: Segment) -> None:
-    def keys(first: Segment) -> list[bytes]:
-        segments = SegmentTable.from_documents([[first, Text(30)]])
-        (chain,) = block_keys(segments, place(segments, "tmrope"), 4)
-        return chain
-
-    same = CLIP_OF_3 if isinstance(changed, Clip) else Audio(4)
-    assert keys(same) == keys(same)
-    assert keys(same)[4] != keys(changed)[4]
 
 
 def test_block_keys_tell_where_tokens_after_tiles_stand() -> None:

@@ -323,7 +323,7 @@ def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
         ),
         ([1], {"placeholders": None}, "placeholders: got NoneType, want Placeholders"),
         ([1], {"seconds_per_frame": [1.0]}, "seconds_per_frame: got 1 values, want 0, one per video"),
-        ([1], {"frames_apart": "yes"}, "frames_apart: got 'yes', want True or False"),
+        ([1], {"frames_apart": "yes", "video_grid_thw": []}, "frames_apart: got 'yes', want True or False"),
         (
             [1],
             {"cu_seqlens": [0, 1], "attention_mask": [1]},
@@ -357,6 +357,7 @@ def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
         ({"image": 8, "rows": (5, 8)}, "rows: got (5, 8), want others, or twice the id of patches"),
         ({"audio": 8, "rows": (8, 8)}, "rows: got (8, 8), want others, or twice the id of patches"),
+        ({"image": 8, "audio": 5, "rows": (8, 8)}, "rows: got (8, 8), want others, or twice the id of patches"),
         ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
         ({"crops": MARKERS, "image": NEWLINE}, f"crops: got {MARKERS}, want other ids than those of patches"),
         ({"crops": MARKERS, "rows": (1, 1)}, "crops: got them beside ends of rows or audio, want None"),

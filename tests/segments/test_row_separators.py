@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import exact, settled
 from test_data_masks import by_loops, dense
-from test_tokenizers import trained_bpe
 
 from mmpos import (
     ByteTokenizer,
@@ -29,9 +28,8 @@ from mmpos import (
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
-from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
 from mmpos.segments import Audio, Placeholders
-from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL
 from mmpos.segments.table import separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
@@ -72,14 +70,6 @@ def test_photographs_and_videos_have_them_too_and_as_many_patches_as_without() -
     assert at_patches[0] == at_patches[1]
 
 
-@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten"])
-def test_sequences_of_every_scheme_with_them(scheme: str) -> None:
-    sequence = replace(BUILDER, scheme=scheme).build([Grid(2, 2), Grid(1, 1)])
-    expected = [BEGIN, PATCH, PATCH, ROW, PATCH, PATCH, ROW, END, BEGIN, PATCH, ROW, END]
-    assert sequence.input_ids.tolist() == expected
-    assert sequence.positions.num_tokens == 12
-
-
 def test_schemes_without_them_refuse() -> None:
     with pytest.raises(UnsupportedError, match=r"^documents\[0\]\[1\]: got a grid with row separators, want none in"):
         replace(BUILDER, scheme="mrope").build([Grid(2, 2)])
@@ -92,28 +82,6 @@ def test_a_grid_with_row_separators_wants_a_marker_for_them() -> None:
         SequenceBuilder().build(["a", grid])
     message = "parts[1]: got a grid with row separators, want one without, or a builder with Markers(row=…)"
     assert str(refused.value) == message
-
-
-def test_a_row_marker_in_user_text_stays_text() -> None:
-    tokenizer = trained_bpe()
-    tokenizer.add_special_tokens(["[IMG_BREAK]"])
-    for each in (tokenizer, ByteTokenizer(NAMES)):
-        builder = replace(BUILDER, tokenizer=each)
-        ids = builder.build(["a [IMG_BREAK] b"]).input_ids.tolist()
-        assert builder.marker_ids[3] not in ids
-        assert builder.tokenizer.decode(ids) == "a [IMG_BREAK] b"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("[X]", r"markers.row: got '\[X\]', want a token that is one id of the tokenizer"),
-        (257, "markers: got ids 256, 257, 258 and 257, want 4 different ids"),
-    ],
-)
-def test_row_markers_that_are_no_ids_of_their_own_are_refused(row: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"^{message}$"):
-        SequenceBuilder(markers=Markers(row=row))
 
 
 def test_separators_of_any_table() -> None:
@@ -136,12 +104,6 @@ def test_of_spans_the_rows_of_grids_alone_end_in_separators(
     assert table.lengths.tolist() == [1, tokens, 13 - tokens]
     separators = None if table.row_separator is None else table.row_separator.tolist()
     assert separators == ([False, True, False] if kind == GRID else None)
-
-
-def test_spans_of_a_picture_of_tiles_have_no_rows_that_end() -> None:
-    kinds, grids = [THUMBNAIL, TILE, GRID], [[1, 2, 2], [1, 1, 2], [1, 2, 1]]
-    table = SegmentTable.from_spans([14], [0, 6, 10], grids, row_separator=True, kind=kinds)
-    assert table.lengths.tolist() == [6, 4, 4]
 
 
 def test_separators_are_labels_only_as_markers_are() -> None:
@@ -246,15 +208,6 @@ def test_shards_place_every_feature_once(documents: Any, world_size: int) -> Non
     assert sorted(placed) == (batch.input_ids == PATCH).nonzero().flatten().tolist()
 
 
-def test_a_stored_example_knows_patches_from_separators() -> None:
-    import pyarrow as pa
-
-    table = pa.Table.from_pylist([to_row(FIRST)], SCHEMA)
-    again = from_row({name: table[name][0] for name in table.column_names}, axes=2).sequence
-    np.testing.assert_array_equal(again.token_type_ids, FIRST.sequence.token_type_ids)
-    np.testing.assert_array_equal(again.segments.row_separator, FIRST.sequence.segments.row_separator)
-
-
 PIXTRAL_NAMES = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PIXTRAL = SequenceBuilder(
     ByteTokenizer(PIXTRAL_NAMES), scheme="flatten", markers=Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -271,17 +224,6 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
     assert sequence.image_spans.tolist() == sequence.marked_spans.tolist() == [[1, 9], [9, 11]]
     assert sequence.image_margins == (0, 0)
     assert sequence.part_offsets.tolist() == [0, 1, 9, 11, 12]
-
-
-def test_the_end_of_the_last_row_is_its_separator_in_every_scheme() -> None:
-    """L = 0, K = 12: rows 4, 8; columns 3, 6, 9 and 12 of the separators."""
-    sequence = replace(PIXTRAL, scheme="rope-tie").build(["a", Grid(2, 3), "b"])
-    assert sequence.positions.dense().tolist() == [
-        [0, 4, 4, 4, 4, 8, 8, 8, 8, 12],
-        [0, 3, 6, 9, 12, 3, 6, 9, 12, 12],
-    ]
-    with pytest.raises(InvalidInputError, match="got a grid right after a grid"):
-        replace(PIXTRAL, scheme="rope-tie").build([Grid(1, 1), Grid(1, 1)])
 
 
 @pytest.mark.parametrize(
@@ -347,6 +289,8 @@ def test_rows_of_images_and_videos_are_told_apart() -> None:
     want = SegmentTable.from_documents([[Text(1), one, Text(1), two, three, four]])
     np.testing.assert_array_equal(table.extents, want.extents)
     np.testing.assert_array_equal(table.row_separator, want.row_separator)
+    with pytest.raises(InvalidInputError, match=r"^video_grid_thw\[0\]: got token 5 at document 0, token 6, want 6"):
+        SegmentTable.from_input_ids([1, 9, 5, 9, 5, 9, 5], Placeholders(8, 9, 7, (5, 6)), None, [[1, 3, 1]])
 
 
 INCLUDED = "ends of rows included"
@@ -430,13 +374,3 @@ def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> 
         [97, 98, IMG, IMG, LAST],
         [IMG, LAST, 99, 100],
     ]
-
-
-def test_a_stored_example_without_markers_stays_one() -> None:
-    import pyarrow as pa
-
-    stored = example(("a", True), (Grid(2, 2), True), builder=PIXTRAL)
-    table = pa.Table.from_pylist([to_row(stored)], SCHEMA)
-    again = from_row({name: table[name][0] for name in table.column_names}, axes=1).sequence
-    assert again.image_margins == (0, 0)
-    np.testing.assert_array_equal(again.marked_spans, stored.sequence.marked_spans)

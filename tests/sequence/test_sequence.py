@@ -25,6 +25,7 @@ from mmpos import (
     SegmentTable,
     SequenceBuilder,
     UnsupportedError,
+    Video,
     place,
 )
 from mmpos.segments import Placeholders
@@ -217,6 +218,7 @@ def photographs(count: int) -> list[Any]:
 def test_a_batch_is_the_same_with_any_number_of_threads(threads: int | None) -> None:
     images = photographs(8)
     documents = [["a", images[i], [5], images[-1 - i], Grid(1, 2)][: 4 - i % 2] for i in range(8)]
+    documents.append([Video(images[:3], times=[0, 1, 1]), images[1]])
     builder = SequenceBuilder(images=PROCESSOR)
     for got, parts in zip(builder.build_batch(documents, threads=threads), documents, strict=True):
         want = builder.build(parts)

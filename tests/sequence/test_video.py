@@ -59,17 +59,6 @@ def test_a_video_is_what_its_parts_are_one_by_one() -> None:
     assert sequence.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_frames_of_a_batch_are_the_same_with_any_number_of_threads(threads: int) -> None:
-    builder = SequenceBuilder(images=PROCESSOR)
-    documents = [["a", Video(PIXELS, times=[0, 1, 1]), PIXELS[1]], [PIXELS[2], Video(PIXELS[:1], times=[9])]]
-    for got, parts in zip(builder.build_batch(documents, threads=threads), documents, strict=True):
-        want = builder.build(parts)
-        for name in ("input_ids", "patches", "part_offsets"):
-            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
-        assert got.image_hashes == want.image_hashes
-
-
 def test_frames_are_any_images() -> None:
     tensor = torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
     builder = SequenceBuilder(images=PROCESSOR)
@@ -101,12 +90,6 @@ def test_one_more_frame_changes_nothing_before_it(case: Case, data: st.DataObjec
 def test_one_more_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
     three, four = (exact(placed([Text(1), Grid(2, 3, frames=frames)], scheme)) for frames in (3, 4))
     assert all(before != after for before, after in zip(three[1:], four[1:], strict=False))
-
-
-def test_sixty_four_frames_cost_40_000_ids_apart_and_40_624_in_one_grid() -> None:
-    apart = placed([part for _ in range(64) for part in (Text(1), Grid(24, 24))], "rope-tie")
-    one = placed([Grid(24, 24, frames=64)], RopeTie(axes=3))
-    assert (apart.next_positions.tolist(), one.next_positions.tolist()) == ([40_000], [40_624])
 
 
 @pytest.mark.parametrize(

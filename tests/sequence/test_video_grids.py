@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracle import CASES, Case, Id, documents, exact, placed, settled
+from oracle import CASES, Id, exact, placed
 
-from mmpos import Grid, Scheme, Text, UnsupportedError
+from mmpos import Grid, Scheme, Text
 from mmpos.schemes import (
     MRopeQwen25,
     MRopeTransformers,
-    PageRows,
     RopeTie,
     RopeTieFractional,
     RopeTieLcm,
@@ -104,39 +99,3 @@ SEPARATED = [
 def test_row_separators_of_frames_by_hand(scheme: str | Scheme, ids: list[Id], text: int) -> None:
     positions = placed([Text(1), Grid(1, 2, frames=2, row_separator=True), Text(1)], scheme)
     assert exact(positions)[1:] == [*ids, (text,) * positions.axes]
-
-
-@settings(settled, max_examples=5)
-@given(data=st.data())
-@pytest.mark.parametrize("case", [case for case in CASES if case.frames], ids=lambda case: case.label)
-def test_slices_that_cut_inside_frames_are_the_whole(case: Case, data: st.DataObject) -> None:
-    video = Grid(2 * case.side, 2 * case.side, frames=3, row_separator=case.separators, seconds_per_frame=F(2, 3))
-    before = [Text(2)] if case.text else [Grid(case.side, case.side)]
-    after = data.draw(documents(case))
-    if not case.touching and isinstance(after[0], Grid):
-        after = [Text(1), *after]
-    positions = placed([*before, video, *after], case.scheme)
-    cuts = data.draw(st.lists(st.integers(0, positions.num_tokens), min_size=4, max_size=4))
-    slices = [positions.slice(begin, end) for begin, end in pairwise([0, *sorted(cuts), positions.num_tokens])]
-    assert [position for part in slices for position in exact(part)] == exact(positions)
-    for part in slices:
-        np.testing.assert_array_equal(part.documents[2:], positions.documents[2:])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "better"),
-    [
-        ("rope-tie", "one grid per frame, or axes=3"),
-        ("rope-tie-fractional", "one grid per frame, or axes=3"),
-        ("rope-tie-lcm", "one grid per frame, or axes=3"),
-        ("rope-tie-v2", "one grid per frame, or axes=3"),
-        ("naive-2d", "one grid per frame"),
-        ("mrope-qwen3", "one grid per frame"),
-        (PageRows(), "one grid per frame"),
-    ],
-)
-def test_schemes_without_frames_name_the_better_form(scheme: str | Scheme, better: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=rf"^documents\[0\]\[1\]: got a grid with frames, want {better} in scheme"
-    ):
-        placed([Text(1), Grid(2, 2, frames=2)], scheme)

@@ -92,7 +92,6 @@ MALFORMED: dict[str, tuple[pb.ModelInferRequest, str]] = {
         one("lengths", "INT" * 1000, [1], EIGHT),
         f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64",
     ),
-    "no numbers": (one("lengths", "INT64", [1]), "lengths.contents: got 0 elements, want 1 for (1,)"),
     "numbers of another shape": (
         one("lengths", "INT64", [1], int64_contents=[1, 2]),
         "lengths.contents: got 2 elements, want 1 for (1,)",
@@ -130,12 +129,7 @@ MALFORMED: dict[str, tuple[pb.ModelInferRequest, str]] = {
         ),
         "raw_input_contents: got 1, want 2, one for each input outside shared memory",
     ),
-    "raw for none": (
-        bare(raw=[EIGHT]),
-        "raw_input_contents: got 1, want 0, one for each input outside shared memory",
-    ),
     "a type that it does not take": (one("lengths", "INT32", [1], EIGHT), "lengths.datatype: got 'INT32', want INT64"),
-    "no type": (one("input_ids", "", [1], EIGHT), "input_ids.datatype: got '', want INT64 or INT32"),
     "other axes": (one("lengths", "INT64", [1, 1], EIGHT), "lengths.shape: got (1, 1), want (-1,)"),
     "axes of several kinds": (
         one("input_ids", "INT64", [1, 1, 1], EIGHT),
@@ -253,41 +247,17 @@ WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
         {"scheme": r'{"name": "\ud800"}'},
         r"""parameters['scheme']: got '{"name": "\\ud800"}', want JSON ('utf-8' codec can't encode """,
     ),
-    "half a character as a key": (
-        "sequences",
-        {"parts": [b"a"]},
-        {"scheme": r'{"\ud800": 1}'},
-        r"""parameters['scheme']: got '{"\\ud800": 1}', want JSON (""",
-    ),
-    "half a character among integers": (
-        "positions",
-        {"lengths": [1]},
-        {"views": r'[{"take": {"starts": "\ud800"}}]'},
-        r"""parameters['views']: got '[{"take": {"starts": "\\ud800"}}]', want JSON (""",
-    ),
     "infinity as a choice": (
         "positions",
         {"lengths": [1]},
         {"views": '[{"pad": {"side": Infinity}}]'},
         """parameters['views']: got '[{"pad": {"side": Infinity}}]', want JSON (Out of range float values are not """,
     ),
-    "a number that is infinite": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"shard": {"layout": -1e400}}]'},
-        """parameters['views']: got '[{"shard": {"layout": -1e400}}]', want JSON (Out of range """,
-    ),
     "an object as a name": (
         "rotate",
         {"q": Q, "position_ids": [[0, 1]] * 2},
         {"rotary": '{"head_dim": 16, "scaling": {"type": {}}}'},
         "parameters['rotary']: scaling.type: got {}, want one of ",
-    ),
-    "a list as a name": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": '{"head_dim": 16, "scaling": {"type": [1]}}'},
-        "parameters['rotary']: scaling.type: got [1], want one of ",
     ),
     "very many digits": (
         "positions",
@@ -300,12 +270,6 @@ WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
         {"lengths": [1]},
         {"views": f'[{{"decode": {DEEP}}}]'},
         "parameters['views']: got '[{\"decode\": [[[[[",
-    ),
-    "lists in a rotation": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": f'{{"head_dim": 16, "theta": {DEEP}}}'},
-        'parameters[\'rotary\']: got \'{"head_dim": 16, "theta": [[[[[',
     ),
     "other kinds": (
         "sequences",
@@ -332,12 +296,6 @@ WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
         {"q": Q, "position_ids": [[0, 1]] * 2},
         {"rotary": "[]"},
         "parameters['rotary']: got '[]', want a JSON object",
-    ),
-    "a rotation of an odd size": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": '{"head_dim": 3}'},
-        "parameters['rotary']: head_dim: got 3, want ",
     ),
     "another layout": ("rotate", {"q": Q, "position_ids": [[0, 1]] * 2}, {"layout": "hd"}, "layout: got 'hd', want "),
 }
@@ -443,12 +401,6 @@ BEYOND: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
         "views: got 3, want at most 2",
     ),
     "tokens": ("positions", {"lengths": [10_001]}, {}, "tokens: got 10001, want at most 10000"),
-    "tokens of a view": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"decode": {"steps": 10001}}]'},
-        "tokens: got 10001, want at most 10000",
-    ),
     "parts": ("sequences", {"parts": [b"a"] * 21}, {}, "segments: got 21, want at most 20"),
     "documents of parts": (
         "sequences",

@@ -30,12 +30,11 @@ from mmpos.schemes import (
     MRopeTransformers,
     RopeTie,
     RopeTieFractional,
-    RopeTieLcm,
     RopeTieV2,
     VideoRope,
     XDRope,
 )
-from mmpos.segments import Placeholders
+from mmpos.support import checks
 
 Refusal = tuple[Callable[[], object], str]
 
@@ -70,20 +69,45 @@ def test_the_tree_of_exceptions() -> None:
     assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # no fault of what was asked
 
 
+CHECKS: list[Refusal] = [
+    (lambda: checks.integer("n", True), "n: got True, want an integer"),
+    (lambda: checks.integer("n", np.True_), "n: got np.True_, want an integer"),
+    (lambda: checks.integer("n", "3"), "n: got '3', want an integer"),
+    (lambda: checks.integer("n", None), "n: got None, want an integer"),
+    (lambda: checks.integer("n", -1, minimum=0), "n: got -1, want >= 0"),
+    (lambda: checks.integer("n", 2**70, maximum=9), f"n: got {2**70}, want <= 9"),
+    (lambda: checks.integer("n", 10**5000, maximum=9), "n: got a number of more than 4300 digits, want <= 9"),
+    (lambda: checks.int_array("a", [0.0], (None,)), "a: got dtype float64, want integers"),
+    (lambda: checks.int_array("a", [True], (None,)), "a: got dtype bool, want integers"),
+    (lambda: checks.int_array("a", [0, 1], (3,)), "a: got shape (2,), want (3,)"),
+    (lambda: checks.int_array("a", 0, (None, 3)), "a: got shape (), want (n, 3)"),
+    (
+        lambda: checks.int_array("a", np.array([2**63], np.uint64), (None,)),
+        f"a: got {2**63}, want integers within int64",
+    ),
+    (
+        lambda: checks.int_array("a", np.ma.masked_array([0, 3], [False, True]), (None,)),
+        "a: got a masked array, want an array without a mask, which would be lost",
+    ),
+    (lambda: checks.per_document("d", 0.0, 2, minimum=0), "d: got 0.0, want an integer"),
+    (lambda: checks.per_document("d", [0], 2, minimum=0), "d: got shape (1,), want (2,)"),
+    (lambda: checks.per_document("d", [0, -1], 2, minimum=0), "d[1]: got -1, want >= 0"),
+]
+"""How every argument of a kind is checked; below, that each is."""
+
+
+def test_ragged_lists_are_no_arrays() -> None:
+    message = refused(InvalidInputError, lambda: checks.int_array("a", [[1], [1, 2]], (None,)))
+    assert message.startswith("a: got list, want an array of numbers on the host")
+
+
 PARTS: list[Refusal] = [
     (lambda: Text(0), "Text.length: got 0, want >= 1"),
-    (lambda: Text(-1), "Text.length: got -1, want >= 1"),
     (lambda: Text(2**31), "Text.length: got 2147483648, want <= 2147483647"),
-    (lambda: Text(True), "Text.length: got True, want an integer"),
-    (lambda: Text(np.True_), "Text.length: got np.True_, want an integer"),  # type: ignore[arg-type]
     (lambda: Text(3.0), "Text.length: got 3.0, want an integer"),  # type: ignore[arg-type]
-    (lambda: Text("3"), "Text.length: got '3', want an integer"),  # type: ignore[arg-type]
     (lambda: grid(0, 3), "Grid.height: got 0, want >= 1"),
-    (lambda: grid(2, -3), "Grid.width: got -3, want >= 1"),
-    (lambda: grid(2, 3.0), "Grid.width: got 3.0, want an integer"),
     (lambda: grid(True, 3), "Grid.height: got True, want an integer"),
     (lambda: grid(2, 3, frames=0), "Grid.frames: got 0, want >= 1"),
-    (lambda: grid(2, 3, frames=None), "Grid.frames: got None, want an integer"),
     (lambda: grid(2, 3, row_separator=1), "Grid.row_separator: got 1, want True or False"),
     (
         lambda: grid(1, 24, 24),
@@ -92,18 +116,13 @@ PARTS: list[Refusal] = [
     ),
     (lambda: Grid.from_thw((24, 24)), "thw: got (24, 24), want (frames, height, width)"),
     (lambda: Grid.from_thw(24), "thw: got 24, want (frames, height, width)"),  # type: ignore[arg-type]
-    (lambda: Grid.from_thw((1, 0, 2)), "Grid.height: got 0, want >= 1"),
-    (lambda: Text(10**5000), "Text.length: got a number of more than 4300 digits, want <= 2147483647"),
-    (lambda: Text(-(10**5000)), "Text.length: got a number of more than 4300 digits, want >= 1"),
     (
         lambda: grid(1, 1, seconds_per_frame=Fraction(-(10**5000))),
         "Grid.seconds_per_frame: got a number of more than 4300 digits, want > 0 (a float: >= 1e-06)",
     ),
     (lambda: grid(1, 1, seconds_per_frame=0), "Grid.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
     (lambda: grid(1, 1, seconds_per_frame=1e-9), "Grid.seconds_per_frame: got 1e-09, want > 0 (a float: >= 1e-06)"),
-    (lambda: grid(1, 1, seconds_per_frame=-0.5), "Grid.seconds_per_frame: got -0.5, want > 0 (a float: >= 1e-06)"),
     (lambda: grid(1, 1, seconds_per_frame=float("nan")), "Grid.seconds_per_frame: got nan, want a number of seconds"),
-    (lambda: grid(1, 1, seconds_per_frame=float("inf")), "Grid.seconds_per_frame: got inf, want a number of seconds"),
     (lambda: grid(1, 1, seconds_per_frame=True), "Grid.seconds_per_frame: got True, want a number of seconds"),
     (lambda: grid(1, 1, seconds_per_frame="2"), "Grid.seconds_per_frame: got '2', want a number of seconds"),
 ]
@@ -115,25 +134,10 @@ DOCUMENTS: list[Refusal] = [
         "documents[0][1]: got list, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
     ),
     (
-        lambda: from_documents([[[Text(1)]]]),
-        "documents[0][0]: got list, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
-    ),
-    (
-        lambda: from_documents([[Text(1)], [None]]),
-        "documents[1][0]: got NoneType, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
-    ),
-    (
         lambda: from_documents([Text(1)]),
         "documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile",
     ),
-    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile"),
     (lambda: from_documents(Text(1)), "documents: got Text, want a list of documents"),
-    (lambda: from_documents(None), "documents: got NoneType, want a list of documents"),
-    (lambda: from_documents([Text(1)] for _ in range(2)), "documents: got generator, want a list of documents"),
-    (
-        lambda: from_documents([(Text(1) for _ in range(2))]),
-        "documents[0]: got generator, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile",
-    ),
 ]
 
 ONE = np.ones((3, 1), np.int64)
@@ -142,9 +146,6 @@ KIND, OFFSETS = np.array([1], np.uint8), np.array([0, 1], np.int64)
 ARRAYS: list[Refusal] = [
     (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 6"),
     (lambda: from_arrays([-1], ONE, [0, 1]), "kind[0]: got -1, want >= 0"),
-    (lambda: from_arrays([0.0], ONE, [0, 1]), "kind: got dtype float64, want integers"),
-    (lambda: from_arrays([True], ONE, [0, 1]), "kind: got dtype bool, want integers"),
-    (lambda: from_arrays([0], ONE.astype(float), [0, 1]), "extents: got dtype float64, want integers"),
     (lambda: from_arrays([0], ONE[:2], [0, 1]), "extents: got shape (2, 1), want (3, n)"),
     (lambda: from_arrays([0, 0], ONE, [0, 1]), "extents: got shape (3, 1), want (3, 2) for 2 segments"),
     (lambda: from_arrays([1], 0 * ONE, [0, 1]), "extents[0, 0]: got 0, want >= 1"),
@@ -156,11 +157,6 @@ ARRAYS: list[Refusal] = [
         lambda: from_arrays([1, 0], np.array([[1, 2], [2, 1], [3, 4]]), [0, 2]),
         "extents[:, 1]: got [2, 1, 4], want [1, 1, length] outside grids",
     ),
-    (
-        lambda: from_arrays([0], np.full((3, 1), 2**63, np.uint64), [0, 1]),
-        f"extents: got {2**63}, want integers within int64",
-    ),
-    (lambda: from_arrays([0], ONE, []), "segment_offsets: got [], want 0 first and 1 last"),
     (lambda: from_arrays([0], ONE, [0, 2]), "segment_offsets: got [0, 2], want 0 first and 1 last"),
     (lambda: from_arrays([0], ONE, [0, 0, 1]), "documents[0]: got an empty document, want at least one segment"),
     (
@@ -172,8 +168,6 @@ ARRAYS: list[Refusal] = [
         "row_separator[0]: got True, want False outside grids",
     ),
     (lambda: from_arrays([1], ONE, [0, 1], row_separator=[1]), "row_separator: got dtype int64, want bool"),
-    (lambda: from_arrays([1], ONE, [0, 1], row_separator=[[True]]), "row_separator: got shape (1, 1), want (1,)"),
-    (lambda: from_arrays([], [], [0], row_separator=[True]), "row_separator: got shape (1,), want (0,)"),
     (lambda: from_arrays([1], ONE, [0, 1], seconds_per_frame=[[1], [0]]), "seconds_per_frame[1][0]: got 0, want >= 1"),
     (
         lambda: from_arrays([1], ONE, [0, 1], seconds_per_frame=[[-1], [1]]),
@@ -206,21 +200,14 @@ PLACING: list[Refusal] = [
         "mrope-interleave-reset, mrope-canvas, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
-    (lambda: place(SEGMENTS, start=0.0), "start: got 0.0, want an integer"),
     (lambda: place(SEGMENTS, start=True), "start: got True, want an integer"),
     (lambda: place(SEGMENTS, start=2**31), "start: got 2147483648, want <= 2147483647"),
     (lambda: place(SEGMENTS, start=-(2**31) - 1), "start: got -2147483649, want >= -2147483648"),
-    (lambda: place(SEGMENTS, start=2**70), f"start: got {2**70}, want <= 2147483647"),
-    (lambda: place(SEGMENTS, start=[0]), "start: got shape (1,), want (2,)"),
     (lambda: place(SEGMENTS, start=[0, 1, 2]), "start: got shape (3,), want (2,)"),
-    (lambda: place(SEGMENTS, start=[[0, 1]]), "start: got shape (1, 2), want (2,)"),
-    (lambda: place(SEGMENTS, start=[0.5, 1]), "start: got dtype float64, want integers"),
     (lambda: place(SEGMENTS, start=[0, 2**31]), "start[1]: got 2147483648, want <= 2147483647"),
     (lambda: place(SEGMENTS, strict=1), "strict: got 1, want True or False"),  # type: ignore[arg-type]
     (lambda: RopeTie(axes=4), "RopeTie.axes: got 4, want 2 or 3"),
     (lambda: RopeTieFractional(axes=1), "RopeTieFractional.axes: got 1, want 2 or 3"),
-    (lambda: RopeTieLcm(axes=2.0), "RopeTieLcm.axes: got 2.0, want an integer"),  # type: ignore[arg-type]
-    (lambda: RopeTieV2(axes=True), "RopeTieV2.axes: got True, want an integer"),
     (lambda: RopeTieV2(rounding="ceil"), "RopeTieV2.rounding: got 'ceil', want one of None, 'floor'"),  # type: ignore[arg-type]
     (lambda: V2PE(stride=0), "V2PE.stride: got 0, want >= 1"),
     (lambda: V2PE(stride=257), "V2PE.stride: got 257, want <= 256"),
@@ -244,10 +231,6 @@ DENSE: list[Refusal] = [
         lambda: POSITIONS.dense(dtype=np.int16),
         "dtype: got dtype int16, want int32, int64, float64 for ids of scheme 'rope-tie'",
     ),
-    (
-        lambda: POSITIONS.dense(dtype="nonsense"),
-        "dtype: got 'nonsense', want int32, int64, float64 for ids of scheme 'rope-tie'",
-    ),
     (lambda: HALVES.dense(dtype=np.int32), "dtype: got dtype int32, want float64 for ids of scheme 'rope-tie-v2'"),
     (
         lambda: HALVES.dense(out=np.zeros((2, 15), np.int32)),
@@ -268,9 +251,7 @@ DENSE: list[Refusal] = [
         "dtype: got int32 with out of int64, want the same or none",
     ),
     (lambda: POSITIONS.dense(axes=(2,)), "axes: got (2,), want integers from 0 to 1"),
-    (lambda: POSITIONS.dense(axes=(-1,)), "axes: got (-1,), want integers from 0 to 1"),
     (lambda: POSITIONS.dense(axes=(0.0,)), "axes: got (0.0,), want integers from 0 to 1"),
-    (lambda: POSITIONS.dense(axes=(True,)), "axes: got (True,), want integers from 0 to 1"),
     (lambda: POSITIONS.dense(axes=1), "axes: got 1, want integers from 0 to 1"),
 ]
 
@@ -281,21 +262,13 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.take([-1], [2]), "starts[0]: got -1, want >= 0"),
     (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
     (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
-    (lambda: POSITIONS.take([0, 1], [2]), "stops: got shape (1,), want (2,)"),
-    (lambda: POSITIONS.take(0, 1), "starts: got shape (), want (n,)"),
-    (lambda: POSITIONS.take([0.0], [1.0]), "starts: got dtype float64, want integers"),
     (lambda: POSITIONS.slice(3, 1), "stop: got 1, want >= 3"),
     (lambda: POSITIONS.slice(0, 16), "stop: got 16, want <= 15"),
     (lambda: POSITIONS.slice(16, 16), "start: got 16, want <= 15"),
-    (lambda: POSITIONS.slice(False, 1), "start: got False, want an integer"),
-    (lambda: POSITIONS.slice(0, 1.0), "stop: got 1.0, want an integer"),
     (lambda: POSITIONS.window([2], [0], [1]), "documents[0]: got 2, want <= 1"),
     (lambda: POSITIONS.window([0], [-1], [1]), "starts[0]: got -1, want >= 0"),
     (lambda: POSITIONS.window([0], [0], [-1]), "lengths[0]: got -1, want >= 0"),
-    (lambda: POSITIONS.window([0], [0, 1], [1]), "starts: got shape (2,), want (1,)"),
     (lambda: POSITIONS.decode(-1), "steps: got -1, want >= 0"),
-    (lambda: POSITIONS.decode(1.0), "steps: got 1.0, want an integer"),
-    (lambda: POSITIONS.decode([1]), "steps: got shape (1,), want (2,)"),
     (lambda: POSITIONS.decode([1, -1]), "steps[1]: got -1, want >= 0"),
     (lambda: POSITIONS.decode(2**31), "steps: got 2147483648, want <= 2147483647"),
     (
@@ -321,22 +294,16 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.shard(2, 2), "rank: got 2, want <= 1"),
     (lambda: POSITIONS.shard(-1, 2), "rank: got -1, want >= 0"),
     (lambda: POSITIONS.shard(0, 0), "world_size: got 0, want >= 1"),
-    (lambda: POSITIONS.shard(0, 2**70), f"world_size: got {2**70}, want <= 2147483647"),
     (
         lambda: POSITIONS.shard(0, 1, "ring"),
         "layout: got 'ring', want one of 'zigzag', 'contiguous', 'zigzag-sequence', 'contiguous-sequence'",
     ),
     (lambda: POSITIONS.pad(5), "length: got 5, want >= 11, the length of document 0"),
     (lambda: POSITIONS.pad([11, 3]), "length: got 3, want >= 4, the length of document 1"),
-    (lambda: POSITIONS.pad([20]), "length: got shape (1,), want (2,)"),
     (lambda: POSITIONS.pad(-1), "length: got -1, want >= 0"),
-    (lambda: POSITIONS.pad(2**31), "length: got 2147483648, want <= 2147483647"),
-    (lambda: POSITIONS.pad(20.0), "length: got 20.0, want an integer"),
     (lambda: POSITIONS.pad(20, "up"), "side: got 'up', want one of 'left', 'right'"),
     (lambda: POSITIONS.padded([11, 12]), "length: got [11, 12], want an integer"),
-    (lambda: POSITIONS.padded(5), "length: got 5, want >= 11, the length of document 0"),
     (lambda: POSITIONS.explain(15), "token: got 15, want <= 14"),
-    (lambda: POSITIONS.explain(-1), "token: got -1, want >= 0"),
     (
         lambda: POSITIONS.explain(0, from_documents([[Text(3)]])),
         "segments: got 3 tokens, want 15",
@@ -349,23 +316,10 @@ VIEWS: list[Refusal] = [
 
 
 @pytest.mark.parametrize(
-    ("call", "message"), [*PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
+    ("call", "message"), [*CHECKS, *PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
 )
 def test_invalid_input(call: Callable[[], object], message: str) -> None:
     assert refused(InvalidInputError, call) == message
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: from_arrays([0], [[1], [1, 2], [1]], [0, 1]),
-        lambda: place(SEGMENTS, start=[[1], [1, 2]]),
-        lambda: POSITIONS.decode([[1], [1, 2]]),
-        lambda: SegmentTable.from_input_ids([[1], [1, 2]], Placeholders(image=0)),
-    ],
-)
-def test_ragged_lists(call: Callable[[], object]) -> None:
-    assert "got list, want an array of numbers on the host" in refused(InvalidInputError, call)
 
 
 LIMITS: list[Refusal] = [
@@ -563,20 +517,3 @@ def test_grids_of_two_documents_do_not_touch() -> None:
 def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
     assert refused(InvalidInputError, lambda: NOTHING.explain(0)) == "token: got 0, want <= -1"
     assert refused(InvalidInputError, lambda: NOTHING.window([0], [0], [1])) == "documents[0]: got 0, want <= -1"
-
-
-MASKED: Any = np.ma.masked_array([0, 3], [False, True])
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("input_ids", lambda: SegmentTable.from_input_ids(MASKED, Placeholders(image=9))),
-        ("cu_seqlens", lambda: SegmentTable.from_input_ids([1, 2, 3], Placeholders(image=9), cu_seqlens=MASKED)),
-        ("starts", lambda: POSITIONS.take(MASKED, [1, 4])),
-        ("start", lambda: place(SEGMENTS, start=MASKED)),
-    ],
-)
-def test_arrays_with_masks_are_refused_since_their_masks_would_be_lost(name: str, call: Callable[[], object]) -> None:
-    message = f"{name}: got a masked array, want an array without a mask, which would be lost"
-    assert refused(InvalidInputError, call) == message

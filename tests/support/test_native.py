@@ -7,14 +7,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
@@ -88,12 +87,6 @@ def _plain(value: Any) -> Any:
 
 def cases() -> st.SearchStrategy[tuple[Case, list[Document]]]:
     return st.sampled_from(CASES).flatmap(lambda case: st.tuples(st.just(case), batches(case)))
-
-
-@given(cases(), st.sampled_from([0, 5, -3, 2**31 - 20, 2**31 - 1, -(2**31)]), st.none() | st.booleans())
-def test_placing_documents_is_the_same(case: tuple[Case, list[Document]], start: int, strict: bool | None) -> None:
-    scheme, documents = case
-    both(lambda: place(SegmentTable.from_documents(documents), scheme.scheme, start, strict))
 
 
 @given(cases(), st.data())
@@ -185,67 +178,6 @@ def test_numerators_that_are_no_doubles_are_divided_in_numpy() -> None:
     assert positions.dense().tolist() == [[float(huge + i) / denominator for i in range(3)]]
 
 
-PARTS = (
-    st.integers(1, 3).map(Text)
-    | st.builds(Grid, st.integers(1, 3), st.integers(1, 3), frames=st.integers(1, 2), row_separator=st.booleans())
-    | st.sampled_from([Grid(2**16, 2**16), Grid(2**31 - 1, 1, frames=2), Text(2**31 - 1), "text", None, 3])
-)
-
-
-@given(st.lists(st.lists(PARTS, max_size=3) | st.tuples(PARTS) | st.sampled_from([None, "ab", 3]), max_size=3))
-@example([])
-@example([[]])
-def test_tables_of_lists_are_the_same(documents: Any) -> None:
-    both(lambda: SegmentTable.from_documents(documents))
-    both(lambda: SegmentTable.from_documents(tuple(documents)))
-
-
-@settings(max_examples=50)
-@given(st.data(), st.integers(0, 3), st.integers(0, 4))
-def test_tables_of_spans_are_the_same(data: st.DataObject, documents: int, spans: int) -> None:
-    small = st.integers(0, 12) | st.sampled_from([-1, 2**31 - 1, 2**31])
-    lengths = data.draw(st.lists(st.integers(0, 30) | small, min_size=documents, max_size=documents))
-    offsets = data.draw(st.lists(small, min_size=spans, max_size=spans).map(sorted))
-    side = st.integers(1, 3) | st.sampled_from([0, -1, 2**16, 2**31])
-    grids = data.draw(st.lists(st.tuples(side, side, side), min_size=spans, max_size=spans))
-    owners = data.draw(st.none() | st.lists(st.integers(-1, 3), min_size=spans, max_size=spans).map(sorted))
-    separators = data.draw(st.booleans())
-    both(lambda: SegmentTable.from_spans(lengths, offsets, grids, owners, row_separator=separators))
-
-
-@settings(max_examples=50)
-@given(st.data(), st.integers(1, 3), st.integers(0, 150))
-def test_tables_of_input_ids_are_the_same(data: st.DataObject, batch: int, length: int) -> None:
-    row = st.lists(st.tuples(st.sampled_from([5, 7, 8, 7 + 2**32]), st.integers(1, 70)), max_size=8)
-    ids = np.full((batch, length), 5, np.int64)
-    for target in ids:
-        known = [token for token, count in data.draw(row) for _ in range(count)][:length]
-        target[: len(known)] = known
-    ids = ids.astype(data.draw(st.sampled_from([np.int64, np.int32, np.uint64, np.int16])), casting="unsafe")
-    runs = [int(count) for token in (7, 8) for count in _run_lengths(ids, token)]
-    images = [(1, 1, count) for count in runs[: len(_run_lengths(ids, 7))]]
-    videos = [(1, count, 1) for count in runs[len(images) :]]
-    mask: npt.NDArray[Any] = np.ones(
-        ids.shape, data.draw(st.sampled_from([np.int64, np.int32, np.bool_, np.uint8, np.int16]))
-    )
-    mask[:, : data.draw(st.integers(0, 2))] = 0
-    mask[:, length - data.draw(st.integers(0, 70)) :] = 0
-    mask[-1, data.draw(st.integers(0, max(length - 1, 0))) :][:1] = data.draw(st.integers(0, 2))
-    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7, video=8), images, videos))
-    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7), images))
-    both(lambda: SegmentTable.from_input_ids(ids[:, ::-1], Placeholders(image=7, video=8), images, videos))
-    both(lambda: SegmentTable.from_input_ids(ids, Placeholders(image=7, video=8), images, videos, attention_mask=mask))
-    both(lambda: SegmentTable.from_input_ids(ids.ravel(), Placeholders(image=7, video=8), images[1:]))
-
-
-def _run_lengths(ids: npt.NDArray[Any], token: int) -> list[int]:
-    hit = np.zeros((len(ids), ids.shape[1] + 2), np.int8)
-    hit[:, 1:-1] = ids == token
-    edges = np.diff(hit.ravel())
-    lengths: list[int] = (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()
-    return lengths
-
-
 @pytest.mark.parametrize("name", [name for name in vars(native.Core) if not name.startswith("_")])
 def test_wrong_arguments_are_no_crash(name: str) -> None:
     function, array = getattr(CORE, name), np.zeros((3, 2), np.int64)
@@ -272,17 +204,6 @@ def test_info_says_whether_the_extension_is_there() -> None:
     assert mmpos.info()["extension"] == "built"
     with numpy_alone():
         assert mmpos.info()["extension"] == "not built, numpy is used"
-
-
-@pytest.mark.parametrize("dtype", ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", ">i4"])
-def test_every_mask_of_five_tokens_is_read_the_same(dtype: str) -> None:
-    ids = [[5] * 5]
-    for row in product([0, 1], repeat=5):
-        masks = [np.array([row]).astype(dtype), np.array([row, row]).astype(dtype).T.copy().T[:1]]
-        if np.dtype(dtype).kind == "f":
-            masks.append(np.array([row], f"i{np.dtype(dtype).itemsize}").view(dtype))
-        for mask in masks:
-            both(lambda mask=mask: SegmentTable.from_input_ids(ids, Placeholders(image=7), attention_mask=mask))  # type: ignore[misc]
 
 
 def test_cursors_of_documents_that_overlap_stay_inside() -> None:

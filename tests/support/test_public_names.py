@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import mmpos
-from mmpos.support.extras import pip_install
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ["analysis", "client", "data", "encodings", "integrations", "rotary", "schemes"]
@@ -96,22 +95,3 @@ def test_one_room_alone_imports_triton() -> None:
         if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)
     }
     assert importing == {"mmpos/rotary/kernel"}
-
-
-@pytest.mark.parametrize(
-    ("module", "backend", "command"),
-    [("PIL", "pillow", pip_install("pillow")), ("torchvision", "torchvision", pip_install("all"))],
-)
-def test_a_missing_extra_names_the_pip_command(module: str, backend: str, command: str) -> None:
-    code = f"""
-import sys
-sys.modules["torch"] = sys  # which takes seconds to import, and plays no part
-sys.modules[{module!r}] = None
-import numpy, mmpos
-photo = numpy.zeros((1000, 1000, 3), numpy.uint8)
-try:
-    mmpos.ImageProcessor(backend={backend!r}).process(photo)
-except ImportError as error:
-    print(error)
-"""
-    assert command in python(code).stdout

@@ -1,15 +1,15 @@
 """Measure which scheme and which encoding has which property, with the smallest counterexample."""
 
 from mmpos.analysis.compare.encodings import ENCODING_PROPERTIES, measure_encodings
-from mmpos.analysis.compare.matrix import Matrix, Measurement, Property
+from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue
 from mmpos.analysis.compare.schemes import SCHEME_PROPERTIES, measure
 
 __all__ = [
     "ENCODING_PROPERTIES",
     "SCHEME_PROPERTIES",
     "Matrix",
-    "Measurement",
     "Property",
+    "PropertyValue",
     "measure",
     "measure_encodings",
 ]

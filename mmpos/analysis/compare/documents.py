@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.compare.matrix import Measurement
+from mmpos.analysis.compare.matrix import PropertyValue
 from mmpos.positions.place import place
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Grid, Text
@@ -146,7 +146,7 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
 """Properties that images may have in common for which a property of a scheme holds."""
 
 
-def verdict(tried: Sequence[Grid], failures: Iterable[tuple[int, str]]) -> Measurement:
+def verdict(tried: Sequence[Grid], failures: Iterable[tuple[int, str]]) -> PropertyValue:
     """Sum up: all grids passed, or the words for the smallest that did not, and which images passed.
 
     Args:
@@ -157,17 +157,17 @@ def verdict(tried: Sequence[Grid], failures: Iterable[tuple[int, str]]) -> Measu
     for i, words in failures:
         failed.setdefault(i, words)
     if not failed:
-        return Measurement(True)
+        return PropertyValue(True)
     images, words = set(STILLS), failed[min(failed)]
     passed = {grid: i not in failed for i, grid in enumerate(tried) if grid in images}
     holds = sum(passed.values())
     if not holds:
-        return Measurement(False, words)
+        return PropertyValue(False, words)
     if holds == len(passed):
-        return Measurement(False, f"{words}; holds for every image")
+        return PropertyValue(False, f"{words}; holds for every image")
     shapes = (
         f", those with {name}"
         for name, shape in _SHAPES.items()
         if all(shape(grid) == one for grid, one in passed.items())
     )
-    return Measurement(False, f"{words}; holds for {holds} of {counted(len(passed), 'image')}{next(shapes, '')}")
+    return PropertyValue(False, f"{words}; holds for {holds} of {counted(len(passed), 'image')}{next(shapes, '')}")

@@ -9,7 +9,7 @@ from dataclasses import Field, fields, is_dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.compare.matrix import Matrix, Measurement, Property, measured
+from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue, measured
 from mmpos.encodings import ENCODINGS, AdditiveTable, AttentionBias, Encoding, Rotation
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import label
@@ -80,12 +80,12 @@ _SHIFTS = (1, 7, 100)
 _TOLERANCE = 1e-9
 
 
-def axes(encoding: Known) -> Measurement:
+def axes(encoding: Known) -> PropertyValue:
     """The numbers in a position: more than one where pictures and videos have a place of their own."""
-    return Measurement(encoding.axes if isinstance(encoding, Rotation) else 1)
+    return PropertyValue(encoding.axes if isinstance(encoding, Rotation) else 1)
 
 
-def unique(encoding: Known) -> Measurement:
+def unique(encoding: Known) -> PropertyValue:
     """No two of about 256 positions, the first ones on every axis, have the same vector, up to 1e-9 of the largest
     distance between two.
 
@@ -93,17 +93,17 @@ def unique(encoding: Known) -> Measurement:
     """
     share, (p, q) = _nearest(encoding)
     if share > _TOLERANCE:
-        return Measurement(True)
+        return PropertyValue(True)
     what = "keys {} and {} before a query have the same bias" if isinstance(encoding, AttentionBias) else "{} is as {}"
-    return Measurement(False, what.format(p, q))
+    return PropertyValue(False, what.format(p, q))
 
 
-def separation(encoding: Known) -> Measurement:
+def separation(encoding: Known) -> PropertyValue:
     """Distance of the two nearest of the same positions, as a share of the two farthest."""
-    return Measurement(_nearest(encoding)[0])
+    return PropertyValue(_nearest(encoding)[0])
 
 
-def bounded(encoding: Known) -> Measurement:
+def bounded(encoding: Known) -> PropertyValue:
     """No number of a far position, up to 2^20, is more than twice the largest of the first 64 positions."""
     limit = 2 * np.abs(vectors(encoding, first_positions(encoding, 64))).max()
     for p in _FAR:
@@ -112,33 +112,35 @@ def bounded(encoding: Known) -> Measurement:
         except InvalidInputError:
             break
         if largest > limit:
-            return Measurement(False, f"{p} has {largest:.4g}, the first 64 positions at most {limit / 2:.4g}")
-    return Measurement(True)
+            return PropertyValue(False, f"{p} has {largest:.4g}, the first 64 positions at most {limit / 2:.4g}")
+    return PropertyValue(True)
 
 
-def length_independent(encoding: Known) -> Measurement:
+def length_independent(encoding: Known) -> PropertyValue:
     """A position is encoded alike in a sequence of 16 tokens and in one of 256."""
     positions = first_positions(encoding, _FIRST)
     short, long = vectors(encoding, positions[:16]), vectors(encoding, positions)[:16]
     differs = (np.abs(short - long) > _TOLERANCE * np.abs(long).max(initial=1)).any(axis=1)
     if not differs.any():
-        return Measurement(True)
+        return PropertyValue(True)
     p = int(differs.argmax())
     among = f"{short[p, 0]:.4g} among {len(short)} positions and {long[p, 0]:.4g} among {len(positions)}"
-    return Measurement(False, f"{p} has {among}")
+    return PropertyValue(False, f"{p} has {among}")
 
 
-def linear_shift(encoding: Known) -> Measurement:
+def linear_shift(encoding: Known) -> PropertyValue:
     """One matrix M_k and one vector b_k take every position to the one k further, PE(p + k) = M_k·PE(p) + b_k: by
     least squares over the first 256 positions, or more where there are more channels, to 1e-9 of the largest number.
     """
     if isinstance(encoding, AttentionBias):
-        return Measurement(None, "a bias belongs to two positions: there is no vector to shift")
+        return PropertyValue(None, "a bias belongs to two positions: there is no vector to shift")
     channels = vectors(encoding, [0]).shape[1]
     rows = vectors(encoding, first_positions(encoding, max(_FIRST, 4 * channels)))
     shifts = [k for k in _SHIFTS if len(rows) - k >= 2 * (channels + 1)]
     if not shifts:
-        return Measurement(None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any")
+        return PropertyValue(
+            None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any"
+        )
     kept = len(rows) - shifts[-1]
     known = np.column_stack([rows[:kept], np.ones(kept)])
     wanted = np.stack([rows[k : k + kept] for k in shifts], axis=1)
@@ -146,11 +148,11 @@ def linear_shift(encoding: Known) -> Measurement:
     errors = np.abs(fitted.reshape(wanted.shape) - wanted).max(axis=(0, 2)) / np.abs(rows).max()
     for k, error in zip(shifts, errors.tolist(), strict=True):
         if error > _TOLERANCE:
-            return Measurement(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
-    return Measurement(True)
+            return PropertyValue(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
+    return PropertyValue(True)
 
 
-def relative(encoding: Known) -> Measurement:
+def relative(encoding: Known) -> PropertyValue:
     """The effect of two positions on attention stays, to 1e-9 of the most, when both are raised by the same k: the
     product of their rows of a table, the bias, or the score of a query and a key that were turned.
     """
@@ -161,11 +163,11 @@ def relative(encoding: Known) -> Measurement:
         if differs.any():
             p, q = np.argwhere(differs)[0].tolist()
             moved = f"{p + k} and {q + k} give {far[0, p, q]:.4g}"
-            return Measurement(False, f"{p} and {q} give {near[0, p, q]:.4g}, {moved}")
-    return Measurement(True)
+            return PropertyValue(False, f"{p} and {q} give {near[0, p, q]:.4g}, {moved}")
+    return PropertyValue(True)
 
 
-def extrapolates(encoding: Known) -> Measurement:
+def extrapolates(encoding: Known) -> PropertyValue:
     """There is an encoding for positions up to 2^20. Whether a model is any good where it was not trained is another
     question.
     """
@@ -173,18 +175,18 @@ def extrapolates(encoding: Known) -> Measurement:
         try:
             vectors(encoding, np.array([p]))
         except InvalidInputError as error:
-            return Measurement(False, str(error))
-    return Measurement(True)
+            return PropertyValue(False, str(error))
+    return PropertyValue(True)
 
 
-def deterministic(encoding: Known) -> Measurement:
+def deterministic(encoding: Known) -> PropertyValue:
     """All follows from a formula: there are no weights to learn."""
     known: tuple[Field[object], ...] = fields(encoding) if is_dataclass(encoding) else ()
     for field in known:
         value = getattr(encoding, field.name)
         if isinstance(value, np.ndarray):
-            return Measurement(False, f"{field.name}: {'×'.join(map(str, value.shape))} numbers to learn")
-    return Measurement(True)
+            return PropertyValue(False, f"{field.name}: {'×'.join(map(str, value.shape))} numbers to learn")
+    return PropertyValue(True)
 
 
 def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:

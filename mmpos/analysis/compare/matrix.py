@@ -13,7 +13,7 @@ from mmpos.support.checks import counted, one_of
 
 
 @dataclass(frozen=True)
-class Measurement:
+class PropertyValue:
     """The value of one property.
 
     Args:
@@ -28,9 +28,9 @@ class Measurement:
     def cell(self) -> str:
         """The value as tables have it.
 
-        >>> Measurement(True).cell, Measurement(False, "1x2").cell, Measurement(None, "no text").cell
+        >>> PropertyValue(True).cell, PropertyValue(False, "1x2").cell, PropertyValue(None, "no text").cell
         ('✓', '✗', '–')
-        >>> Measurement(1153).cell, Measurement(1.98).cell, Measurement(0.34567).cell
+        >>> PropertyValue(1153).cell, PropertyValue(1.98).cell, PropertyValue(0.34567).cell
         ('1,153', '2', '0.35')
         """
         if self.value is None or isinstance(self.value, bool):
@@ -50,7 +50,7 @@ class Property:
 
     name: str
     title: str
-    measure: Callable[[Any], Measurement] = field(repr=False)
+    measure: Callable[[Any], PropertyValue] = field(repr=False)
 
     @property
     def definition(self) -> str:
@@ -79,9 +79,9 @@ class Matrix:
 
     subject: str
     properties: tuple[Property, ...]
-    rows: Mapping[str, tuple[Measurement, ...]]
+    rows: Mapping[str, tuple[PropertyValue, ...]]
 
-    def __getitem__(self, key: tuple[str, str]) -> Measurement:
+    def __getitem__(self, key: tuple[str, str]) -> PropertyValue:
         """The finding of a row and a property by their names."""
         row, name = key
         one_of(self.subject, row, self.rows)
@@ -149,7 +149,7 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     Raises:
         InvalidInputError: nothing is named, or two by one name.
     """
-    rows: dict[str, tuple[Measurement, ...]] = {}
+    rows: dict[str, tuple[PropertyValue, ...]] = {}
     for name, each in named:
         if name in rows:
             raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from math import log2
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from mmpos.analysis.compare.documents import (
     spec,
     verdict,
 )
-from mmpos.analysis.compare.matrix import Matrix, Measurement, Property, measured
+from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue, measured
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed, place
 from mmpos.positions.table_rows import DELTA
@@ -38,19 +39,45 @@ Failures = Iterator[tuple[int, str]]
 _LONGEST = 8
 
 
-def axes(scheme: Scheme) -> Measurement:
+def _of_grids(
+    choose: Callable[[Scheme], tuple[Grid, ...]], needs: Literal["text", "resumable"] | None = None
+) -> Callable[[Callable[[Scheme], Failures]], Callable[[Scheme], PropertyValue]]:
+    """Make a property of a generator of failures: it holds if no grid fails, and applies to schemes with what it needs.
+
+    Args:
+        choose: gives the grids that are tried, the smallest first.
+        needs: the attribute that a scheme must have.
+    """
+
+    def property_of(failures: Callable[[Scheme], Failures]) -> Callable[[Scheme], PropertyValue]:
+        @wraps(failures)
+        def measure(scheme: Scheme) -> PropertyValue:
+            if needs is not None and not getattr(scheme, needs):
+                return _without(scheme, needs)
+            return verdict(choose(scheme), failures(scheme))
+
+        return measure
+
+    return property_of
+
+
+def _without(scheme: Scheme, needs: str) -> PropertyValue:
+    return PropertyValue(None, f"{scheme.name} {'takes no text' if needs == 'text' else 'has no next position'}")
+
+
+def axes(scheme: Scheme) -> PropertyValue:
     """The numbers in a position."""
-    return Measurement(scheme.axes)
+    return PropertyValue(scheme.axes)
 
 
-def text_is_rope_1d(scheme: Scheme) -> Measurement:
+def text_is_rope_1d(scheme: Scheme) -> PropertyValue:
     """Text alone, in one run or in two, has the ids start, start + 1, … on every axis.
 
     A rotation with one ladder of frequencies for all axes then turns it as RoPE-1D does, so that a language model
     finds what it was trained on.
     """
     if not scheme.text:
-        return _without_text(scheme)
+        return _without(scheme, "text")
     runs: list[Document] = [[Text(n)] for n in range(1, _LONGEST + 1)]
     runs += [[Text(n), Text(_LONGEST - n)] for n in range(1, _LONGEST)]
     for start in STARTS:
@@ -58,18 +85,15 @@ def text_is_rope_1d(scheme: Scheme) -> Measurement:
             want = start + np.arange(each.values.shape[1])
             token = first_token(each.values != want * each.denominator)
             if token is not None:
-                return Measurement(False, f"{each.spec}: start {start} puts token {token} at {each.at(token)}")
-    return Measurement(True)
+                return PropertyValue(False, f"{each.spec}: start {start} puts token {token} at {each.at(token)}")
+    return PropertyValue(True)
 
 
-def symmetric(scheme: Scheme) -> Measurement:
+@_of_grids(grids, needs="text")
+def symmetric(scheme: Scheme) -> Failures:
     """A grid is as far from the text before it as from the text after it: on every axis, the gap from the last text to
     a patch is the gap from the opposite patch to the next text.
     """
-    return verdict(grids(scheme), _uneven_gaps(scheme)) if scheme.text else _without_text(scheme)
-
-
-def _uneven_gaps(scheme: Scheme) -> Failures:
     for before in (1, 3):
         documents = [around(scheme, grid, before) for grid in grids(scheme)]
         for start in STARTS:
@@ -83,12 +107,9 @@ def _uneven_gaps(scheme: Scheme) -> Failures:
                     yield d, f"{each.spec}: {gaps}" + (f" at patch {patch}" if patch else "")
 
 
-def unique(scheme: Scheme) -> Measurement:
+@_of_grids(grids)
+def unique(scheme: Scheme) -> Failures:
     """No two tokens of a document have the same position, be there one grid or two of one size."""
-    return verdict(grids(scheme), _twins(scheme))
-
-
-def _twins(scheme: Scheme) -> Failures:
     between: Document = [Text(1)] if scheme.text else []
     for repeats in (1, 2):
         documents = [[*between, *[part for _ in range(repeats) for part in (grid, *between)]] for grid in grids(scheme)]
@@ -102,42 +123,29 @@ def _twins(scheme: Scheme) -> Failures:
                         break
 
 
-def integer(scheme: Scheme) -> Measurement:
+@_of_grids(grids)
+def integer(scheme: Scheme) -> Failures:
     """Every id is a whole number."""
-    return verdict(grids(scheme), _broken(scheme))
-
-
-def _broken(scheme: Scheme) -> Failures:
     for d, each in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
         token = first_token(each.values % each.denominator != 0)
         if token is not None:
             yield d, f"{each.spec}: token {token} is at {each.at(token)}"
 
 
-def _without_text(scheme: Scheme) -> Measurement:
-    return Measurement(None, f"{scheme.name} takes no text")
-
-
-def linear_shift(scheme: Scheme) -> Measurement:
+@_of_grids(grids)
+def linear_shift(scheme: Scheme) -> Failures:
     """A start that is k higher makes every id k higher on every axis."""
-    return verdict(grids(scheme), _shifted(scheme))
-
-
-def _shifted(scheme: Scheme) -> Failures:
     documents = [around(scheme, grid) for grid in grids(scheme)]
     rested = placed(scheme, documents)
     for shift in SHIFTS:
         yield from _moved(f"start {shift} moves", rested, placed(scheme, documents, shift), shift)
 
 
-def length_independent(scheme: Scheme) -> Measurement:
+@_of_grids(small_grids)
+def length_independent(scheme: Scheme) -> Failures:
     """The position of a token is the same however its document goes on after it, and whatever documents stand beside
     that. Grids have at most 16 patches.
     """
-    return verdict(small_grids(scheme), _dependent(scheme))
-
-
-def _dependent(scheme: Scheme) -> Failures:
     documents = [around(scheme, grid) for grid in small_grids(scheme)]
     batch = placed(scheme, documents)
     alone = [placed(scheme, [document])[0] for document in documents]
@@ -148,15 +156,12 @@ def _dependent(scheme: Scheme) -> Failures:
         yield from _moved(f"{spec(more)} after it moves", batch, longer)
 
 
-def prefix_stable(scheme: Scheme) -> Measurement:
+@_of_grids(grids)
+def prefix_stable(scheme: Scheme) -> Failures:
     """A document that grows at its end, by a token of text or by a frame of its video, keeps the positions that it has.
 
     Where the scheme has no frames, the next one is a grid of its own after a token of text.
     """
-    return verdict(grids(scheme), _grown(scheme))
-
-
-def _grown(scheme: Scheme) -> Failures:
     documents: list[Document] = [around(scheme, grid)[:-1] or [grid] for grid in grids(scheme)]
     longer = placed(scheme, [_with_a_frame_more(scheme, document) for document in documents])
     yield from _moved("a frame more moves", placed(scheme, documents), longer)
@@ -185,17 +190,14 @@ _PAIRS = 4  # of channels, for each axis
 _TOLERANCE = 1e-9  # of a score of a few units; angles of ids up to 2,000 are good to 1e-12
 
 
-def relative(scheme: Scheme) -> Measurement:
+@_of_grids(small_grids)
+def relative(scheme: Scheme) -> Failures:
     """The score of a rotated query and a rotated key stays, to 1e-9, when their document starts at another id and when
     more text stands in front of it: scores depend on what is between two tokens, not on what is before both.
 
     Rotations have base 10,000 and four pairs of channels for each axis, interleaved. Scores are those of all pairs of
     tokens, in documents whose grid has at most 16 patches.
     """
-    return verdict(small_grids(scheme), _changed_scores(scheme))
-
-
-def _changed_scores(scheme: Scheme) -> Failures:
     rested = placed(scheme, [around(scheme, grid, before=2) for grid in small_grids(scheme)])
     scores = [_scores(each) for each in rested]
     for what, moved in _elsewhere(scheme, rested):
@@ -233,51 +235,45 @@ def _rotary(axes: int) -> Rotary:
     return Rotary(head_dim=2 * _PAIRS * axes, axes=axes)
 
 
-def delta_0(scheme: Scheme) -> Measurement:
+@_of_grids(grids, needs="resumable")
+def delta_0(scheme: Scheme) -> Failures:
     """Generation goes on at the id that is the number of tokens before it, counted from the start, whatever grids are
     among them: the decode delta is 0.
     """
-    if not scheme.resumable:
-        return _no_next(scheme)
     documents = [around(scheme, grid) for grid in grids(scheme)]
     table = place(SegmentTable.from_documents([list(document) for document in documents]), scheme)
     deltas = np.where(table.resumable, table.documents[DELTA], 0)  # a document that ends between two ids has none
-    failures = ((int(d), f"{spec(documents[d])}: delta {deltas[d]}") for d in deltas.nonzero()[0])
-    return verdict(grids(scheme), failures)
+    yield from ((int(d), f"{spec(documents[d])}: delta {deltas[d]}") for d in deltas.nonzero()[0])
 
 
 _SIDE = 64
 
 
-def ids_of_a_square(scheme: Scheme) -> Measurement:
+def ids_of_a_square(scheme: Scheme) -> PropertyValue:
     """The ids that an image of 24×24 patches consumes: by so much does text after it go on."""
     return _consumed(scheme, Grid(24, 24))
 
 
-def ids_of_a_row(scheme: Scheme) -> Measurement:
+def ids_of_a_row(scheme: Scheme) -> PropertyValue:
     """The ids that an image of 1×576 patches consumes: as many patches as 24×24, in one row."""
     return _consumed(scheme, Grid(1, 576))
 
 
-def growth(scheme: Scheme) -> Measurement:
+def growth(scheme: Scheme) -> PropertyValue:
     """The power of its side with which the ids of an image grow: twice the side takes 2^p times as many.
 
     From side 64 to side 128, each time the image of sides up to 8 shorter that takes the most.
     """
     if not scheme.resumable:
-        return _no_next(scheme)
+        return _without(scheme, "resumable")
     sides = (_SIDE, 2 * _SIDE)
     families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in sides)
     small, large = (max(1, int(ids_consumed(scheme, images).max())) for images in families)
-    return Measurement(log2(large / small))
+    return PropertyValue(log2(large / small))
 
 
-def _consumed(scheme: Scheme, image: Grid) -> Measurement:
-    return Measurement(int(ids_consumed(scheme, [image])[0])) if scheme.resumable else _no_next(scheme)
-
-
-def _no_next(scheme: Scheme) -> Measurement:
-    return Measurement(None, f"{scheme.name} has no next position")
+def _consumed(scheme: Scheme, image: Grid) -> PropertyValue:
+    return PropertyValue(int(ids_consumed(scheme, [image])[0])) if scheme.resumable else _without(scheme, "resumable")
 
 
 SCHEME_PROPERTIES = (

@@ -166,7 +166,10 @@ def plot_attention(
         instance(f"kernels[{i}]", kernel, Kernel, "attention_kernel")
     columns = min(len(kernels), 2 if len(kernels) in (2, 4) else 3)
     width = (7.28 - _LEFT - _GAP * (columns - 1)) / columns
-    tall = min(width * max(np.divide(*kernel.patches.shape) for kernel in kernels), _TALLEST)
+    ratios = [np.divide(*kernel.patches.shape) for kernel in kernels]
+    tall = min(width * max(ratios), _TALLEST)
+    # A map of a tall image is as wide as its name at least.
+    width = min(width, max(tall / min(ratios), 0.07 * max(len(kernel.label) for kernel in kernels)))
     below = 0.66 - (-len(kernels) // columns) * (tall + 0.74)
     sides = [side for side in ("before", "after") if any(getattr(kernel, side).size for kernel in kernels)]
     with canvas(target, 8.0, below + (3.0 if sides else 0.1)) as figure:
@@ -181,7 +184,7 @@ def plot_attention(
             size = min(10.0, 10 * (width + _GAP) / (0.07 * (len(kernel.label) + 1)))
             axes.set_title(kernel.label, loc="left", fontsize=size, pad=5)
             axes.set_ylabel("" if i % columns else "row", fontsize=9, labelpad=2)
-        bar = figure.box(7.4, 0.94, 0.13, tall)
+        bar = figure.box(_LEFT + columns * (width + _GAP) - 0.3, 0.94, 0.13, tall)
         figure.colorbar(image, cax=bar)
         quiet_axes(bar)
         bar.tick_params(labelsize=8.5)

@@ -228,10 +228,8 @@ class _Judge:
         finite = np.isfinite(sample).all(axis=(1, 2))
         self.keys, self.ids = keys, ids
         self.zero = np.zeros((keys.rotary.axes, 1)) if ids is None or keys.token is None else ids[:, [keys.token]]
-        self.sample = self._sample(sample[finite], None if ids is None else ids[:, tokens[finite]])
-
-    def _sample(self, tokens: npt.NDArray[np.float32], ids: Float64Array | None) -> _Sample:
-        return _Sample(self.keys, tokens, ids, self.zero)
+        known = None if ids is None else ids[:, tokens[finite]]
+        self.sample = _Sample(keys, sample[finite], known, self.zero)
 
     def left(self, suspect: Suspect) -> float:
         """Return the root mean square, in rad, of what is left of the keys' angles."""
@@ -323,7 +321,7 @@ class _Judge:
         stop = 0
         for block in self.keys.blocks():
             start, stop = stop, stop + len(block)
-            sample = self._sample(block, self.ids[:, start:stop])
+            sample = _Sample(self.keys, block, self.ids[:, start:stop], self.zero)
             with np.errstate(invalid="ignore"):
                 wrong = (sample.squares(meant) > limit**2) & (sample.squares(found) <= limit**2)
             if wrong.any():

@@ -47,9 +47,6 @@ SURE = 1 - 1e-6
 FUTILE = 256
 """Searches without a result after which tokens are no more searched, where nine of ten found nothing."""
 
-FEW = 64
-"""Last digits of ids, to the base of this number, whose phases are kept."""
-
 ROUNDED = 2.0**-22
 """What angles that are made in float32 are off at most, relative: frequency, product, and some more for the power."""
 
@@ -125,14 +122,6 @@ class Ladder:
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
         whole = np.floor(ids)
-        if ids.size > 4 * FEW and isinstance(pairs, slice) and (whole == ids).all():
-            # Neighbours differ in their last digits alone: an id turns by its last one and by the others.
-            others, last = np.divmod(whole.astype(np.int64), FEW)
-            first = others.min()
-            count = int(others.max() - first) + 1
-            if count * FEW <= 2 * ids.size:
-                table = self.phases(np.arange(first, first + count) * float(FEW))[:, None] * self._last_digits
-                return np.take(table.reshape(-1, self.turns.size), (others - first) * FEW + last, axis=0)
         turn = whole.astype(np.int64).astype(np.uint64)[:, None] * self.turns[pairs]
         angle = turn.view(np.int64).astype(np.float32)
         angle *= np.float32(2 * np.pi * 2.0**-64)
@@ -143,10 +132,6 @@ class Ladder:
         np.cos(angle, out=out.real)
         np.sin(angle, out=out.imag)
         return out
-
-    @cached_property
-    def _last_digits(self) -> Phasors:
-        return self.phases(np.arange(FEW, dtype=np.float64))
 
     @cached_property
     def fastest(self) -> IntArray:

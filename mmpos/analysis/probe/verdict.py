@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis import Diagnosis
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
 from mmpos.analysis.probe.identify import Identification, identify
@@ -54,16 +53,6 @@ class Meant:
         if isinstance(self.documents, SegmentTable):
             return place(self.documents, self.scheme or "rope-tie", self.start)
         return self.documents
-
-    def check(self, reading: Reading) -> Diagnosis:
-        """Compare a reading with the positions."""
-        return check(reading, self.documents, self.scheme, self.start)
-
-    def all_rows(self, diagnosis: Diagnosis) -> int | None:
-        """Return the first token that differs, counted over all documents."""
-        if not diagnosis.document or diagnosis.token is None or not isinstance(self.positions, PositionTable):
-            return diagnosis.token
-        return diagnosis.token + int(self.positions.documents[FIRST_TOKEN, diagnosis.document])
 
     @property
     def changes(self) -> Flags:
@@ -248,9 +237,10 @@ class _Layer:
         if meant is None:
             notes.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
         elif reading.known.any() and not alone:
-            diagnosis = meant.check(reading)
-            wrong, said = meant.all_rows(diagnosis), [*diagnosis.difference]
-            if diagnosis.document:
+            diagnosis = check(reading, meant.documents, meant.scheme, meant.start)
+            wrong, said = diagnosis.token, [*diagnosis.difference]
+            if wrong is not None and diagnosis.document and isinstance(meant.positions, PositionTable):
+                wrong += int(meant.positions.documents[FIRST_TOKEN, diagnosis.document])
                 said.insert(1, f"Counted over all rows, this is token {wrong}.")
             if diagnosis.equal and reading.reference is not None:
                 notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")

@@ -493,7 +493,7 @@ def glm_image(model: str) -> list[Batch]:
 
 
 def hunyuan_image(model: str) -> list[Batch]:
-    """The floored second tie of the oracle, which test_conformance_hunyuan.py compares with the model's code."""
+    """The floored second tie of the oracle; test_models.py has ids of the model by hand."""
     patch = config_of(model)["image_token_id"]
     batch = [
         document_of([*[TEXT] * 3, *[patch] * 6, *[TEXT] * 2, *[patch] * 4, TEXT], [(1, 2, 3), (1, 4, 1)], []),

@@ -1,0 +1,307 @@
+"""The claims of docs/differences.md about ids, beside Transformers' own functions and the floats of serving engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Array, Layout, answered, rope_index
+from oracle import exact, placed
+
+from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
+from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
+
+COUNT = 350
+"""Layouts of each model, with videos and without: 2,100 in all."""
+
+
+# Ids.
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("model", "videos", "scheme"),
+    [
+        *((model, False, "mrope") for model in CLASSES),
+        *((model, True, "mrope-transformers") for model in CLASSES),
+        ("qwen2_5_vl", False, "mrope-transformers"),
+        ("qwen3_vl", True, "mrope-qwen3"),
+    ],
+)
+def test_schemes_on_random_batches_are_what_transformers_computes(model: str, videos: bool, scheme: str) -> None:
+    """Padding is id 0 on both sides and compared, too."""
+    batches = answered(model, videos, COUNT)
+    assert len(batches) == COUNT
+    for layout, want in batches:
+        timed = model == "qwen2_5_vl" and scheme == "mrope-transformers"
+        known: str | Scheme = MRopeTransformers(tokens_per_second=layout.rate) if timed else scheme
+        positions = place(layout.segments(), known)
+        np.testing.assert_array_equal(positions.dense().reshape(want.ids.shape), want.ids)
+        assert positions.deltas.tolist() == want.deltas.tolist()
+        highest = np.where(layout.real, want.ids, -1).max(axis=(0, 2))
+        assert positions.next_positions.tolist() == (highest + 1).tolist()
+
+
+def test_text_after_a_video_goes_on_below_its_frames_and_contradicts_the_delta_in_transformers() -> None:
+    video = Layout(np.array([[1, 2, 3, *[VIDEO] * 20, 4]]), videos=[[5, 4, 4]])
+    theirs = rope_index("qwen2_vl", video)
+    assert theirs.ids[0, 0].tolist() == [0, 1, 2, *np.repeat([3, 4, 5, 6, 7], 4), 5]
+    assert theirs.deltas[0] + video.input_ids.size == 8  # where generation goes on: not at 6
+    for scheme, last, following in (("mrope-transformers", 5, 8), ("mrope", 8, 9)):
+        ours = place(video.segments(), scheme)
+        assert (ours.dense()[:, -1].tolist(), ours.next_positions.tolist()) == ([last] * 3, [following])
+
+
+def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
+    """Of rows with a video and text last: do ids differ from the engines', does the delta contradict the last id."""
+    schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
+    for layout, answer in answered(model, True, COUNT):
+        engines = place(layout.segments(), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
+        differs = answer.ids != engines.dense().reshape(answer.ids.shape)
+        for row, real in enumerate(layout.real):
+            kinds = layout.kinds[row][real]
+            if 2 in kinds and kinds[-1] == 0:
+                following = int(answer.deltas[row]) + kinds.size
+                yield bool(differs[:, row, real].any()), following != int(answer.ids[0, row, real][-1]) + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"), [("qwen2_vl", (175, 96, 6)), ("qwen2_5_vl", (147, 77, 44)), ("qwen3_vl", (153, 0, 0))]
+)
+def test_how_often_transformers_and_the_engines_differ(model: str, counts: tuple[int, int, int]) -> None:
+    rows = list(rows_that_end_in_text(model))
+    assert (len(rows), *(sum(column) for column in zip(*rows, strict=True))) == counts
+
+
+def test_an_image_of_several_frames_has_no_time_in_transformers() -> None:
+    image = Layout(np.array([[1, *[IMAGE] * 3, 2]]), images=[[3, 2, 2]], rate=4)
+    assert rope_index("qwen2_5_vl", image).ids[0, 0].tolist() == [0, 1, 2, 3, 2]
+    assert place(image.segments(), "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 3, 2]
+    assert place(image.segments(), MRopeTransformers(tokens_per_second=4)).dense()[0].tolist() == [0, 1, 5, 9, 2]
+
+
+def test_packed_documents_do_not_restart_in_transformers() -> None:
+    packed = Layout(np.array([[1, 2, IMAGE, 3, 1, IMAGE, 2]]), images=[[1, 2, 2]] * 2)
+    assert rope_index("qwen2_vl", packed).ids[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    ours = SegmentTable.from_input_ids(
+        packed.input_ids[0], Placeholders(image=IMAGE), packed.images, spatial_merge_size=2, cu_seqlens=[0, 4, 7]
+    )
+    positions = place(ours, "mrope")
+    cuts = positions.cu_seqlens.tolist()
+    assert [positions.dense()[0, a:b].tolist() for a, b in pairwise(cuts)] == [[0, 1, 2, 3], [0, 1, 2]]
+
+
+# Frames in seconds: each way gives the frame ids of one video, of seconds a frame, ids a second and its frames.
+
+
+def transformers_times(seconds: float, rate: int, frames: int, listed: bool = False) -> Array:
+    layout = Layout(np.full((1, frames), VIDEO), videos=[[frames, 2, 2]], rate=rate, seconds=[seconds])
+    return rope_index("qwen2_5_vl", layout, listed).ids[0, 0]
+
+
+def exact_times(seconds: float, rate: int, frames: int) -> Array:
+    """The ids of both schemes."""
+    segments = SegmentTable.from_documents([[Grid(1, 1, frames=frames, seconds_per_frame=seconds)]])
+    schemes = MRopeTransformers(tokens_per_second=rate), MRopeQwen25(tokens_per_second=rate)
+    first, second = (place(segments, scheme).dense()[0] for scheme in schemes)
+    np.testing.assert_array_equal(first, second)
+    return first
+
+
+def engines_times(seconds: float, rate: int, frames: int) -> Array:
+    """SGLang, and vLLM up to January 2026: float32, seconds first."""
+    return (torch.arange(frames) * torch.tensor(seconds) * rate).long().numpy()
+
+
+def newer_vllm_times(seconds: float, rate: int, frames: int) -> Array:
+    """Float64, of seconds that were float32."""
+    return (np.arange(frames) * (torch.tensor(seconds).item() * rate)).astype(np.int64)
+
+
+def binary_value_times(seconds: float, rate: int, frames: int) -> Array:
+    """Exact floors of the value that the float has, which is not the one that is meant."""
+    return np.array([int(t * Fraction(seconds) * rate) for t in range(frames)])
+
+
+OTHERS: dict[str, tuple[Callable[[float, int, int], Array], int]] = {
+    "tensor": (transformers_times, 0),
+    "list": (partial(transformers_times, listed=True), 86),
+    "engines": (engines_times, 160),
+    "newer vLLM": (newer_vllm_times, 826),
+    "binary": (binary_value_times, 1929),
+}
+"""Other ways, and how many of 21,888 frames have another id than ours."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_floors_of_exact_products_are_those_of_transformers_at_every_frame_rate(name: str) -> None:
+    way, wrong = OTHERS[name]
+    videos = [(2 / fps, rate, 384) for rate in (2, 4, 25) for fps in FRAME_RATES]
+    assert sum(frames for _, _, frames in videos) == 21_888
+    assert sum(int((exact_times(*video) != way(*video)).sum()) for video in videos) == wrong
+
+
+def test_at_25_frames_per_second_floats_of_the_engines_lose_ids() -> None:
+    video = (2 / 25, 25, 6)
+    assert exact_times(*video).tolist() == transformers_times(*video).tolist() == [0, 2, 4, 6, 8, 10]
+    assert engines_times(*video).tolist() == [0, 2, 4, 6, 8, 9]
+    assert newer_vllm_times(*video).tolist() == [0, 1, 3, 5, 7, 9]
+
+
+def test_frames_of_less_than_a_second_stay_apart() -> None:
+    assert exact_times(0.5, 2, 4).tolist() == transformers_times(0.5, 2, 4).tolist() == [0, 1, 2, 3]
+    assert exact_times(1e-6, 2, 4).tolist() == [0, 0, 0, 0]  # the ids of older versions, which floored the seconds
+
+
+# Fractions, and encoders.
+
+
+def test_the_floor_loses_the_symmetry_where_one_side_is_odd_and_the_other_even() -> None:
+    def symmetric(scheme: Scheme, height: int, width: int) -> bool:
+        ids = exact(placed([Text(4), Grid(height, width), Text(1)], scheme))
+        return all(ids[4][axis] - 3 == ids[-1][axis] - ids[-2][axis] for axis in (0, 1))
+
+    for height, width in np.ndindex(6, 6):
+        sides = height + 1, width + 1
+        assert symmetric(RopeTieV2(), *sides)
+        assert symmetric(RopeTieV2(rounding="floor"), *sides) == (sum(sides) % 2 == 0)
+
+
+def test_fractional_ids_in_bfloat16_are_another_place_and_tables_are_integers() -> None:
+    assert torch.tensor(100000.75).to(torch.bfloat16).item() == 99840
+    positions = placed([Text(100_000), Grid(2, 3), Text(1)], "rope-tie-v2")
+    assert positions.table.dtype == np.int64
+    assert exact(positions.slice(100_000, 100_001)) == [(100_002, 100_001 + 1 / 2)]
+
+
+@pytest.mark.usefixtures("way")
+def test_windows_of_qwen2_5_are_ranges_that_take_can_take() -> None:
+    vision_utils = pytest.importorskip("transformers.vision_utils")
+    sides = torch.tensor([[1, 14, 10], [2, 4, 18]])
+    index, cu_seqlens = vision_utils.get_vision_window_index(sides, 2, 112, 14)
+    scheme = Grid2D(order="merged", spatial_merge_size=2)
+    positions = place(SegmentTable.from_documents([[Grid.from_thw(grid)] for grid in sides.tolist()]), scheme)
+    ids = vision_utils.get_vision_position_ids(sides, 2).numpy().T
+    np.testing.assert_array_equal(positions.dense(), ids)
+    starts = 4 * index.numpy()  # a range of four tokens for every merged patch
+    taken = positions.take(starts, starts + 4)
+    assert index.tolist() != sorted(index.tolist())
+    np.testing.assert_array_equal(taken.dense(), ids.reshape(2, -1, 4)[:, index].reshape(2, -1))
+    assert taken.slice(0, int(cu_seqlens[1])).dense().max(axis=1).tolist() == [7, 7]  # 112 pixels: 8×8 patches
+
+
+# Input that one side refuses. The whole messages are those of tests/segments.
+
+
+class Legal(NamedTuple):
+    """Input that Transformers cannot take, and its ids as they should be."""
+
+    layout: Layout
+    ids: list[list[int]]
+    model: str = "qwen2_vl"
+
+
+LEGAL = {
+    "two images touch": Legal(
+        Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4], [1, 2, 2]]),
+        [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]],
+    ),
+    "two videos touch": Legal(
+        Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
+        [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
+    ),
+    "frames without timestamps": Legal(
+        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3, "qwen3_vl"
+    ),
+}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", LEGAL)
+def test_transformers_raises_on_legal_input_and_ours_answers(name: str) -> None:
+    layout, ids, model = LEGAL[name]
+    with pytest.raises(RuntimeError):
+        rope_index(model, layout)
+    assert place(layout.segments(), "mrope-transformers").dense().tolist() == ids
+
+
+class Illegal(NamedTuple):
+    """Input that ours refuses by this name; the first axis of Transformers' ids, or its error without a location."""
+
+    name: str
+    theirs: list[int] | type[Exception]
+    layout: Layout
+
+
+NO_NUMBERS = torch.full((2,), torch.nan).long().tolist()
+"""What this processor makes of NaN: the least int64 on x86, 0 on ARM64."""
+ONE, TWO = np.array([[1, IMAGE, 2]]), np.array([[1, VIDEO, VIDEO, 2]])
+FILM = np.array([[1, VIDEO, 2]])
+ILLEGAL = {
+    "a surplus grid": Illegal("image_grid_thw[1]", [0, 1, 2], Layout(ONE, images=[[1, 2, 2]] * 2)),
+    "runs of the wrong lengths whose sum is right": Illegal(
+        "image_grid_thw[0]",
+        [0, 1, 1, 1, 4, 5],
+        Layout(np.array([[1, IMAGE, 2, IMAGE, IMAGE, IMAGE]]), images=[[1, 2, 6], [1, 2, 2]]),
+    ),
+    "sides that merging does not divide": Illegal("image_grid_thw[0]", [0, 1, 2], Layout(ONE, images=[[1, 3, 2]])),
+    "a hole in the mask": Illegal(
+        "attention_mask[0]", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[1, 0, 1, 1]]))
+    ),
+    "a hole in an image": Illegal(
+        "attention_mask[0]",
+        [0, 1, 0, 2],
+        Layout(np.array([[1, IMAGE, IMAGE, 2]]), np.array([[1, 1, 0, 1]]), images=[[1, 2, 2]]),
+    ),
+    "a mask of other numbers": Illegal(
+        "attention_mask", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[0, 2, 1, 1]]))
+    ),
+    "more times than videos": Illegal(
+        "seconds_per_frame", [0, 1, 2], Layout(FILM, videos=[[1, 2, 2]], seconds=[1.0, 2.0])
+    ),
+    "time that runs backwards": Illegal(
+        "seconds_per_frame[0]", [0, 1, -1, 2], Layout(TWO, videos=[[2, 2, 2]], seconds=[-1.0])
+    ),
+    "no time at all": Illegal(
+        "seconds_per_frame[0]",
+        [0, *(1 + number for number in NO_NUMBERS), 2],
+        Layout(TWO, videos=[[2, 2, 2]], seconds=[float("nan")]),
+    ),
+    "a missing grid": Illegal(
+        "image_grid_thw", StopIteration, Layout(np.array([[1, IMAGE, 2, IMAGE]]), images=[[1, 2, 2]])
+    ),
+    "no grids": Illegal("image_grid_thw", TypeError, Layout(ONE)),
+    "a run longer than its grid": Illegal(
+        "image_grid_thw", RuntimeError, Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4]])
+    ),
+    "a row without tokens": Illegal(
+        "attention_mask[1]", ValueError, Layout(np.array([[1, 2], [1, 2]]), np.array([[1, 1], [0, 0]]))
+    ),
+    "a time missing": Illegal(
+        "seconds_per_frame",
+        StopIteration,
+        Layout(np.array([[1, VIDEO, 2, VIDEO]]), videos=[[1, 2, 2]] * 2, seconds=[1.0]),
+    ),
+}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_transformers_is_silent_or_names_nothing_on_illegal_input_and_ours_names_it(name: str) -> None:
+    named, theirs, layout = ILLEGAL[name]
+    model = "qwen2_vl" if layout.seconds is None else "qwen2_5_vl"
+    if isinstance(theirs, list):
+        assert rope_index(model, layout).ids[0, 0].tolist() == theirs
+    else:
+        with pytest.raises(theirs) as raised:
+            rope_index(model, layout)
+        assert "grid_thw" not in str(raised.value)
+    with pytest.raises(InvalidInputError) as refused:
+        layout.segments()
+    assert str(refused.value).startswith(f"{named}: ")

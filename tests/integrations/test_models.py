@@ -461,6 +461,8 @@ def test_a_class_that_has_no_encoder_by_default_needs_none() -> None:
     beside = settings_of("diffusion_gemma")  # of the same encoder
     own = {name: getattr(beside, name) for name in ("patch_size", "vision_scheme", "vision_rotary")}
     assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(settings_of("gemma4"), **own)
+    told["vision_config"] = {"num_attention_heads": 24}  # halves of heads that share keys turn as no Rotary says
+    assert mmpos.from_hf_config(told, layer_type="full_attention").vision_rotary is None
 
 
 def test_a_language_model_with_axes_has_one_where_ids_are_those_of_text() -> None:

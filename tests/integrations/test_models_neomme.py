@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from model_configs import CONFIGS, settings_of
+from rope_batches import padded
 from tiny_models import logits, tiny_model
+from torch import Tensor
 from transformers.models.neomme.modeling_neomme import NeoMMERotaryEmbedding
 from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 
@@ -29,21 +31,17 @@ def document_image(config: Any, height: int, width: int) -> list[int]:
 
 def processor_positions(config: Any, rows: list[list[int]], grids: list[tuple[int, int]], left: bool = False) -> Any:
     """Pad rows on one side, and ask the processor for ids, (2, batch, seq)."""
-    ids, mask = padded(rows, left)
+    ids, mask = rows_and_mask(rows, left)
     tokenizer = SimpleNamespace(document_token_id=config.document_token_id, row_token_id=ROW)
     told: Any = SimpleNamespace(
         image_token_id=config.image_token_id, tokenizer=tokenizer, _image_positions=NeoMMEProcessor._image_positions
     )
-    return NeoMMEProcessor._build_position_ids(told, torch.from_numpy(ids), torch.from_numpy(mask), grids)
+    return NeoMMEProcessor._build_position_ids(told, ids, mask, grids)
 
 
-def padded(rows: list[list[int]], left: bool) -> tuple[Any, Any]:
-    width = max(map(len, rows))
-    ids, mask = np.zeros((2, len(rows), width), np.int64)
-    for r, row in enumerate(rows):
-        own = slice(width - len(row), None) if left else slice(len(row))
-        ids[r, own], mask[r, own] = row, 1
-    return ids, mask
+def rows_and_mask(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+    side = "left" if left else "right"
+    return padded(rows, side), padded([[1] * len(row) for row in rows], side)
 
 
 def test_a_page_of_two_rows_by_hand() -> None:
@@ -66,13 +64,13 @@ def test_ids_are_those_of_the_processor() -> None:
         rows = [[WORD] * random.randint(1, 30) if size is None else document_image(config, *size) for size in sizes]
         grids, left = [size for size in sizes if size is not None], random.random() < 0.5
         theirs = processor_positions(config, rows, grids, left)
-        (ids, mask), thw = padded(rows, left), [(1, *size) for size in grids]
+        (ids, mask), thw = rows_and_mask(rows, left), [(1, *size) for size in grids]
         ours = settings.place(settings.segments(ids, thw, attention_mask=mask)).dense().reshape(theirs.shape)
-        np.testing.assert_array_equal(ours * mask, theirs.numpy() * mask)
+        np.testing.assert_array_equal(ours * mask.numpy(), (theirs * mask).numpy())
         packed, bounds = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
         told: Any = {"cu_seqlens": bounds, "rows": random.choice([None, (ROW, ROW)])}
         ours = settings.place(settings.segments(packed, thw, **told)).dense()
-        np.testing.assert_array_equal(ours, theirs.numpy()[:, mask == 1])
+        np.testing.assert_array_equal(ours, theirs.numpy()[:, mask.numpy() == 1])
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class Kept:
     """The figures of a part in a file, written after every step: a process that was started anew goes on with them.
 
     Args:
-        path: the file; nothing is in it yet where it is missing.
+        path: the file, which `Part` begins.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,6 +115,12 @@ class Kept:
     def has(self, title: str) -> bool:
         """Tell whether there are figures of a comparison, or an error in their place."""
         return title in self.failed or any(f"{m.group}: {m.name}" == title for m in self.report.measurements)
+
+    def interrupt(self) -> None:
+        """Leave what is under way to the next process."""
+        for name in [name for name, error in self.failed.items() if error == _ENDED]:
+            del self.failed[name]
+        self.write()
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
         """Do some work, unless it failed before; whatever goes wrong is kept, and tells that it did."""
@@ -237,71 +243,66 @@ def looks(part: Part) -> None:
     sanitize(part, sizes, SANITIZERS[2:])
 
 
-def launch(*words: str) -> tuple[str, ...]:
+def launch(*words: object) -> tuple[str, ...]:
     """Make the command that launches every way, or some, between the marks of a profiler."""
-    return sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *words
+    return sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *map(str, words)
 
 
-def _looked(part: Part, program: str, title: str, look: Callable[[str], Iterator[Measurement]]) -> None:
-    """Look by a program; one that is missing or fails is a result, and nothing wrong with ours."""
-    kept, path = part.kept, shutil.which(program) or shutil.which(program, path="/usr/local/cuda/bin")
-    try:
-        if path is None:
-            kept.report.missing[program] = "there is no such program here"
-        elif part.left > 20:
-            kept.write(*look(path))
-    except RuntimeError as error:
-        kept.report.missing[title] = str(error)
+def look(
+    part: Part, title: str, command: Sequence[str], read: Callable[[str], Iterator[Measurement]], **variables: str
+) -> None:
+    """Keep what a tool says; one that is missing or says nothing is a result, and nothing wrong with ours."""
+    kept, (name, *words) = part.kept, command
+    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    if path is None:
+        kept.report.missing[name] = "there is no such program here"
+    elif part.left > 20:
+        status, told = part.run(path, *words, seconds=70, **variables)
+        found = list(read(told))
+        if not found:
+            kept.report.missing[title] = f"ended with {status}: {shortened(told[-300:])}"
+        kept.write(*found)
     kept.write()
 
 
 def sanitize(part: Part, sizes: Sequence[tuple[int, int]], tools: Sequence[str]) -> None:
     """Let compute-sanitizer watch all of our launches, with memory that it can tell apart."""
-
-    def look(tool: str, size: Sequence[str], title: str, path: str) -> Iterator[Measurement]:
-        if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
-            part.run(*launch(*size), seconds=60)
-        command = (path, "--tool", tool, "--print-limit", "5", *launch(*size))
-        status, told = part.run(*command, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        said = _SUMMARY.search(told)
-        if said is None:
-            raise RuntimeError(f"ended with {status}: {shortened(told[-300:])}")
-        yield Measurement("compute-sanitizer", title, (), {}, "", facts={"findings": float(said[1])})
-
     for tool in tools:
         for tokens, documents in sizes:
-            title = f"{tool}, {tokens:,} tokens of {documents}"
-            size = ("--tokens", str(tokens), "--documents", str(documents))
-            _looked(part, "compute-sanitizer", title, partial(look, tool, size, title))
+            words, title = (
+                launch("--tokens", tokens, "--documents", documents),
+                f"{tool}, {tokens:,} tokens of {documents}",
+            )
+            if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
+                part.run(*words, seconds=60)
+            command = ("compute-sanitizer", "--tool", tool, "--print-limit", "5", *words)
+            look(part, title, command, partial(findings, title), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def findings(title: str, told: str) -> Iterator[Measurement]:
+    """Read the number that compute-sanitizer prints in the end."""
+    if said := _SUMMARY.search(told):
+        yield Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(said[1])})
 
 
 def count(part: Part, profiled: Sequence[tuple[str, int, int]]) -> None:
     """Read hardware counters of single launches; clocks are left as they are."""
-
-    def look(way: str, size: Sequence[str], title: str, path: str) -> Iterator[Measurement]:
-        command = (path, "--csv", "--clock-control", "none", "--profile-from-start", "off", "-c", "4")
-        words = launch("--way", way, *size, "--warm", "2")
-        status, told = part.run(*command, "--metrics", ",".join(COUNTERS), *words, seconds=40)
-        found = list(counters(told))
-        if not found:
-            raise RuntimeError(f"ended with {status}: {shortened(told[-300:])}")
-        for kernel, facts in found:
-            yield Measurement("hardware counters", f"{title}: {kernel}", (), {}, "", facts=facts)
-
+    marks = ("ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "-c", "4")
     for way, tokens, documents in profiled:
+        words = launch("--way", way, "--tokens", tokens, "--documents", documents, "--warm", 2)
         title = f"{way}, {tokens:,} tokens of {documents}"
-        size = ("--tokens", str(tokens), "--documents", str(documents))
-        _looked(part, "ncu", title, partial(look, way, size, title))
+        look(part, title, (*marks, "--metrics", ",".join(COUNTERS), *words), partial(counters, title))
 
 
-def counters(told: str) -> Iterator[tuple[str, dict[str, float]]]:
+def counters(title: str, told: str) -> Iterator[Measurement]:
     """Read what ncu prints: lines of CSV among others, one for each counter of each launch."""
     launches: dict[str, tuple[str, dict[str, float]]] = {}
     for line in csv.DictReader(line for line in told.splitlines() if line.startswith('"')):
         _, facts = launches.setdefault(line["ID"], (line["Kernel Name"].split("(")[0][:60], {}))
         unit = f", {line['Metric Unit']}" if line.get("Metric Unit") else ""
         facts[line["Metric Name"] + unit] = float(line["Metric Value"].replace(",", ""))
-    yield from launches.values()
+    for kernel, facts in launches.values():
+        yield Measurement("hardware counters", f"{title}: {kernel}", (), {}, "", facts)
 
 
 PARTS: Mapping[int, Callable[[Part], None]] = {

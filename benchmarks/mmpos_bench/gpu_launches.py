@@ -32,6 +32,7 @@ def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dr
             try:
                 synchronize()
             except RuntimeError:  # the context is lost, and all that would follow with it
+                kept.interrupt()
                 sys.exit(BROKEN)
         return done
 

@@ -53,7 +53,7 @@ class PackedCollator:
         examples = _read(examples)
         lengths = np.array([example.num_tokens for example in examples])
         padded = _round_up(lengths, self.multiple_of)
-        positions = _join(examples)
+        positions = PositionTable.concatenate([example.sequence.positions for example in examples])
         if (padded > lengths).any():
             positions = positions.pad(padded)
         rest = 0 if self.length is None else self.length - positions.num_tokens
@@ -100,7 +100,8 @@ class PaddedCollator:
             i = int((lengths > seq).argmax())
             raise InvalidInputError(f"{_name(examples, i)}: got {lengths[i]} tokens, want at most {seq}")
         starts = np.arange(len(examples)) * seq + (seq - lengths if self.side == "left" else 0)
-        positions = _join(examples).pad(seq, self.side)
+        positions = PositionTable.concatenate([example.sequence.positions for example in examples])
+        positions = positions.pad(seq, self.side)
         return _batch(examples, positions, starts, self.pad_token_id, (len(examples), seq))
 
 
@@ -221,10 +222,6 @@ def _read(examples: object) -> Sequence[Example]:
                 f"{_name(flattened, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
             )
     return flattened
-
-
-def _join(examples: Sequence[Example]) -> PositionTable:
-    return PositionTable.concatenate([example.sequence.positions for example in examples])
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -124,7 +124,7 @@ class Packer:
         self._by_size: list[tuple[int, int]] = []  # (tokens, minus the number), ascending
         self._arrived = 0
         self._tokens = 0
-        self._counts = PackCounts()
+        self._counts = Counter[str]()
 
     @property
     def pending(self) -> tuple[Example, ...]:
@@ -134,7 +134,7 @@ class Packer:
     @property
     def counts(self) -> PackCounts:
         """Counts of what was packed, cut and lost, and the fill rate of the packs."""
-        return self._counts
+        return PackCounts(**self._counts)
 
     def add(self, example: Example) -> list[Pack]:
         """Add an example, and return the packs for which there is no more reason to wait.
@@ -176,7 +176,7 @@ class Packer:
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
         pack = Pack(tuple(chosen), self.max_tokens)
-        self._count(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
+        self._counts.update(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
         return pack
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
@@ -195,7 +195,7 @@ class Packer:
         example = self._held[number]
         self._forget(number)
         self._hold(number, example.slice(cut, example.num_tokens))
-        self._count(splits=1)
+        self._counts["splits"] += 1
         return example.slice(0, cut)
 
     def _release(self, number: int) -> Example:
@@ -215,9 +215,6 @@ class Packer:
 
     def _size(self, example: Example) -> int:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
-
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
     def _admit(self, example: Example) -> Example | None:
         """Return the example, or what can be packed of it, or None."""
@@ -240,9 +237,9 @@ class Packer:
         if self.overlong == "raise":
             raise RecordError(f"{example.key}: {what}; or choose overlong='truncate' or 'drop'")
         if self.overlong == "drop" or not keep:
-            self._count(dropped=1, tokens_lost=tokens)
+            self._counts.update(dropped=1, tokens_lost=tokens)
             return None
-        self._count(truncated=1, tokens_lost=tokens - keep)
+        self._counts.update(truncated=1, tokens_lost=tokens - keep)
         return example.slice(0, keep)
 
 

@@ -110,10 +110,14 @@ def test_a_comparison_that_fails_is_a_line_and_the_rest_goes_on(part: Callable[[
 
 def test_a_process_whose_context_is_lost_ends(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = part(2).kept
-    monkeypatch.setattr("mmpos_bench.gpu_launches.synchronize", Mock(side_effect=RuntimeError("illegal access")))
+    monkeypatch.setattr("mmpos_bench.gpu_launches.synchronize", Mock(side_effect=[RuntimeError("lost"), None]))
+    cases = [case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))]
     with pytest.raises(SystemExit, match=str(gpu.BROKEN)):
-        speeds(kept, [case("n", giving("wrong", int, 1))], never, True)
-    assert "g: n, wrong" in Kept(kept.path).failed
+        speeds(kept, cases, never, True)
+    again = Kept(kept.path)
+    speeds(again, cases, never, True)
+    assert list(again.failed) == ["g: n, wrong"]
+    assert [[e.name for e in m.entries] for m in again.report.measurements] == [["copy", "right"]]
 
 
 def test_nothing_new_is_begun_when_the_time_is_over(part: Callable[[int], Part]) -> None:
@@ -150,7 +154,7 @@ def test_sanitizers_and_counters_are_read(
     tools.mkdir()
     program(tools, "ncu", NCU)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    monkeypatch.setattr(gpu, "launch", lambda *words: ("true", *words))
+    monkeypatch.setattr(gpu, "launch", lambda *words: ("true", *map(str, words)))
     made = part(3)
     for tool, text in (
         ("memcheck", "========= ERROR SUMMARY: 0 errors\n"),

@@ -79,17 +79,6 @@ def test_a_text_row_before_the_axes_is_compared_too() -> None:
     assert "documents[0], token 3" in check([[counted], *([row] for row in wrong)], *specs)[1]
 
 
-def test_different_ids_are_a_sentence_each_for_place_count_cause_and_remedy() -> None:
-    assert check(np.arange(11), "--spec", "3,2x3,2") == (
-        3,
-        "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): "
-        "got 3, want (6, 5) in rope-tie.\n"
-        "8 of 11 tokens differ, in 1 of 1 document.\n"
-        "Cause: ids are the token's index in its document: 1-D ids, which know no images.\n"
-        "To do: give the model ids with all axes, as positions.dense() has them, in place of arange.\n",
-    )
-
-
 def test_the_program_ends_with_three_if_ids_differ(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("ids.npy", np.array([0, 1, 3]))
     assert main(["check", "ids.npy", "--spec", "3"]) == 3

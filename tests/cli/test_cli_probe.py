@@ -150,7 +150,9 @@ def test_keys_alone_are_compared_with_nothing(capsys: pytest.CaptureFixture[str]
 def test_layers_that_read_differently_are_told_apart_though_nothing_was_meant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    np.savez("keys.npz", a=turned(IDS), b=turned(IDS, seed=1), c=turned(IDS[[0, 0, 0]], seed=2))
+    lost = turned(IDS, seed=3)
+    lost[9] = np.nan  # an id that is not known is no other
+    np.savez("keys.npz", a=turned(IDS), b=turned(IDS, seed=1), c=turned(IDS[[0, 0, 0]], seed=2), d=lost)
     code, out, _ = run(capsys, "keys.npz", "--config", "config.json")
     assert code == 3
     assert "  7 tokens, the first 4, have other ids than in a.\n" in out.partition("\nc: ")[2]

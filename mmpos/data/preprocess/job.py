@@ -153,8 +153,7 @@ def write_sequences(
         engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
         workers: shards that are worked on at the same time.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
-            and writes them to a file beside the output. A mistake of the set-up, such as a builder without an
-            ImageProcessor for images, always stops.
+            and writes them to a file beside the output. A mistake of the set-up always stops.
         max_skipped: largest share of the first 1,000 records of a worker that may be skipped, 0 to 1; also judged at
             the end of each shard before. Ten may always be skipped.
         patches: whether pixels are stored.
@@ -165,8 +164,7 @@ def write_sequences(
     Raises:
         InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, another run
             writes to the folder, or more records were skipped than max_skipped.
-        RecordError: a record cannot be used; the shards that are finished stay.
-        UnsupportedError: the builder takes no such part; likewise.
+        RecordError, UnsupportedError: a record, or a part for this builder, cannot be used; finished shards stay.
         OSError: a file cannot be read or written; for one that cannot be written the error names it.
     """
     one_of("engine", engine, ("local", "ray"))

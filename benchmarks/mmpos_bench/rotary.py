@@ -198,7 +198,18 @@ def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer
         x.copy_(kept)
     twin = copy(layer)
     twin.how = "reference"
-    for x, want in zip(got, make(twin)(0), strict=True):
+    _close(layer, got, make(twin)(0))
+
+
+def _normalised_after(layer: Layer, got: Any, before: Pair) -> None:
+    wide = before[0].float(), before[1].float()
+    q, k = apply_rotary(*wide, layer.table, layer.rotary, implementation="reference")
+    assert k is not None
+    _close(layer, got, layer.normed((q, k)))
+
+
+def _close(layer: Layer, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for x, want in zip(got, wanted, strict=True):
         error = float(((x.double() - want.double()).abs().amax() / want.double().abs().amax()).cpu())
         at_most = ROUNDING[layer.dtype][True]
         holds(error <= at_most, f"an error of {error:.1e}", f"at most {at_most:.1e}")
@@ -429,7 +440,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("conjugate", partial(_turn, conjugate=True), _turned_back, Role.PART),
             Way("by an engine's cache", _by_cache, _rotated, Role.PART),
             _part("half of each head", _half_turned),
-            _part("norm after", partial(_turn, norm=True, after=True)),
+            Way("norm after", partial(_turn, norm=True, after=True), _normalised_after, Role.PART),
             Way("norm, in place", partial(_turn, norm=True, inplace=True), _normalised, Role.PART),
         ]
     ),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +56,38 @@ class MRopeInterleaveReset(MRope):
 
 
 @dataclass(frozen=True)
-class MRopeTransformers(MRope):
+class TimedMRope(MRope):
+    """M-RoPE whose frames are at c + what ``frame_ids`` gives, each a piece of its own, since floors are not affine."""
+
+    tokens_per_second: int | Fraction | None = None
+
+    def frame_ids(self, grids: Grids, grid: IntArray, frame: IntArray) -> IntArray:
+        """Count the ids from the first frame of grids, of these indices, to frames: ⌊frame · seconds · rate⌋."""
+        if self.tokens_per_second is None:
+            return frame
+        numerator, denominator = frame_steps(self, grids, self.tokens_per_second)
+        return frame * numerator[grid] // denominator[grid]
+
+    def last_ids(self, grids: Grids) -> IntArray:
+        """(grids,) ids from the first frame to the last, refused before place makes a piece of every frame."""
+        last = self.frame_ids(grids, np.arange(grids.frames.size), grids.frames - 1)
+        if last.max(initial=0) > 2 * INT32_MAX:
+            got = f"a last frame {last.max()} ids after the first"
+            raise LimitExceededError(f"{self.name}: got {got}, want ids within int32")
+        return last
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        check_pieces(self, int(grids.frames.sum()))
+        owner, frame = ragged_arange(grids.frames)
+        height, width = grids.height[owner], grids.width[owner]
+        pieces = Pieces(owner, height * width, frame * height * width, height, width)
+        start = cursor[owner]
+        first = start + self.frame_ids(grids, owner, frame)
+        return Placement([first, start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
+
+
+@dataclass(frozen=True)
+class MRopeTransformers(TimedMRope):
     """M-RoPE as Transformers 5 computes it: text goes on at c + max(h, w), frames ignored.
 
     The next position is the maximum of all ids plus one, which on long videos is beyond the next text id.
@@ -80,18 +109,14 @@ class MRopeTransformers(MRope):
         return grids.extents[1:].max(axis=0)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        if self.tokens_per_second is None:
-            return super().place(grids, cursor)
-        return place_frames(self, grids, cursor, partial(_frame_times, self, grids, self.tokens_per_second))
+        return MRope.place(self, grids, cursor) if self.tokens_per_second is None else super().place(grids, cursor)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
-        rate = self.tokens_per_second
-        last = grids.frames - 1 if rate is None else _last_frame(self, grids, rate)
-        return cursor + np.maximum(last + 1, self.advance(grids))
+        return cursor + np.maximum(self.last_ids(grids) + 1, self.advance(grids))
 
 
 @dataclass(frozen=True)
-class MRopeQwen25(MRope):
+class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
     The floor is that of the exact product. Grids without a time count one second per frame.
@@ -109,46 +134,7 @@ class MRopeQwen25(MRope):
         object.__setattr__(self, "tokens_per_second", rate)
 
     def advance(self, grids: Grids) -> IntArray:
-        last = _last_frame(self, grids, self.tokens_per_second)
-        return np.maximum(grids.extents[1:].max(axis=0), last + 1)
-
-    def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return place_frames(self, grids, cursor, partial(_frame_times, self, grids, self.tokens_per_second))
-
-
-def place_frames(
-    scheme: Scheme, grids: Grids, cursor: IntArray, times: Callable[[IntArray, IntArray], IntArray]
-) -> Placement:
-    """Place every frame as a piece of its own, since floored times are not affine.
-
-    Args:
-        scheme: the one that places them.
-        grids: the grids.
-        cursor: (grids,) id of the first frame of each.
-        times: gives the ids of frames after the first of their grid, from the grids that own them and their indices.
-    """
-    check_pieces(scheme, int(grids.frames.sum()))
-    owner, frame = ragged_arange(grids.frames)
-    height, width = grids.height[owner], grids.width[owner]
-    pieces = Pieces(owner, height * width, frame * height * width, height, width)
-    start = cursor[owner]
-    return Placement([start + times(owner, frame), start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
-
-
-def _last_frame(scheme: Scheme, grids: Grids, rate: int | Fraction) -> IntArray:
-    """(grids,) ids from the first frame to the last, refused before place makes a piece of every frame."""
-    last = _frame_times(scheme, grids, rate, np.arange(grids.frames.size), grids.frames - 1)
-    if last.max(initial=0) > 2 * INT32_MAX:
-        raise LimitExceededError(
-            f"{scheme.name}: got a last frame {last.max()} ids after the first, want ids within int32"
-        )
-    return last
-
-
-def _frame_times(scheme: Scheme, grids: Grids, rate: int | Fraction, owner: IntArray, frame: IntArray) -> IntArray:
-    """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
-    numerator, denominator = frame_steps(scheme, grids, rate)
-    return frame * numerator[owner] // denominator[owner]
+        return np.maximum(grids.extents[1:].max(axis=0), self.last_ids(grids) + 1)
 
 
 def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction) -> tuple[IntArray, IntArray]:

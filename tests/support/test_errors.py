@@ -446,7 +446,7 @@ def test_what_a_scheme_does_not_define(call: Callable[[], object], message: str)
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().frames])
 def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
-    segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=3)]])
+    segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=2)]])
     if name == "grid-2d":
         return
     want = "one grid per frame, or axes=3" if name.startswith("rope-tie") else "one grid per frame"

@@ -23,7 +23,7 @@ from mmpos.rotary.hf_config import Fields
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
 from mmpos.schemes.base import Grids, Placement
-from mmpos.schemes.mrope import place_frames
+from mmpos.schemes.mrope import TimedMRope
 from mmpos.segments.kinds import GRID
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
@@ -250,11 +250,13 @@ class _FrameTimes(MRopeTransformers):
     times: IntArray = field(kw_only=True)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return place_frames(self, grids, cursor, lambda owner, frame: self.times)
+        return TimedMRope.place(self, grids, cursor)
 
-    def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
-        last = np.maximum.reduceat(self.times, grids.frames.cumsum() - grids.frames)
-        return cursor + np.maximum(last + 1, self.advance(grids))
+    def frame_ids(self, grids: Grids, grid: IntArray, frame: IntArray) -> IntArray:
+        return self.times
+
+    def last_ids(self, grids: Grids) -> IntArray:
+        return np.asarray(np.maximum.reduceat(self.times, grids.frames.cumsum() - grids.frames))
 
 
 def rope_index(config: object) -> Function:

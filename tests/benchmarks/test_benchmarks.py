@@ -20,9 +20,7 @@ IDS = ["mmpos, mrope", "mmpos, rope-tie"]
 PATCHES = ["Transformers, Pillow", "Transformers, torchvision"]
 ROTATIONS = ["eager formula", "torch.compile", "Transformers"]
 WAYS = {f"{name}, bfloat16": [way.name for way in group.ways[1:]] for name, group in GROUPS.items()}
-VIEWS = ["slice of a quarter", "take of 16 ranges of 100", "decode of a token each", "shard, 1 of 2"]
 BATCHES = ["packed, and ids", "padded, and ids", "packed", "padded", "tables joined", "one of two shards"]
-STAGES = ["header", "decode", "resize to 140×84", "patches", "Transformers' layout of patches"]
 
 SUITES: Mapping[str, Mapping[str, tuple[int, list[str]]]] = {
     "positions": {
@@ -33,15 +31,12 @@ SUITES: Mapping[str, Mapping[str, tuple[int, list[str]]]] = {
         "dense(out=), rope-tie, int32": (4, ["dense(out=)"]),
         "dense(out=), rope-tie-v2, float64": (4, ["dense(out=)"]),
         "from token ids to dense ids": (4, [*IDS, "Transformers"]),
-        "tables from a table": (4, [*VIEWS, "pad by 64 tokens each"]),
         "from token ids, over tokens": (2, [*IDS, "Transformers"]),
-        "rope_index, over tokens": (2, ["mmpos, rope_index", "Transformers"]),
         "from lists, over images": (2, ["mmpos, from lists", "mmpos, from spans", "loop per image"]),
     },
     "images": {
         "JPEG to patches of uint8": (1, ["mmpos", *PATCHES]),
         "JPEG to patches of float32": (1, ["mmpos, Transformers' layout", "mmpos, each pixel once", *PATCHES]),
-        "stages of JPEG to patches": (1, STAGES),
     },
     "data": {
         "collate": (1, [*BATCHES, "plain loop, and ids"]),
@@ -54,7 +49,6 @@ SUITES: Mapping[str, Mapping[str, tuple[int, list[str]]]] = {
     "service": {
         "server CPU of a call": (3, ["mmpos", "mmpos, requests logged"]),
         "calls at once": (8, ["mmpos"]),
-        "large tensors, one call at a time": (2, ["mmpos, messages", "mmpos, shared memory"]),
     },
     "rotary": {name: (1, ways) for name, ways in WAYS.items()}
     | {

@@ -41,10 +41,6 @@ SUITES: Mapping[str, Mapping[str, tuple[int, list[str]]]] = {
     "data": {
         "collate": (1, [*BATCHES, "plain loop, and ids"]),
         "packs of a stream": (6, ["mmpos"]),
-        "tar to packed batches": (
-            1,
-            [f"{who}, {workers}" for who in ("mmpos", "Transformers") for workers in ("no worker", "1 worker")],
-        ),
     },
     "service": {
         "server CPU of a call": (3, ["mmpos", "mmpos, requests logged"]),

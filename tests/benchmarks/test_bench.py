@@ -288,8 +288,8 @@ def test_an_interrupted_command_writes_the_cases_that_were_done(
 
 def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
-    with pytest.raises(InvalidInputError, match="--json: got '/no/such/x.json', want a file in a folder"):
-        CliRunner().invoke(app, ["bench", "positions", "--json", "/no/such/x.json"], catch_exceptions=False)
+    with pytest.raises(InvalidInputError, match="--json: got '/no/such/x', want a file in a folder"):
+        CliRunner().invoke(app, ["bench", "positions", "--json", "/no/such/x"], catch_exceptions=False)
 
 
 def test_less_than_the_limit_is_put_in_words() -> None:

@@ -102,7 +102,7 @@ def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path)
 def test_the_version_stands_in_one_place() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
-    assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \(\d{{4}}-\d\d-\d\d\)", heading)
+    assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
 
 
 def test_another_distribution_with_the_same_import_is_a_warning(

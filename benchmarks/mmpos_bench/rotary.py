@@ -25,7 +25,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
-    from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make
+    from mmpos_bench.peers.rotations import COMPILED_NORM, ROTATIONS, Make, compiled_norm
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
@@ -371,11 +371,9 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
 
 
 def _norms(layer: Layer, options: SuiteOptions) -> Iterator[Way]:
-    """Yield the peers that normalise, too."""
-    for name, load in NORMS.items():
-        make = options.peer(name, load)
-        if make and (rotate := options.peer(name, partial(make, layer, layer.weights, EPS))):
-            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
+    """Yield the peer that normalises, too."""
+    if rotate := options.peer(COMPILED_NORM, partial(compiled_norm, layer)):
+        yield Way(COMPILED_NORM, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:

@@ -11,10 +11,11 @@ import torch
 from pages import RESULTS
 
 from mmpos.errors import ServiceError
-from mmpos_bench import NotEqualError, run
+from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.rotary import GROUPS
 from mmpos_bench.serving import Load, Order, clients, echo, started
+from mmpos_bench.suites import run
 
 IDS = ["mmpos, mrope", "mmpos, rope-tie"]
 PATCHES = ["Transformers, Pillow", "Transformers, torchvision"]

@@ -13,8 +13,8 @@ from torch import Tensor
 from mmpos_bench.layers import Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
-Make = Callable[[Layer], Rotate | None]
-"""Gives what turns the q and k of a layer by the cos and sin that it has; None for a layer that it does not take."""
+Make = Callable[[Layer], Rotate]
+"""Gives what turns the q and k of a layer by the cos and sin that it has."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,7 @@ def load_flashinfer() -> PeerRotation:
     _need_gpu()
     from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
 
-    def rotate(layer: Layer, inplace: bool) -> Rotate | None:
-        if layer.dtype == torch.float32:
-            return None
+    def rotate(layer: Layer, inplace: bool) -> Rotate:
         cache = torch.cat((layer.angles.cos(), layer.angles.sin()), dim=-1).float()
         rows = torch.arange(layer.tokens, device=layer.device)
         options = {"positions": rows, "head_size": layer.shape.head_dim, "cos_sin_cache": cache, "is_neox": True}

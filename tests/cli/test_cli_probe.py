@@ -128,7 +128,7 @@ def test_a_terminal_shows_how_many_tokens_are_read(
     code, out, err = run(capsys, "keys.npz", "--config", "config.json")
     assert (code, out) == silent[:2]
     said = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", err)
-    assert re.search("first ━+ 16/16 tokens", said)
+    assert re.search("━+ 16/16 tokens first", said)
 
 
 def test_the_group_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:

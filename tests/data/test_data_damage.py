@@ -77,6 +77,11 @@ def whole(records: int, path: Path, prefix: str = "") -> Seen:
     ]
 
 
+def changed(data: bytes, at: int, new: bytes) -> bytes:
+    """The bytes with others from there on."""
+    return data[:at] + new + data[at + len(new) :]
+
+
 # An archive of four records has a header in the blocks 0, 3, 5, 8, … 18, and ends in 20 blocks of zeros.
 FOUR = archive(members(4))
 HEADERS = [5 * record + offset for record in range(4) for offset in (0, 3)]
@@ -87,12 +92,17 @@ def read_before(block: int) -> int:
     return max(block - 1, 0) // 5
 
 
+def written(folder: Path, data: bytes, packed: bool) -> Path:
+    """An archive as a file."""
+    path = folder / ("a.tar.gz" if packed else "a.tar")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    return path
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_archive_cut_at_any_block_is_an_error_unless_its_end_is_there(tmp_path: Path, packed: bool) -> None:
-    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
     for block in range(len(FOUR) // BLOCK + 1):
-        data = FOUR[: block * BLOCK]
-        path.write_bytes(gzip.compress(data) if packed else data)
+        path = written(tmp_path, FOUR[: block * BLOCK], packed)
         found = seen_by_all(path)
         if block >= 22:
             assert found == whole(4, path)
@@ -114,33 +124,11 @@ def test_an_archive_cut_at_any_block_is_an_error_unless_its_end_is_there(tmp_pat
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_zeros_in_the_place_of_a_header_do_not_end_an_archive(tmp_path: Path, packed: bool) -> None:
-    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
     for block in HEADERS:
-        data = bytearray(FOUR)
-        data[block * BLOCK : (block + 1) * BLOCK] = bytes(BLOCK)
-        path.write_bytes(gzip.compress(data) if packed else data)
+        path = written(tmp_path, changed(FOUR, block * BLOCK, bytes(BLOCK)), packed)
         last = read_before(block)
         what = f"one block of zeros at byte {block * BLOCK}, where a header or two blocks of zeros should be"
         assert seen_by_all(path) == [*whole(4, path)[:last], (last, f"{path}[{last}]: got {what}{LOST}")]
-
-
-def test_zeros_over_whole_records_in_the_middle_do_not_end_an_archive(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    data = bytearray(FOUR)
-    data[5 * BLOCK : 10 * BLOCK] = bytes(5 * BLOCK)
-    path.write_bytes(data)
-    what = f"data at byte {10 * BLOCK}, behind the end of the archive"
-    assert seen_by_all(path) == [*whole(1, path), (1, f"{path}[1]: got {what}{LOST}")]
-
-
-@pytest.mark.parametrize("field", [0, 100, 124, 136, 156, 257, 345])
-def test_a_header_with_a_flipped_bit_is_an_error_at_its_byte(tmp_path: Path, field: int) -> None:
-    path = tmp_path / "a.tar"
-    data = bytearray(FOUR)
-    data[8 * BLOCK + field] ^= 1
-    path.write_bytes(data)
-    what = f"no header at byte {8 * BLOCK} (bad checksum)"
-    assert seen_by_all(path) == [*whole(1, path), (1, f"{path}[1]: got {what}{LOST}")]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +139,14 @@ def test_a_header_with_a_flipped_bit_is_an_error_at_its_byte(tmp_path: Path, fie
         (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
         (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
         (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
+        (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, behind the end of the archive"),
+        *(
+            (changed(FOUR, at, bytes([FOUR[at] ^ 1])), 1, f"no header at byte {8 * BLOCK} (bad checksum)")
+            for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))
+        ),
     ],
 )
-def test_an_archive_that_does_not_end_once_is_an_error_after_its_records(
+def test_an_archive_that_is_no_whole_one_is_an_error_after_its_records(
     tmp_path: Path, data: bytes, records: int, what: str
 ) -> None:
     path = tmp_path / "a.tar"
@@ -269,9 +262,7 @@ def test_a_flipped_byte_in_a_packed_shard_is_seen_by_all_or_by_none(tmp_path: Pa
     data = pack(kind, path)
     good = see(reader_of(path))
     for at in range(0, len(data), len(data) // 24):
-        flipped = bytearray(data)
-        flipped[at] ^= 255
-        path.write_bytes(flipped)
+        path.write_bytes(changed(data, at, bytes([data[at] ^ 255])))
         found = see(reader_of(path))
         for readers in (2, 3):
             assert see(reader_of(path), readers) == found
@@ -284,9 +275,8 @@ def test_a_flipped_byte_in_a_packed_shard_is_seen_by_all_or_by_none(tmp_path: Pa
 
 def test_a_checksum_that_is_wrong_at_the_end_is_an_error_after_the_records(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
-    data = bytearray(gzip.compress(FOUR))
-    data[-8] ^= 1
-    path.write_bytes(data)
+    data = gzip.compress(FOUR)
+    path.write_bytes(changed(data, len(data) - 8, bytes([data[-8] ^ 1])))
     *before, (index, message) = seen_by_all(path)
     assert (before, index) == (whole(4, path), 4)
     assert "CRC check failed" in message
@@ -307,27 +297,17 @@ def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pyt
 # Loaders
 
 
-@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
-def test_workers_of_a_loader_skip_what_one_skips(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"a.{kind}"
-    data = bytearray(archive(members(30)))
-    data[5 * 17 * BLOCK : (5 * 17 + 1) * BLOCK] = bytes(BLOCK)
-    path.write_bytes(gzip.compress(data) if kind == "tar.gz" else data)
+@pytest.mark.parametrize("packed", [False, True])
+def test_workers_of_a_loader_skip_what_one_skips(tmp_path: Path, packed: bool) -> None:
+    path = written(tmp_path, changed(archive(members(30)), 5 * 17 * BLOCK, bytes(BLOCK)), packed)
     preprocess = Preprocess(_document, SequenceBuilder())
     given = []
     for workers in (1, 2, 3):
         folder = tmp_path / str(workers)
         keys: list[str] = []
         for worker in range(workers):
-            dataset = BatchDataset(
-                shards(path),
-                preprocess,
-                Batcher(4),
-                on_error="skip",
-                quarantine=folder,
-                rank=worker,
-                world_size=workers,
-            )
+            options: dict[str, Any] = {"on_error": "skip", "quarantine": folder, "world_size": workers}
+            dataset = BatchDataset(shards(path), preprocess, Batcher(4), rank=worker, **options)
             keys += [example.key for group in dataset for example in group]
         (line,) = read_quarantine(folder)
         given.append((sorted(keys, key=int), line["index"], line["error"]))

@@ -631,6 +631,10 @@ def test_text_that_is_not_unicode_is_refused() -> None:
     assert message.startswith("shard-3.jsonl[17]: texts[0]: got text with a lone surrogate")
 
 
+MATCHED, NAMED = ("image_info", 0, "matched_text_index"), "image_info[0].matched_text_index"
+AN_INDEX = "want an index of text_list, which has 3"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -641,19 +645,13 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         (("image_info", 1, "matched_sim"), True, "image_info[1].matched_sim: got True, want a finite number"),
         (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3, as many as image_info"),
         (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3, as many as text_list"),
+        *((MATCHED, index, f"{NAMED}: got {index!r}, {AN_INDEX}") for index in (3, -1, 1.0, True, "0")),
+        (MATCHED, None, f"{NAMED}: got nothing, {AN_INDEX}"),
     ],
 )
 def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     found = said(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
     assert found.startswith(f"shard-3.jsonl[17]: {message}")
-
-
-@pytest.mark.parametrize("index", [3, -1, 1.0, True, None, "0"])
-def test_mmc4_wants_the_index_of_a_sentence(index: object) -> None:
-    record = changed(MMC4_RECORD, ("image_info", 0, "matched_text_index"), index)
-    got = "nothing" if index is None else repr(index)
-    want = f"image_info[0].matched_text_index: got {got}, want an index of text_list, which has 3"
-    assert said(MMC4(), record) == f"shard-3.jsonl[17]: {want}"
 
 
 def test_mmc4_needs_similarities_only_to_compare_them() -> None:

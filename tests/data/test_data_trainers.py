@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
-from two_ranks import Shards, everything, loader, on_two_ranks
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.examples import Example, OnImageError, Preprocess
+from mmpos.data.examples import Example, Location, OnImageError, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError, UnsupportedError
+
+operations = pytest.importorskip("accelerate.utils.operations")
 
 BUILDER = SequenceBuilder()
 
@@ -35,52 +40,38 @@ def examples() -> list[Example]:
     return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
 
 
-# accelerate.data_loader.DataLoaderDispatcher, which it puts around every IterableDataset unless told otherwise: the
-# first rank joins one batch of its loader for each rank by their first dimension, says to all ranks what tensors come,
-# and each rank cuts its part out of every tensor, as many rows as the first tensor has for it.
+def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader of batches as they are."""
+    listed: Any = batches
+    return DataLoader(listed, batch_size=None, **options)
 
 
 @dataclass(frozen=True)
-class TensorInformation:
-    """Shape and dtype of a tensor, sent in its place."""
+class Shards:
+    """A shard whose even records are long, so that the second of two ranks packs fewer."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    source: str
+    size: int
 
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, self.size, step):
+            yield Location(self.source, i), i
 
-def apply(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    if isinstance(data, Mapping):
-        make: Any = type(data)
-        return make({name: apply(function, value) for name, value in data.items()})
-    return function(data) if isinstance(data, torch.Tensor) else data
+    def count(self) -> int | None:
+        return self.size
 
-
-def concatenate(batches: list[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Mapping):
-        make: Any = type(first)
-        return make({name: concatenate([batch[name] for batch in batches]) for name in first.keys()})  # noqa: SIM118
-    if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
-    if len(batches) == 1:
-        return first
-    raise TypeError(f"Can only concatenate tensors but got {type(first)}")
-
-
-def find_batch_size(data: Any) -> int:
-    if isinstance(data, Mapping):
-        return find_batch_size(data[next(iter(data.keys()))])
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
-    return data.shape[0]
+    @staticmethod
+    def example(raw: Any, location: Location) -> Example:
+        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
+        return Example(str(location), sequence, sequence.input_ids)
 
 
 def dispatch(batches: list[Any], rank: int) -> Any:
-    """The part of a rank, of a batch for each."""
-    batch = concatenate(batches)
-    apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), batch)
-    rows = find_batch_size(batch) // len(batches)
-    return apply(lambda tensor: tensor[rank * rows : (rank + 1) * rows], batch)
+    """The part of a rank, of a batch for each, as accelerate's DataLoaderDispatcher cuts it unless told otherwise."""
+    batch = operations.concatenate(batches)
+    operations.get_data_structure(batch)
+    rows = operations.find_batch_size(batch) // len(batches)
+    return operations.slice_tensors(batch, slice(rank * rows, (rank + 1) * rows))
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -122,7 +113,7 @@ def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
 
 def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
     arguments = PackedCollator()(examples()).as_dict(batched=True)
-    moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
+    moved = operations.send_to_device(arguments, torch.device("cpu"))
     collected = next(iter(loader(arguments)))
     collected_by_worker = next(iter(loader(arguments, num_workers=1)))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
@@ -223,8 +214,7 @@ def test_of_an_epoch_that_had_ended_nothing_follows_and_then_comes_the_next() ->
 
 def test_an_endless_loader_goes_through_epochs_and_goes_on_whatever_the_trainer_counts() -> None:
     def endless() -> RankLoader[Any]:
-        taken = packs_of_forty()
-        return RankLoader(taken.loader, endless=True)
+        return RankLoader(packs_of_forty().loader, endless=True)
 
     whole: list[Any] = []
     for epoch in range(3):
@@ -332,25 +322,110 @@ def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
     assert RankLoader(iter([1])).steps_per_epoch is None
 
 
-# Two ranks
+# Two ranks, in processes that are spawned and so import what they run from here
+
+
+def _rank(rank: int, folder: Path) -> None:
+    """Do all that the tests look at."""
+    early = RankLoader([1], "drop")
+    store, limit = f"file://{folder}/store", timedelta(seconds=300)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
+    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
+        next(iter(early))
+    result = {"epochs": _epochs(rank), "resumed": _resumed(rank), "trained": _trained(rank)}
+    torch.distributed.barrier()
+    (folder / str(rank)).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def _epochs(rank: int) -> dict[str, Any]:
+    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
+    found: dict[str, Any] = {}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        found[even] = [list(taken), list(taken)]
+    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
+        list(RankLoader(batches if rank else [], "repeat"))
+    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    loaders = [RankLoader(loader(*batches), even) for even in kinds]
+    unknown: Any = batches if rank else iter(batches)
+    found["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
+    return found
+
+
+def _resumed(rank: int) -> dict[str, Any]:
+    """An epoch of each kind, and what follows of it behind the state after every number of steps."""
+
+    def make(even: Even) -> RankLoader[Any]:
+        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
+        context = "fork" if rank else None
+        loads = StatefulDataLoader(dataset, batch_size=None, num_workers=rank, multiprocessing_context=context)
+        return RankLoader(loads, even)
+
+    found: dict[str, Any] = {"whole": {}}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = make(even)
+        states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
+        found["whole"][even], found[even] = list(make(even)), []
+        for state in states:
+            again = make(even)
+            again.load_state_dict(state)
+            found[even].append(list(again))
+    return found
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    """The packs of a corpus that ranks share unevenly, and what two epochs on it by DDP come to, made even each way."""
+    numbers = Shards("a", 40)
+    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
+    return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
+
+
+def _train(dataset: BatchDataset, even: Even) -> list[Any]:
+    """Steps, and the sum of the weights in the end."""
+    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    for epoch in range(2):
+        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
+        taken.set_epoch(epoch)
+        for batch in taken:
+            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return [steps, float(model.module.weight.detach().sum())]
+
+
+def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """The mark of a test of two ranks, which all run in one process."""
+    return pytest.mark.slow(pytest.mark.xdist_group("two ranks")(test))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of each of two ranks, whose processes take longer to start than to work."""
-    return on_two_ranks(everything, tmp_path_factory.mktemp("ranks"))
+    context, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("ranks")
+    processes = [context.Process(target=_rank, args=(rank, folder)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("two ranks")
+@two_ranks
 def test_ranks_get_as_many_batches(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["epochs"] for rank in ranks)
     assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
     assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("two ranks")
+@two_ranks
 def test_ranks_that_repeat_go_on_behind_their_state(ranks: list[dict[str, Any]]) -> None:
     for rank in (rank["resumed"] for rank in ranks):
         assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
@@ -359,8 +434,7 @@ def test_ranks_that_repeat_go_on_behind_their_state(ranks: list[dict[str, Any]])
                 assert rest == whole[steps:], (even, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("two ranks")
+@two_ranks
 def test_training_on_ranks_with_different_numbers_of_batches_ends(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["trained"] for rank in ranks)
     assert first["packs"] != second["packs"], "the corpus is uneven"

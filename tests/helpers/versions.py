@@ -104,7 +104,7 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
     print(*lies, sep="\n", end="\n" if lies else "")
     install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
     tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
-    gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native_builds.py")
+    gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native.py")
     return tests and gil and not lies
 
 

@@ -120,14 +120,6 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert {page for page in PAGES if page.name != "README.md"} - linked == set()
 
 
-def test_the_picture_of_the_house_has_every_room_and_no_other() -> None:
-    picture = (ROOT / "CONTRIBUTING.md").read_text().partition("```text\nmmpos/")[2].partition("```")[0]
-    left = " ".join(re.findall(r"^  (\S.*?)   ", picture, re.MULTILINE))
-    rooms = {path.parent.name for path in (ROOT / "mmpos").glob("*/__init__.py")}
-    assert set(re.findall(r"(\w+)(?:/|\.py)", left)) == rooms | {path.stem for path in (ROOT / "mmpos").glob("*.py")}
-    assert len(re.findall(r"^  \S", picture, re.MULTILINE)) <= 16
-
-
 def _served(code: str, request: pytest.FixtureRequest) -> str:
     """The example with the address of a server that is there, if it names one."""
     return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code

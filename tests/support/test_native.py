@@ -1,12 +1,17 @@
-"""The extension in C says what the rooms say in numpy, to the last number, and nothing where they have words."""
+"""The extension says what the rooms say in numpy, to the last number, and nothing where they have words; its builds."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ import mmpos
 from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.positions import table_rows
 from mmpos.positions.place import BLOCK_ROWS
-from mmpos.positions.table_rows import AXES
+from mmpos.positions.table_rows import AXES, DENOMINATOR, HEIGHT, WIDTH
 from mmpos.segments import Audio, table
 from mmpos.support import native
 
@@ -30,6 +35,12 @@ CORE = native.core
 
 BIG = st.sampled_from([0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 GUARD = 0x5A
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(map(str, (ROOT / "csrc").glob("*.c")))
+COMPILER = shlex.split(os.environ.get("CC", "cc"))
+FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}"]
+CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 class Narrow:
@@ -285,7 +296,7 @@ def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_are_numbered_in_c_as_in_python() -> None:
-    header = (Path(__file__).parents[2] / "csrc" / "table.h").read_text()
+    header = (ROOT / "csrc" / "table.h").read_text()
     enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
     known = [names for names in enums if hasattr(table_rows, names[0])]
     assert [[getattr(table_rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
@@ -297,3 +308,131 @@ def test_the_extension_exports_its_entry_alone() -> None:
     command = ["nm", "-D", "--defined-only", str(import_module("mmpos._native").__file__)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in said.splitlines()] == ["PyInit__native"]
+
+
+# Inputs in odd forms are understood as numpy and Python understand them, with the extension or without
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, np.bool_, ">i4"])
+def test_masks_of_any_type_say_where_padding_is(way: str, dtype: Any) -> None:
+    for left, ones, right in product(range(3), range(1, 4), range(3)):
+        mask = np.array([[0] * left + [1] * ones + [0] * right], dtype)
+        segments = SegmentTable.from_input_ids(
+            np.zeros_like(mask, np.int64), Placeholders(image=7), attention_mask=mask
+        )
+        assert segments.extents[2].tolist() == [count for count in (left, ones, right) if count]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_mask_of_floats_is_refused_whatever_its_bits(way: str, dtype: Any) -> None:
+    mask = np.ones((1, 2), f"i{np.dtype(dtype).itemsize}").view(dtype)
+    with pytest.raises(InvalidInputError, match="attention_mask: got float"):
+        SegmentTable.from_input_ids([[5, 5]], Placeholders(image=7), attention_mask=mask)
+
+
+def test_axes_may_be_more_than_a_byte_tells(way: str) -> None:
+    table = np.zeros((AXES + 4 * 300, 1), np.int64)
+    table[[HEIGHT, DENOMINATOR]], table[WIDTH], table[AXES::4, 0] = 1, 2, np.arange(1, 301)
+    positions = PositionTable(table, np.zeros((4, 1), np.int64), 2, False, "many")
+    assert positions.dense().tolist() == [[i, i] for i in range(1, 301)]
+    assert positions.dense(axes=(299, 3)).tolist() == [[300, 300], [4, 4]]
+
+
+def test_a_list_that_iterates_in_its_own_way_is_taken_at_its_word(way: str) -> None:
+    class Reversed(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return reversed(self[:])
+
+    document = Reversed([Text(2), Grid(3, 4)])
+    assert SegmentTable.from_documents([document]).extents.T.tolist() == [[1, 3, 4], [1, 1, 2]]
+    assert SegmentTable.from_documents(Reversed([[Text(2)], [Text(5)]])).extents[2].tolist() == [5, 2]
+
+
+# The extension under sanitizers, under a strict compiler, for Python without the GIL, and missing: the rooms alone
+
+
+def run_tests(native: str, *files: str, **environment: str) -> str:
+    """Run tests in a process of their own, with this extension or none."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "native_choice", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "NATIVE": native, **environment}
+    done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def library(name: str) -> str:
+    """The path of a library of the compiler."""
+    done = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = done.stdout.strip()
+    assert os.path.isabs(path), f"{name} is not there; it comes with gcc"
+    return path
+
+
+@pytest.mark.slow
+def test_addresses_and_undefined_behaviour_are_sound(tmp_path: Path) -> None:
+    built = tmp_path / "_native.so"
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    subprocess.run([*COMPILER, "-shared", "-fPIC", "-O1", "-g", *sanitize, *FLAGS, "-o", built, *SOURCES], check=True)
+    said = run_tests(
+        str(built),
+        *sorted(map(str, (ROOT / "tests").rglob("test_native*.py"))),
+        LD_PRELOAD=library("libasan.so"),
+        ASAN_OPTIONS="detect_leaks=0",  # the interpreter itself keeps what it has
+        PYTHONMALLOC="malloc",  # so that the sanitizer sees where every object ends
+    )
+    assert " passed" in said
+
+
+@pytest.mark.slow
+def test_the_sanitizer_would_have_seen_it(tmp_path: Path) -> None:
+    """A write past the end of an array, in the way that the extension writes, ends the process."""
+    source, built = tmp_path / "past.c", tmp_path / "past"
+    source.write_text(
+        '#include "native.h"\n#include <stdlib.h>\n'
+        "int main(int n, char **v) { Vector x = {malloc(16), 2, 8}; (void)v; put(&x, n + 1, 1); return 0; }\n"
+    )
+    flags = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_path('include')}", "-fsanitize=address"]
+    subprocess.run([*COMPILER, "-O1", *flags, "-o", built, source], check=True)
+    done = subprocess.run([str(built)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.slow
+def test_no_compiler_has_anything_to_say(tmp_path: Path) -> None:
+    for flags in (["-O0", "-U__SSE2__"], ["-O3"]):  # the first as for other processors
+        strict = ["-c", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-std=c11", *flags]
+        for source in SOURCES:
+            subprocess.run([*COMPILER, *strict, *FLAGS, "-o", tmp_path / "x.o", source], check=True)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="the headers know of no Python without the GIL")
+@pytest.mark.slow
+def test_the_sources_compile_for_python_without_the_gil() -> None:
+    subprocess.run([*COMPILER, "-fsyntax-only", "-Werror", "-DPy_GIL_DISABLED=1", *FLAGS, *SOURCES], check=True)
+
+
+@pytest.mark.parametrize(("disabled", "tag"), [(0, "cp311-abi3"), (1, f"{CPYTHON}-{CPYTHON}")])
+@pytest.mark.slow
+def test_the_wheel_has_the_stable_abi_where_python_has_the_gil(disabled: int, tag: str) -> None:
+    """Builds without it have no stable ABI, and setuptools refuses the option there."""
+    program = (
+        "import sysconfig\n"
+        f"sysconfig.get_config_vars()['Py_GIL_DISABLED'] = {disabled}\n"
+        "from setuptools import distutils\n"
+        "command = distutils.core.run_setup('setup.py', stop_after='config').get_command_obj('bdist_wheel')\n"
+        "command.ensure_finalized()\n"
+        "print(*command.get_tag(), sep='-')\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.startswith(tag)
+
+
+@pytest.mark.slow
+def test_the_rooms_are_the_same_without_the_extension() -> None:
+    rooms = ("positions", "segments", "placeholders", "golden", "tie", "schemes", "custom_schemes", "errors")
+    more = ("table_checks", "sequence", "engine_identities", "rotary_apply")
+    said = run_tests("", *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more)))
+    assert " passed" in said

@@ -1,6 +1,5 @@
 """The public names, and what importing them costs."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,12 +85,3 @@ print(mmpos.SequenceBuilder().build(["a", mmpos.Grid(1, 2)]).positions.dense().t
 """
     done = python(code)
     assert (done.stdout, done.stderr) == ("[[0, 1, 4, 4, 7], [0, 1, 3, 5, 7]]\n", "")
-
-
-def test_one_room_alone_imports_triton() -> None:
-    importing = {
-        str(p.parent.relative_to(ROOT))
-        for p in (ROOT / "mmpos").rglob("*.py")
-        if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)
-    }
-    assert importing == {"mmpos/rotary/kernel"}

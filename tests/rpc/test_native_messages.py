@@ -1,9 +1,10 @@
-"""Contents of messages are counted before parsing: in C as in Python, and never otherwise than parsers read them."""
+"""Messages in C as in Python: what they hold is counted before parsing, lists are read off, large tensors put in."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from mutations import broken
 
 from mmpos.rpc import elements
 from mmpos.rpc.elements import count_elements
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2
+from mmpos.rpc.tensors import integer_lists, put_tensor
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.support import native
+from mmpos_server import shared_memory
 from mmpos_server.inference import open_inference_pb2 as inference_pb2
+from mmpos_server.shared_memory import Exchange
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core
@@ -196,3 +200,118 @@ def test_what_is_no_message_and_no_schema_is_declined() -> None:
     assert CORE.elements(b"\x0a\0", schema[:, ::2], ALL) is None
     assert CORE.elements(b"\x0a\0", schema[0], ALL) is None
     assert CORE.elements(b"\x0a\0", schema, -1) is None
+
+
+# Lists of integers are read off the bytes of their message as they are read one by one
+
+LISTS: dict[type[Any], tuple[str, ...]] = {
+    table_pb2.SegmentTable: ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments"),
+    positions_pb2.Spans: ("lengths", "offsets", "grid_thw", "documents"),
+    positions_pb2.Window: ("documents", "starts", "lengths"),
+}
+
+
+def read(message: Any) -> list[list[int]]:
+    lists = integer_lists(message, *LISTS[type(message)])
+    assert {array.dtype for array in lists} == {np.dtype(np.int64)}
+    return [array.tolist() for array in lists]
+
+
+def one_by_one(message: Any) -> list[list[int]]:
+    return [list(getattr(message, field)) for field in LISTS[type(message)]]
+
+
+@given(st.sampled_from(sorted(LISTS, key=str)).flatmap(messages))
+def test_all_lists_of_any_message_are_read(message: Any) -> None:
+    assert read(message) == one_by_one(message)
+
+
+def test_many_numbers_of_every_length_are_read(way: str) -> None:
+    numbers = [sign * 2**bits for bits in range(63) for sign in (1, -1)] * 200
+    message = positions_pb2.Spans(lengths=numbers, documents=[7])
+    assert read(message) == [numbers, [], [], [7]]
+
+
+def test_fields_of_tomorrow_do_not_matter(way: str) -> None:
+    unknown = b"\x98\x06\1" + b"\x9d\x06abcd" + b"\x99\x06abcdefgh" + b"\x9a\x06\2ab"
+    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the last but one is of another type
+        assert read(positions_pb2.Spans.FromString(b"\x0a\2\1\2" + more)) == [[1, 2], [], [], []]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"\x80", b"\0\0", b"\x0b\x0c", b"\x08", b"\x0d\0\0\0", b"\x0a", b"\x0a\5a", b"\x0a\1\x80", b"\x0a\0\x0a\0"],
+    ids=["tag", "field 0", "group", "number", "four bytes", "length", "cut off", "packed number", "a field twice"],
+)
+def test_what_no_encoder_writes_is_declined(raw: bytes) -> None:
+    assert CORE.integers(raw, b"\1") is None
+
+
+def test_more_fields_than_there_is_room_for_are_declined() -> None:
+    assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 15)) == (np.int64(7).tobytes(), *[b""] * 15)
+    assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 16)) is None
+
+
+def test_broken_bytes_are_read_or_declined() -> None:
+    """No sanitizer has anything to say."""
+    whole = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
+    chance, answers = random.Random(3), set()
+    for _ in range(20_000):
+        answers.add(CORE.integers(broken(whole, chance, [whole, b"\x0a\0"]), b"\1\2\3\4") is None)
+    assert answers == {True, False}
+
+
+# Large tensors of answers, put into the bytes of their messages: the same bytes as protobuf writes
+
+SIZES = [1, 100, 127, 128, 16_000, 16_383, 16_384, 70_000]
+"""Around those where the length of a message, or of one around it, takes a byte more."""
+
+
+def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return (np.arange(size) % 251).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("least", [0, 128])
+def test_an_answer_has_the_bytes_that_protobuf_writes(
+    way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
+) -> None:
+    monkeypatch.setattr(shared_memory, "LEAST_BYTES", least)
+
+    def answers(memory: Exchange | None) -> list[bytes]:
+        place = positions_pb2.StreamPlaceResponse(id=3)
+        place.positions.cu_seqlens.extend([0, 300])
+        put_tensor(place.positions.dense, array(size), memory)
+        place.positions.next_positions.extend([7] * 200)
+        build = sequences_pb2.BuildResponse()
+        for number in range(3):
+            sequence = build.sequences.results.add().sequence
+            put_tensor(sequence.input_ids, array(size + number), memory)
+            put_tensor(sequence.patches, array(size // (1 + number)), memory)
+        rotated = rotary_pb2.RotateResponse()
+        put_tensor(rotated.q, array(size), memory)
+        put_tensor(rotated.k, array(2 * size), memory)
+        alone = tensor_pb2.Tensor()
+        put_tensor(alone, array(size), memory)
+        return [(memory or Exchange()).serialize(message) for message in (place, build, rotated, alone)]
+
+    assert answers(Exchange()) == answers(None)
+
+
+def test_a_large_tensor_is_copied_once() -> None:
+    data, memory, message = array(shared_memory.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
+    put_tensor(message, data, memory)
+    assert message.ByteSize() < 100
+    (kept,) = memory._large
+    assert np.shares_memory(kept, data)
+    assert tensor_pb2.Tensor.FromString(memory.serialize(message)).data == data.tobytes()
+
+
+def test_buffers_are_joined_in_order_and_what_is_none_is_declined() -> None:
+    large = array(3 * 2**20)
+    parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
+    assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
+    assert CORE.joined(()) == b""
+    assert CORE.joined([b"a"]) is None  # type: ignore[arg-type]  # no tuple
+    assert CORE.joined((b"a", "text")) is None  # type: ignore[arg-type]  # no buffer
+    assert CORE.joined((b"a", large[::2])) is None

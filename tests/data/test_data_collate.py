@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from results import same
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
 from tolerance import assert_within, rounding
@@ -39,19 +40,6 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
     found = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     found["device_positions"] = batch.device_positions.table
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def same(got: Batch, want: Batch) -> bool:
-    """Whether all that two batches hold is equal, dtypes included."""
-    ours, theirs = tensors(got), tensors(want)
-    return (
-        got.keys == want.keys
-        and (got.shifted, got.world_size) == (want.shifted, want.world_size)
-        and (got.positions.table == want.positions.table).all()
-        and (got.positions.documents == want.positions.documents).all()
-        and ours.keys() == theirs.keys()
-        and all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
-    )
 
 
 def test_a_packed_batch_in_full() -> None:
@@ -93,7 +81,7 @@ def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None
     assert batch.text_positions[12:].tolist() == list(range(8))
     assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
     assert batch.fill == 0.5
-    assert same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
+    same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
     assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
 
 
@@ -303,7 +291,7 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
     cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
     batch = PackedCollator(multiple_of=8)(with_photos(scheme, start=100_001))
     assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
-    assert same(utils._apply_to_tensors(cast, batch), batch)
+    same(utils._apply_to_tensors(cast, batch), batch)
     arguments = batch.as_dict("table")
     passed = torch.utils._pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, arguments)
     assert torch.equal(passed.pop("positions").dense(), batch.position_ids())
@@ -366,7 +354,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    assert same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
+    same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
@@ -381,9 +369,9 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
     for data, batch_size, collate, groups in cases:
         batches = DataLoader(data, batch_size, collate_fn=collate, num_workers=1, multiprocessing_context=method)
         for got, group in zip(batches, groups, strict=True):
-            assert same(got, collate(group))
-    assert same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
-    assert same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
+            same(got, collate(group))
+    same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
+    same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
 
 
 @pytest.mark.parametrize(

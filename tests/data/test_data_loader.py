@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, assert_type
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from data_corpus import records, write_jsonl, write_parquet, write_tar
+from results import same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -88,20 +89,6 @@ def test_type_checkers_know_what_a_dataset_gives() -> None:
     for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
         assert_type(batch, Batch)
         assert isinstance(batch, Batch)
-
-
-def plain(value: object) -> Any:
-    """Content of a batch, to the last byte."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if is_dataclass(value):
-        return [(field.name, plain(getattr(value, field.name))) for field in fields(value)]
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    assert value is None or isinstance(value, int | str | float), type(value)
-    return value
 
 
 def keys(batches: Iterable[Any]) -> list[str]:
@@ -226,8 +213,8 @@ def test_workers_together_give_every_record_once_and_always_the_same(
 
     alone, two = run(0), run(2)
     assert set(keys(alone)) == set(keys(two))
-    assert plain(two) == plain(run(2))
-    assert plain(two) == plain(run(2, threads=3))
+    same(two, run(2))
+    same(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
     # Split documents come in several pieces, and no label is lost but the first of each piece.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
@@ -246,8 +233,8 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
         (dataset_shards(whole), HFImages()),
         (dataset_shards(whole.to_iterable_dataset()), HFImages()),
     ]
-    found = [plain(list(data(readers, preprocess=Preprocess(format_, BUILDER)))) for readers, format_ in corpora]
-    assert found == found[:1] * 5
+    found = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
+    same(found, found[:1] * 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs a GPU")
@@ -310,7 +297,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         batch = next(iterator, None)
         if batch is None:
             break
-        whole.append(plain(batch))
+        whole.append(batch)
     states.append(json.dumps(dataset.state_dict()))
     assert len(whole) > 5
     assert any(json.loads(state)["pending"] for state in states) == (kind != "padded")
@@ -324,7 +311,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         assert again.epoch == 3
         again.set_epoch(4)  # of the iteration after this one
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
-        assert [plain(batch) for batch in again] == whole[i:]
+        same(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
 
 
@@ -339,14 +326,13 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         return stateful(data(corpus, on_error="skip", quarantine=tmp_path), workers)
 
     loader = new()
-    whole = [plain(batch) for batch in loader]
-    again = [plain(batch) for batch in loader]
-    assert again == whole
+    whole = list(loader)
+    same(list(loader), whole)
     # The last: of a run that had ended; what comes then is the next epoch.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
         iterator = iter(loader)
-        head = [plain(batch) for batch in islice(iterator, stop)]
+        head = list(islice(iterator, stop))
         if stop == len(whole):
             assert next(iterator, None) is None
         state = loader.state_dict()
@@ -354,8 +340,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         del iterator, loader
         resumed = new()
         resumed.load_state_dict(state)
-        tail = [plain(batch) for batch in resumed]
-        assert head + tail == (whole if stop < len(whole) else whole + whole)
+        same(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
 def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
@@ -502,7 +487,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
     for done, state in enumerate(states, 1):
         resumed = new(threads=2)
         resumed.load_state_dict(state)
-        assert plain(list(resumed)) == plain(batches[done:])
+        same(list(resumed), batches[done:])
         assert resumed.counts["images_dropped"] == 6
     assert read_quarantine(tmp_path) == lines
 

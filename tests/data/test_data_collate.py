@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -58,19 +58,6 @@ def test_a_packed_batch_in_full() -> None:
     assert (batch.image_spans.tolist(), batch.feature_spans.tolist()) == ([[3, 5]], [[0, 2]])
     assert (batch.packed, batch.fill, batch.shifted, batch.world_size) == (True, 10 / 12, False, 1)
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
-
-
-def test_a_left_padded_batch_in_full() -> None:
-    batch = PaddedCollator("left", multiple_of=4, pad_token_id=5)([SECOND, FIRST])
-    assert batch.input_ids.tolist() == [[5, 5, 5, 5, 5, 7, 8, 9], [5, 97, 98, 256, 258, 258, 257, 99]]
-    assert batch.labels.tolist() == [[-100] * 6 + [8, 9], [-100, -100, 98, 256, -100, -100, 257, 99]]
-    assert batch.attention_mask is not None
-    assert batch.attention_mask.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]]
-    assert batch.position_ids()[0].tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 5, 5, 8, 9]]
-    assert batch.text_positions.tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]]
-    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([0, 8, 16], 8)
-    assert batch.image_spans.tolist() == [[12, 14]]
-    assert (batch.packed, batch.fill) == (False, 10 / 16)
 
 
 def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None:
@@ -143,8 +130,11 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
     batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
     want = loops(examples, [seq] * len(examples), side)
     assert batch.attention_mask is not None
-    assert batch.attention_mask.flatten().tolist() == want.pop("mask")
+    mask = want.pop("mask")
+    assert batch.attention_mask.flatten().tolist() == mask
     assert flat(batch) == want
+    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([seq * i for i in range(len(examples) + 1)], seq)
+    assert (batch.packed, batch.fill) == (False, pytest.approx(sum(mask) / len(mask)))
     assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), seq)
 
 
@@ -214,36 +204,26 @@ def few_classes(batch: Batch) -> tuple[Batch, torch.Tensor]:
     return dataclasses.replace(batch, labels=labels), logits
 
 
-def test_the_losses_of_shards_add_up_to_that_of_the_whole() -> None:
-    whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
-
-    def summed() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits[:-1], whole.labels[1:], reduction="sum")
-
-    got = torch.tensor(0.0)
-    for rank in range(2):
-        here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
-        got += torch.nn.functional.cross_entropy(here, whole.shard(rank, 2).labels, reduction="sum")
-    assert_within(got, summed(), rounding(summed, [logits]))
+def loss_of_torch(logits: torch.Tensor, batch: Batch) -> Any:
+    return torch.nn.functional.cross_entropy(logits, batch.shift_labels().labels, reduction="sum")
 
 
-@pytest.mark.slow
-def test_the_loss_of_transformers_takes_labels_of_shards_as_they_are() -> None:
+def loss_of_transformers(logits: torch.Tensor, batch: Batch) -> Any:
+    """The sum of a model's loss, which takes the labels of shards as they are."""
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    told = {name: value for name, value in batch.as_dict(batched=True).items() if name.endswith("labels")}
+    return loss_utils.ForCausalLMLoss(logits[None], **told, vocab_size=11, num_items_in_batch=torch.tensor(1))
+
+
+@pytest.mark.parametrize("loss", [loss_of_torch, pytest.param(loss_of_transformers, marks=pytest.mark.slow)])
+def test_the_losses_of_shards_add_up_to_that_of_the_whole(loss: Callable[[torch.Tensor, Batch], Any]) -> None:
     whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
-    count = torch.tensor(int((whole.labels >= 0).sum()))
-    loss = functools.partial(loss_utils.ForCausalLMLoss, vocab_size=11, num_items_in_batch=count)
-    bound = rounding(lambda: loss(logits[None], **labels_of(whole)), [logits])
-    want = loss(logits[None], **labels_of(whole))
+    want, bound = loss(logits, whole), rounding(lambda: loss(logits, whole), [logits])
     got = torch.tensor(0.0)
     for rank in range(2):
         here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
-        got += loss(here[None], **labels_of(whole.shard(rank, 2)))
+        got += loss(here, whole.shard(rank, 2))
     assert_within(got, want, bound)
-
-
-def labels_of(batch: Batch) -> dict[str, Any]:
-    return {name: value for name, value in batch.as_dict(batched=True).items() if name.endswith("labels")}
 
 
 def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> None:

@@ -1,6 +1,6 @@
-"""The service under more than it can do: overload, streams that stall, and everything at once for a long time.
+"""The service under more than it can do: overload, and everything at once for a long time.
 
-python benchmarks/endurance.py                     overload, stalled streams and a minute of everything
+python benchmarks/endurance.py                     overload, and a minute of everything
 python benchmarks/endurance.py --soak 600 --json   ten minutes of everything; the figures kept in results/
 """
 
@@ -38,7 +38,6 @@ from mmpos_bench.serving import (
     flood,
     on_core,
     service,
-    stall,
     started,
 )
 
@@ -54,12 +53,10 @@ class Scale:
     tokens: int = 4096  # of a document
     batch: int = 64  # documents of a batch
     settling: float = 1.5  # seconds, longer than pools take to fill and a server to forget that it refused calls
-    stall: float = 15.0  # seconds
-    streams: tuple[int, ...] = (1, 16, 64)  # that stall, in turn
     clients: int = 2  # who do everything at once
 
 
-TOY = Scale(0.5, 1.0, 64, 2, 0.3, 0.2, (1,), 1)
+TOY = Scale(0.5, 1.0, 64, 2, 0.3, 1)
 
 
 def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecutor, scale: Scale) -> Result:
@@ -123,25 +120,6 @@ def overloaded(scale: Scale) -> list[Result]:
         return [overload(question, server, pool, scale) for question in questions]
 
 
-def stalled(count: int, scale: Scale) -> Result:
-    """Open streams whose client sends as fast as it can and never reads, on a new server: memory is MiB."""
-    with started(service("tuned", "--log-level", "warning")) as (server,), clients() as pool:
-        with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
-            question = Asking(channel, 4096, 4, 24).place(scale.batch, dense=True, stream=True)
-        before = peak = server.memory()
-        streams = pool.submit(stall, server.address, question.path, question.request, count)
-        end = monotonic() + scale.stall
-        while monotonic() < end and not streams.done():
-            peak = max(peak, server.memory())
-            sleep(0.1)
-        if streams.done():
-            streams.result()
-    per_stream, answer = round((peak - before) / count, 2), round(len(question.answer) / 2**20, 2)
-    return {
-        "streams": count, "answer": answer, "before": round(before, 1), "peak": round(peak, 1), "per_stream": per_stream
-    }  # fmt: skip
-
-
 def soak(seconds: float, scale: Scale) -> Result:
     """Load a new server with everything at once, and read its memory every second; the first half warms up."""
     with started(service("tuned", "--shared-memory", "mmpos-soak-")) as (server,), clients(scale.clients) as pool:
@@ -199,13 +177,6 @@ OVERLOAD: Columns = {
     "p99 of a refusal, ms": lambda one: f"{one['refused_p99']:.1f}",
     "statuses": lambda one: ", ".join(f"{name} {100 * share:.0f} %" for name, share in one["statuses"].items()),
 }
-STALLED: Columns = {
-    "streams that are not read": lambda one: f"{one['streams']}",
-    "an answer, MiB": lambda one: f"{one['answer']:.1f}",
-    "server before, MiB": lambda one: f"{one['before']:,.0f}",
-    "at most, MiB": lambda one: f"{one['peak']:,.0f}",
-    "per stream, MiB": lambda one: f"{one['per_stream']:.1f}",
-}
 SOAK: Columns = {
     "everything at once, seconds": lambda one: f"{one['seconds']:,.0f}",
     "deeds": lambda one: f"{one['calls']:,}",
@@ -224,7 +195,7 @@ def table(columns: Columns, results: Iterable[Result]) -> Rows:
 
 def tables(kept: Result) -> tuple[Rows, ...]:
     """Make the tables of a file in results/."""
-    return table(OVERLOAD, kept["overload"]), table(STALLED, kept["stalled"]), table(SOAK, [kept["soak"]])
+    return table(OVERLOAD, kept["overload"]), table(SOAK, [kept["soak"]])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -240,7 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
         "machine": asdict(machine),
         "overload": overloaded(scale),
-        "stalled": [stalled(count, scale) for count in scale.streams],
         "soak": soak(asked.soak, scale),
     }
     print("\n".join(map(markdown, tables(kept))))

@@ -1,4 +1,4 @@
-"""The command that runs a benchmark suite: progress on stderr, tables or JSON on stdout, and a picture."""
+"""The command that runs a benchmark suite: progress on stderr, tables or JSON on stdout."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def bench(
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints them alone.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the ratios, .png, .svg or .pdf.")
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, every path once; figures mean nothing.")] = False,
     malloc: Annotated[
         str,
@@ -60,26 +57,17 @@ def bench(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
 ) -> None:
     """Measure on this machine."""
-    # What is wrong with the paths is said before minutes are spent.
-    for option, path in (("--json", None if json in (None, "-") else Path(json)), ("--plot", plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InvalidInputError(f"{option}: got {str(path)!r}, want a file in a folder that is there")
-    if plot is not None:
-        from mmpos.analysis.plot.canvas import picture_path
-
-        picture_path(plot)
+    path = None if json in (None, "-") else Path(json)
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):  # said before minutes are spent
+        raise InvalidInputError(f"--json: got {str(path)!r}, want a file in a folder that is there")
     with _watch() as watch:
         report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
         typer.echo(to_json([report]), nl=False)
     else:
         print_report(console(), report)
-    if json not in (None, "-"):
-        write_text(Path(json), to_json([report]))
-    if plot is not None:
-        from mmpos_bench.plot import plot_report
-
-        plot_report(report, plot)
+    if path is not None:
+        write_text(path, to_json([report]))
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 

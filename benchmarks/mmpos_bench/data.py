@@ -1,26 +1,18 @@
-"""Training data: examples into batches and packs, and tar shards into packed batches."""
+"""Training data: examples into batches and packs."""
 
 from __future__ import annotations
 
-import io
-import os
-import tarfile
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import numpy as np
 
 from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import SequenceBuilder
-from mmpos.support.checks import IntArray, counted
+from mmpos.support.checks import IntArray
 from mmpos.support.extras import needed_for
-from mmpos_bench.images import LEVEL, UINT8, Array, as_pixel_values, expected, photographs
 from mmpos_bench.proofs import equal, holds
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget, one_thread
@@ -28,32 +20,24 @@ from mmpos_bench.timing import Budget, one_thread
 with needed_for("the data suite", extra="data"):
     import torch
     from torch import Tensor
-    from torch.utils.data import DataLoader
 
-    from mmpos.data import BatchDataset, PackedCollator, Packer, PaddedCollator, Pairs, Preprocess, shards
+    from mmpos.data import PackedCollator, Packer, PaddedCollator
     from mmpos.data.batch import Batch
     from mmpos.data.examples import IGNORE_INDEX, Example
     from mmpos.data.packing import PackCounts
 
 _SIZES, _MODES = (8192, 4096, 32768), {"whole documents": False, "text split": True}
-_TOKENS, _BUFFER = 8192, 16  # of the packs of a loader, and of its packer
-_PACKING, _LOADING = Budget(3.0, 5), Budget(4.0, 7)
+_PACKING = Budget(3.0, 5)
 _BUILDER = SequenceBuilder()
-
-B = TypeVar("B")  # a batch of a loader
 
 Loop = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case, with one thread in every process.
-
-    Collating comes first: blocks that images leave behind in the C library would make it faster.
-    """
+    """Yield every case, with one thread."""
     with one_thread():
         yield from _collating(options)
         yield from _packing(options)
-        yield from _loading(options)
 
 
 def labelled(key: str, parts: Sequence[object]) -> Example:
@@ -228,83 +212,3 @@ def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:
             packs, used = packs + 1, 0
         used += length
     return sum(lengths) / (packs * max_tokens)
-
-
-def _loading(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield one corpus, read by every loader."""
-    width, height, files, records = (128, 96, 2, 2) if options.quick else (1024, 768, 4, 48)
-    with TemporaryDirectory() as folder:
-        photos = photographs(width, height)
-        paths = _corpus(Path(folder), photos, files, records)
-        name = f"{files * records} JPEG files of {width}×{height}"
-        line_up = partial(_loaded, paths, photos, files * records, options)
-        yield Comparison("tar to packed batches", name, line_up, "images", budget=_LOADING)
-
-
-def _loaded(paths: list[Path], photos: list[bytes], images: int, options: SuiteOptions) -> Lineup:
-    """Line up an epoch of every loader; the workers of each live on, and wait while others run."""
-    want = [expected(data) for data in photos]
-    written = [want[i % len(want)] for i in range(images)]
-    copies = [np.empty_like(patches) for patches in want]
-    targets = [copies[i % len(want)] for i in range(images)]
-    per_batch = max(1, _TOKENS // (len(want[0]) // UINT8.spatial_merge_size**2 + 16))
-    cores = os.cpu_count() or 1
-    counts = (0, 1) if options.quick else sorted({0, 1, min(2, cores), cores})
-
-    contestants = [limit("copy of the patches", lambda: deque(map(np.copyto, targets, written), maxlen=0))]
-
-    def line_up(who: str, role: Role, load: Callable[[int], DataLoader[B]], prove: Callable[..., None]) -> None:
-        for workers in counts:
-            loader, name = load(workers), f"{who}, {counted(workers, 'worker') if workers else 'no worker'}"
-            contestants.append(Contestant(name, partial(deque, loader, maxlen=0), partial(prove, loader), role))
-
-    prove = partial(_prove_images, lambda batch: (batch.keys, batch.patches), want, images, 0.0)
-    line_up("mmpos", Role.OURS, partial(_loader, paths), prove)
-    if qwen := options.peer("Transformers", partial(import_module, "mmpos_bench.peers.qwen")):
-        floats = [as_pixel_values(patches) for patches in want]
-        prove = partial(_prove_images, lambda batch: batch[:2], floats, images, LEVEL)
-        line_up("Transformers", Role.PEER, partial(qwen.loader, paths, per_batch), prove)
-    return Lineup(contestants, {"images": images, "bytes": sum(patches.nbytes for patches in written)})
-
-
-def _loader(paths: list[Path], workers: int) -> DataLoader[Batch]:
-    preprocess = Preprocess(Pairs(), SequenceBuilder(images=UINT8))
-    dataset = BatchDataset(shards(paths), preprocess, Packer(_TOKENS, buffer=_BUFFER), PackedCollator())
-    return DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-
-
-def _prove_images(
-    read: Callable[[B], tuple[Sequence[str], Tensor | None]],
-    want: Sequence[Array],
-    images: int,
-    at_most: float,
-    loader: Iterable[B],
-) -> None:
-    """Check that every image came, with the patches that it should have; read takes keys and patches of a batch."""
-    seen: Counter[str] = Counter()
-    first: dict[int, Array] = {}
-    for keys, patches in map(read, loader):
-        seen.update(keys)
-        for key, part in zip(keys, np.split(np.asarray(patches), len(keys)), strict=True):
-            photo = int(key) % len(want)
-            if photo in first:  # the same file gives the same numbers, which is quickly seen
-                equal(part, first[photo])
-            else:
-                equal(part, want[photo], at_most)
-                first[photo] = part.copy()
-    holds(seen.total() == images, f"{seen.total()} images", f"{images}")
-    counts = sorted(set(seen.values()))
-    holds(len(counts) == 1, f"{counts} times the same key", "one number of times, once in every shard")
-
-
-def _corpus(folder: Path, photos: list[bytes], files: int, records: int) -> list[Path]:
-    """Write shards of webdataset pairs, the photographs in turn."""
-    paths = [folder / f"{shard:05}.tar" for shard in range(files)]
-    for path in paths:
-        with tarfile.open(path, "w") as tar:
-            for i in range(records):
-                for name, data in (("jpg", photos[i % len(photos)]), ("txt", b"A photograph.")):
-                    member = tarfile.TarInfo(f"{i:06}.{name}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-    return paths

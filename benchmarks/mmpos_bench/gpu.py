@@ -1,7 +1,7 @@
 """Prove and measure the kernels on a GPU, in parts that can be run apart: `make gpu`.
 
 Part 1 runs the tests: those marked gpu, and those of the rotations. Part 2 times every launch beside a copy and peers.
-Part 3 times the host, and looks at every launch with compute-sanitizer and ncu where they are. Each part ends by itself
+Part 3 times the host, and looks at every launch with compute-sanitizer where it is. Each part ends by itself
 in less than nine minutes. Tests are kept as JUnit's XML, figures as those of `mmpos bench`, and report.md is made of
 all that is there. It needs numpy and torch with triton, and pytest, hypothesis and mpmath for part 1.
 """
@@ -9,7 +9,6 @@ all that is there. It needs numpy and torch with triton, and pytest, hypothesis 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import os
 import re
@@ -45,34 +44,6 @@ TESTS: Mapping[str, tuple[float, str]] = {
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ((300, 3), (2100, 1))
 """Tokens and documents at which all launches are looked at: with one warp a program, and with several."""
-
-_TABLE, _IDS, _STORE = (
-    "in place: mmpos, table",
-    "in place: mmpos, dense ids",
-    "norm, rotation and store: mmpos, one call",
-)
-PROFILED = (
-    *((way, 8192, 1) for way in ("in place: copy", _TABLE, _IDS, "norm and rotation: mmpos, at once", _STORE)),
-    ("forward and backward: with a norm", 8192, 1),
-    *((way, 256, 256) for way in (_TABLE, _IDS, _STORE)),
-    (_TABLE, 2048, 1),
-    (_TABLE, 32768, 1),
-    (_TABLE, 8192, 512),
-)
-"""Launches, tokens and documents whose hardware counters are read."""
-
-COUNTERS = (
-    "gpu__time_duration.sum",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "smsp__inst_executed.sum",
-    "launch__registers_per_thread",
-    "launch__grid_size",
-    "launch__block_size",
-)
 
 BROKEN = 75
 """Exit status of a process whose CUDA context is lost."""
@@ -235,12 +206,10 @@ def tests(part: Part) -> None:
 
 
 def looks(part: Part) -> None:
-    """Time the host, and look at the launches with other tools."""
+    """Time the host, and look at the launches with compute-sanitizer."""
     part.measure("host", 120.0)
     sizes = ((8, 1),) if part.options.dry else SANITIZED
-    sanitize(part, sizes, SANITIZERS[:2])
-    count(part, ((_TABLE, 8, 1),) if part.options.dry else PROFILED)
-    sanitize(part, sizes, SANITIZERS[2:])
+    sanitize(part, sizes, SANITIZERS)
 
 
 def launch(*words: object) -> tuple[str, ...]:
@@ -283,26 +252,6 @@ def findings(title: str, told: str) -> Iterator[Measurement]:
     """Read the number that compute-sanitizer prints in the end."""
     if said := _SUMMARY.search(told):
         yield Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(said[1])})
-
-
-def count(part: Part, profiled: Sequence[tuple[str, int, int]]) -> None:
-    """Read hardware counters of single launches; clocks are left as they are."""
-    marks = ("ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "-c", "4")
-    for way, tokens, documents in profiled:
-        words = launch("--way", way, "--tokens", tokens, "--documents", documents, "--warm", 2)
-        title = f"{way}, {tokens:,} tokens of {documents}"
-        look(part, title, (*marks, "--metrics", ",".join(COUNTERS), *words), partial(counters, title))
-
-
-def counters(title: str, told: str) -> Iterator[Measurement]:
-    """Read what ncu prints: lines of CSV among others, one for each counter of each launch."""
-    launches: dict[str, tuple[str, dict[str, float]]] = {}
-    for line in csv.DictReader(line for line in told.splitlines() if line.startswith('"')):
-        _, facts = launches.setdefault(line["ID"], (line["Kernel Name"].split("(")[0][:60], {}))
-        unit = f", {line['Metric Unit']}" if line.get("Metric Unit") else ""
-        facts[line["Metric Name"] + unit] = float(line["Metric Value"].replace(",", ""))
-    for kernel, facts in launches.values():
-        yield Measurement("hardware counters", f"{title}: {kernel}", (), {}, "", facts)
 
 
 PARTS: Mapping[int, Callable[[Part], None]] = {

@@ -1,4 +1,4 @@
-"""Images: from the bytes of photographs to patches, whole and stage by stage."""
+"""Images: from the bytes of photographs to patches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 import mmpos
 from mmpos.images import ImageProcessor
-from mmpos.images.decode import decode_jpeg, pillow, resize, torchvision
-from mmpos.images.patches import patchify
+from mmpos.images.decode import pillow, torchvision
 from mmpos_bench.proofs import equal
-from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
 from mmpos_bench.timing import Budget, one_thread
 
 UINT8 = ImageProcessor(order="merged")
@@ -32,7 +31,7 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 
 _FRAMES = 2  # of a still image in Qwen-VL's layout, all the same
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
-_BUDGET, _CURVE = Budget(3.0, 21), Budget(1.5, 11)
+_BUDGET = Budget(3.0, 21)
 _ROUNDING = 1e-5  # theirs is computed in float32 in another order, ours may differ by rounding alone
 
 Array = npt.NDArray[np.number]
@@ -51,8 +50,6 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         yield Comparison(
             "JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET
         )
-        name = f"a JPEG file of {width}×{height}"
-        yield Comparison("stages of JPEG to patches", name, partial(stages, photos[0]), "images", budget=_CURVE)
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
@@ -81,31 +78,6 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
         *_peers(photos, patches, options),
     ]
     return Lineup(contestants, {"images": len(photos), "bytes": sum(values.nbytes for values in want)})
-
-
-def stages(data: bytes) -> Lineup:
-    """Line up the stages of one image, each by itself."""
-    size, want, decoded = UINT8.inspect(data), expected(data), decode_jpeg(data)
-    fitted = UINT8.fit(size.height, size.width)
-    pixels = resize(decoded, *fitted, "torchvision")
-    layout = "Transformers' layout of patches"
-
-    def cut(image: Patches) -> Array:
-        return patchify(image, UINT8.patch_size, UINT8.spatial_merge_size, "merged", None)
-
-    def finish(image: Patches) -> Array:
-        return cut(resize(image, *fitted, "torchvision"))
-
-    part = partial(giving, role=Role.PART)
-    contestants = [
-        _copy([want]),
-        part("header", partial(UINT8.inspect, data), decoded.shape[:2], read=tuple),
-        part("decode", partial(decode_jpeg, data), want, read=finish),
-        part(f"resize to {fitted[1]}×{fitted[0]}", partial(resize, decoded, *fitted, "torchvision"), want, read=cut),
-        part("patches", partial(cut, pixels), want),
-        part(layout, partial(UINT8.pixel_values, want), as_pixel_values(want), at_most=_ROUNDING),
-    ]
-    return Lineup(contestants, {"images": 1, "bytes": want.nbytes})
 
 
 def _each(

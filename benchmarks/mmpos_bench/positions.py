@@ -1,10 +1,9 @@
-"""Positions: from lists, spans and token ids to dense ids, tables from a table, and how all of it grows."""
+"""Positions: from lists, spans and token ids to dense ids, and how that grows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +24,19 @@ IntArray = npt.NDArray[np.int64]
 LineUp = Callable[[list[Document]], Lineup]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
-_RANKS, _PADDING, _RANGES, _RANGE = 2, 64, 16, 100
 _SHORT = Budget(0.25, 11)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the workloads are no smaller when it is quick."""
-    groups: list[tuple[str, LineUp, str]] = [
-        ("from lists to dense ids", partial(from_lists, options=options), "tokens"),
-        ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32), "tokens"),
-        ("dense(out=), rope-tie-v2, float64", partial(filled, scheme="rope-tie-v2", dtype=np.float64), "tokens"),
-        ("from token ids to dense ids", partial(from_ids, options=options), "tokens"),
-        ("tables from a table", views, "segments"),
+    groups: list[tuple[str, LineUp]] = [
+        ("from lists to dense ids", partial(from_lists, options=options)),
+        ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32)),
+        ("dense(out=), rope-tie-v2, float64", partial(filled, scheme="rope-tie-v2", dtype=np.float64)),
+        ("from token ids to dense ids", partial(from_ids, options=options)),
     ]
-    for group, line_up, unit in groups:
-        yield from (Comparison(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
+    for group, line_up in groups:
+        yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in WORKLOADS.items())
     yield from grown(options)
 
 
@@ -109,53 +106,6 @@ def copy_and_fill(read: IntArray, input_ids: IntArray, written: npt.NDArray[np.i
     written.fill(1)
 
 
-def in_place_of_theirs(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up ``rope_index``, which has the tensors and the results of Transformers' method, against that."""
-    import torch
-
-    from mmpos.integrations.hf import rope_index
-
-    input_ids, grid_thw = token_ids_of(documents)
-    mrope = loop_ids(documents, "mrope")
-    read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int64)
-    function = rope_index({"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": _MERGE}})
-    ids, grids = torch.from_numpy(input_ids), torch.from_numpy(grid_thw)
-    types = (ids == _IMAGE).int()
-    contestants = [
-        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
-        giving("mmpos, rope_index", lambda: function(ids, types, grids)[0].reshape(3, -1).numpy(), mrope),
-    ]
-    if theirs := options.peer("Transformers", load_rope_index):
-        contestants.append(giving("Transformers", theirs(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
-    return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
-
-
-def views(documents: list[Document]) -> Lineup:
-    """Line up tables from a table, against a copy of it; documents are of equal length, and end in text."""
-    table, ids = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
-    tokens, axes = table.num_tokens, len(ids)
-    length, begin, stop = tokens // len(documents), tokens // 4, tokens // 2
-    per_document = ids.reshape(axes, len(documents), length)
-    starts = np.arange(_RANGES) * (tokens // _RANGES)
-    stops = starts + _RANGE
-    taken = np.concatenate([ids[:, a:b] for a, b in zip(starts, stops, strict=True)], axis=1)
-    block = length // (2 * _RANKS)
-    zigzag = np.concatenate([per_document[:, :, :block], per_document[:, :, -block:]], axis=2).reshape(axes, -1)
-    longer = np.pad(per_document, ((0, 0), (0, 0), (0, _PADDING))).reshape(axes, -1)
-    # Parts, since each is another question: none of them is faster than another.
-    part = partial(giving, role=Role.PART, read=PositionTable.dense)
-    contestants = [
-        limit("copy of the table", table.table.copy),
-        part("slice of a quarter", lambda: table.slice(begin, stop), ids[:, begin:stop]),
-        part(f"take of {_RANGES} ranges of {_RANGE}", lambda: table.take(starts, stops), taken),
-        # The next token follows the text on all axes.
-        part("decode of a token each", table.decode, per_document[:, :, -1] + 1),
-        part(f"shard, 1 of {_RANKS}", lambda: table.shard(0, _RANKS), zigzag),
-        part(f"pad by {_PADDING} tokens each", lambda: table.pad(length + _PADDING), longer),
-    ]
-    return Lineup(contestants, counts(documents) | {"segments": table.num_segments, "bytes": table.table.nbytes})
-
-
 def grown(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield more and more tokens, and more and more images among as many tokens."""
     most = 2 if options.quick else None
@@ -165,10 +115,7 @@ def grown(options: SuiteOptions) -> Iterator[Comparison]:
         return Comparison(group, name, lambda: line_up(workload(*sizes), options), budget=_SHORT)
 
     for n in [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22][:most]:
-        sizes = 1, n, n // 320, 16
-        yield case("from token ids, over tokens", f"{n:,} tokens", from_ids, *sizes)
-        if find_spec("torch") and n <= 2**18:
-            yield case("rope_index, over tokens", f"{n:,} tokens", in_place_of_theirs, *sizes)
+        yield case("from token ids, over tokens", f"{n:,} tokens", from_ids, 1, n, n // 320, 16)
     for n in [0, 1, 10, 100, 1000, 10_000][:most]:
         yield case("from lists, over images", counted(n, "image", ","), lists_or_spans, 1, million, n, 8)
 

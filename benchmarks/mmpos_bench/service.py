@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,26 +9,18 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from tempfile import NamedTemporaryFile
 
 from mmpos.errors import UnsupportedError
-from mmpos.positions.place import place
-from mmpos.segments.kinds import Grid, Text
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
 from mmpos_bench.timing import Budget, Timer
 
 with needed_for("the service suite", extra="server"):
     import grpc
 
-    from mmpos.client import Client
     from mmpos_bench.questions import Asking, Question
     from mmpos_bench.serving import (
         OPTIONS,
-        PHOTOGRAPHS,
         Load,
         Order,
         ServerProcess,
@@ -41,9 +32,6 @@ with needed_for("the service suite", extra="server"):
         service,
         started,
     )
-    from mmpos_server.config import Profiles, load
-
-_LARGE = 2**29  # bytes of a request, and of shared memory, where tensors are large
 
 
 @dataclass(frozen=True)
@@ -75,23 +63,15 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
     sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
-        settings = stack.enter_context(NamedTemporaryFile("w", suffix=".toml"))
-        settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
-        settings.flush()
-        sharing = ("--config", settings.name, "--shared-memory", f"mmpos-bench-{os.getpid()}-")
-        silent = ("--log-level", "warning")
-        # Each takes seconds to start: a quick run makes do with one, which logs.
-        ours = [sharing] if options.quick else [(*sharing, *silent), (), silent]
-        commands = [echo(options.malloc), *(service(options.malloc, *words) for words in ours)]
-        bare, large, *more = stack.enter_context(started(*commands))
-        logging, quiet = more or (large, large)
+        commands = [echo(options.malloc), service(options.malloc)]
+        if not options.quick:  # each takes seconds to start: a quick run makes do with the one that logs
+            commands.append(service(options.malloc, "--log-level", "warning"))
+        bare, logging, *more = stack.enter_context(started(*commands))
+        quiet = more[0] if more else logging
         channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
         pool = stack.enter_context(clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
         yield from _Suite(sizes, quiet, logging, bare, pool, asking).cases(quick=options.quick)
-        plain = stack.enter_context(Client(large.address, timeout=120))
-        shares = stack.enter_context(Client(large.address, timeout=120, shared_memory=_LARGE))
-        yield from _sharing(plain, shares, sizes)
 
 
 @dataclass(frozen=True)
@@ -159,52 +139,3 @@ class _Suite:
         """Put the load on the echo server, which answers as many bytes."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
-
-
-def _sharing(plain: Client, shares: Client, sizes: ServiceSizes) -> Iterator[Comparison]:
-    """Yield calls with large tensors: in messages, and in shared memory, against the same work in process."""
-    group = "large tensors, one call at a time"
-    if find_spec("torch") is not None:
-        name = f"Rotate, {sizes.tokens:,} tokens of 32 + 8 heads of 128 in bfloat16"
-        yield Comparison(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
-    name = f"Build, {counted(sizes.photographs, 'document')} with 2 photographs"
-    yield Comparison(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
-
-
-def _rotated(plain: Client, shares: Client, tokens: int) -> Lineup:
-    """Line up rotations of a model's q and k."""
-    import torch
-
-    from mmpos.rotary import Rotary, apply_rotary
-
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(tokens, heads, 128, generator=generator).bfloat16() for heads in (32, 8))
-    side = 4
-    table = place(SegmentTable.from_documents([[Text(tokens - side**2 - 1), Grid(side, side), Text(1)]]))
-    asked = (q, k, table, Rotary(128))
-
-    def bits(pair: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[object, ...]:
-        return tuple(x.view(torch.int16) for x in pair if x is not None)  # numpy has no bfloat16
-
-    here, want = partial(apply_rotary, *asked), bits(apply_rotary(*asked))
-    contestants = (
-        limit("in process", here),
-        giving("mmpos, messages", partial(plain.apply_rotary, *asked), want, Role.PART, bits),
-        giving("mmpos, shared memory", partial(shares.apply_rotary, *asked), want, read=bits),
-    )
-    return Lineup(contestants, {"calls": 1, "tokens": tokens, "bytes": 2 * (q.nbytes + k.nbytes)})
-
-
-def _built(plain: Client, shares: Client, documents: int) -> Lineup:
-    """Line up sequences with photographs."""
-    asked = [["A cat: ", PHOTOGRAPHS[0], " and a cup: ", PHOTOGRAPHS[1]]] * documents
-    here = partial(Profiles.from_config(load()).default.builder.build_batch, asked)
-    want = tuple(here())
-    contestants = (
-        limit("in process", here),
-        giving("mmpos, messages", partial(plain.build_batch, asked), want, Role.PART),
-        giving("mmpos, shared memory", partial(shares.build_batch, asked), want),
-    )
-    patches = sum(sequence.patches.nbytes for sequence in want if sequence.patches is not None)
-    size = sum(map(len, PHOTOGRAPHS)) * documents + patches
-    return Lineup(contestants, {"calls": 1, "documents": documents, "bytes": size})

@@ -15,7 +15,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -323,7 +322,7 @@ by_rate = _by(lambda turn: 1 / turn.per_second)
 """Seconds of the clock per call, of many at once."""
 
 
-# Floods, and streams that are not read.
+# Floods.
 
 
 @dataclass(frozen=True)
@@ -366,15 +365,6 @@ async def _flood(address: str, path: str, request: bytes, rate: float, seconds: 
     for channel in channels:
         await channel.close()
     return sent
-
-
-def stall(address: str, path: str, item: bytes, count: int) -> None:
-    """Open so many streams of the same item, each on a connection of its own, and never read."""
-    calls: list[object] = []
-    for _ in range(count):
-        ask: Any = grpc.insecure_channel(address, options=_ALONE).stream_stream(path)
-        calls.append(ask(iter(lambda: item, None)))
-    threading.Event().wait()
 
 
 # Everything at once.

@@ -22,7 +22,7 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "positions": "from lists, spans and token ids to dense ids",
         "images": "from the bytes of photographs to patches",
         "rotary": "rotations of q and k, forward and backward",
-        "data": "from examples to batches and packs, from tar shards to batches",
+        "data": "from examples to batches and packs",
         "service": "calls of the service, beside a bare echo",
     }
 )

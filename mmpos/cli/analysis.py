@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from tokenize import TokenError  # numpy reads headers with it
@@ -23,6 +24,7 @@ from mmpos.cli.options import (
     Specs,
     complete_scheme,
     did_you_mean,
+    flat,
     make_scheme,
     read_specs,
     scheme_option,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis
     from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
+    from mmpos.rotary import Rotary
 
 
 @app.command(
@@ -227,6 +230,35 @@ def _complete_allocation(incomplete: str) -> list[str]:
     return [name for name in ALLOCATIONS if name.startswith(incomplete)]
 
 
+@dataclass(frozen=True)
+class RotationFlags:
+    """The options that say how q and k are turned."""
+
+    head_dim: HeadDim = 128
+    theta: Theta = 10000.0
+    allocation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which axis drives a pair, such as interleaved, split, axial or sections; several to compare.",
+            show_default="interleaved",
+            autocompletion=_complete_allocation,
+        ),
+    ] = None
+    mrope_section: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,N", help="Pairs per axis, for sections and mrope-interleaved.", show_default=False),
+    ] = None
+
+    def rotaries(self, axes: int) -> list[Rotary]:
+        """Make the rotation of each allocation."""
+        from mmpos.rotary import Rotary
+
+        section = None if self.mrope_section is None else _section(self.mrope_section)
+        names = self.allocation or ["interleaved"]
+        return [Rotary(self.head_dim, self.theta, axes, name, mrope_section=section) for name in names]
+
+
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")
 def ids(
     documents: Documents,
@@ -253,47 +285,28 @@ def ids(
     help="Draw what one patch sees by its position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
+@flat
 def attention(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="One document.", show_default=False)],
     output: Output,
+    *,
     scheme: SchemeNames = None,
     axes: Axes = None,
     token: Annotated[
         int | None,
         typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image"),
     ] = None,
-    head_dim: HeadDim = 128,
-    theta: Theta = 10000.0,
-    allocation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Which axis drives a pair, such as interleaved, split, axial or sections; several to compare.",
-            show_default="interleaved",
-            autocompletion=_complete_allocation,
-        ),
-    ] = None,
-    mrope_section: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,N", help="Pairs per axis, for sections and mrope-interleaved.", show_default=False),
-    ] = None,
+    rotation: RotationFlags,
     title: Title = None,
 ) -> None:
     """Draw what one patch sees by its position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
-    from mmpos.rotary import Rotary
 
-    section = None if mrope_section is None else _section(mrope_section)
-    names = allocation or ["interleaved"]
+    several = len(rotation.allocation or ()) > 1
     kernels = [
-        attention_kernel(
-            table,
-            Rotary(head_dim, theta, table.axes, name, mrope_section=section),
-            token,
-            label=table.scheme if len(names) == 1 else None,
-        )
+        attention_kernel(table, rotary, token, label=None if several else table.scheme)
         for table in (each.positions for each in _placed([document], scheme, 0, axes))
-        for name in names
+        for rotary in rotation.rotaries(table.axes)
     ]
     _write(output, lambda path: plot_attention(kernels, path, title))
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
@@ -157,7 +156,7 @@ def preprocess(
 
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
-        with _reporting() as tell:
+        with report.progress_bar("shards") as bar:
             summary = write_sequences(
                 shards(inputs),
                 output,
@@ -169,7 +168,7 @@ def preprocess(
                 patches=not work.no_patches,
                 overwrite=work.overwrite,
                 max_tokens=work.max_tokens,
-                report=tell,
+                report=_Lines() if bar is None else partial(_draw, bar),
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
@@ -228,22 +227,8 @@ def _value(name: str, kind: object, value: str) -> object:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
 
 
-@contextmanager
-def _reporting() -> Iterator[Callable[[Progress], None]]:
-    """Show progress: a bar on a terminal, else a line now and then."""
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield _Lines()
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TextColumn("{task.description}"))
-    with Bar(*columns, TimeElapsedColumn(), console=out) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda progress: bar.update(
-            task, total=progress.shards, completed=progress.done, description=_counted(progress)
-        )
+def _draw(bar: Callable[..., None], progress: Progress) -> None:
+    bar(progress.done, progress.shards, _counted(progress))
 
 
 class _Lines:

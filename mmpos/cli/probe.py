@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.console import Console
 
 from mmpos.cli.analysis import read_array, read_config
 from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_specs
+from mmpos.cli.report import progress_bar
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
@@ -102,8 +102,8 @@ def run(
     found: dict[str, Verdict] = {}
     for name, layer in layers.items():
         given: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name), "trusted": trusted}
-        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "), _reporting(name) as progress:
-            verdict = found[name] = judge(layer, models[name].rotary, meant, **given, progress=progress)
+        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "), progress_bar("tokens", name) as bar:
+            verdict = found[name] = judge(layer, models[name].rotary, meant, **given, progress=bar)
         if not as_json:
             known = verdict.known
             heads = f" of {len(known)} kv heads" if len(known) > 1 else ""
@@ -191,21 +191,6 @@ def _beside(config: Path, names: Iterable[str]) -> Arrays:
         return {}
     keys = _dump(path)
     return {name: keys[str(_number(name))] for name in names if str(_number(name)) in keys}
-
-
-@contextmanager
-def _reporting(name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show on a terminal how many tokens of a layer are read."""
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:

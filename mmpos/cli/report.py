@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -35,6 +36,25 @@ def show(out: Console, table: Table) -> None:
         out.print(table)
     for line in capture.get().splitlines():
         out.out(line.rstrip(), highlight=False)
+
+
+@contextmanager
+def progress_bar(unit: str, words: str = "") -> Iterator[Callable[..., None] | None]:
+    """Show a bar on stderr while it is updated with what is done, the total and words; None without a terminal."""
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(done: int, total: int, words: str = words) -> None:
+            bar.update(task, completed=done, total=total, description=words)
+
+        yield update
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:

@@ -274,9 +274,18 @@ def _arguments(
         if k is not None:
             check_heads("k", k, len(rotary.head_axes))
     ids = ids_on(positions, rotary, q.device, validate, like="q")
-    _check_tokens(ids, q)
-    number = number_of(implementation, q.device)
-    rotation = rotation_of(ids, rotary, conjugate, number)
+    batch, seq, heads, _ = q.shape
+    if ids.tokens != batch * seq:
+        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
+    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
+    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
+    if batch > 1 and known and row_length != seq:
+        raise InvalidInputError(
+            f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
+            "pad the table, or use layout thd"
+        )
+    rotation = rotation_of(ids, rotary, conjugate, number_of(implementation, q.device))
     if cos_sin is None:
         return rotation
     # The factor is in the cache already.
@@ -332,20 +341,6 @@ def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
     if dimensions == 3:
         return x.squeeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _check_tokens(ids: PositionIds, q: Tensor) -> None:
-    batch, seq, heads, _ = q.shape
-    if ids.tokens != batch * seq:
-        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
-        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
-    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
-    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
-    if batch > 1 and known and row_length != seq:
-        raise InvalidInputError(
-            f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
-            "pad the table, or use layout thd"
-        )
 
 
 def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:

@@ -101,9 +101,13 @@ class Rotary:
     length: int | None = None
     axes_dim: Sequence[int] | None = None
     head_axes: Sequence[int] | None = None
-    # Made at once, since a graph cannot make them: of to_dict, and whether pair j has the j-th frequency of one ladder.
+    # Made at once, since a graph cannot make them.
     text: str = field(init=False, repr=False, compare=False)
+    """``to_dict`` as JSON."""
     shares_ladder: bool = field(init=False, repr=False, compare=False)
+    """Whether pair j has the j-th frequency of one ladder."""
+    attention_factor: float = field(init=False, repr=False, compare=False)
+    """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -114,6 +118,7 @@ class Rotary:
         one_of("precision", self.precision, ("exact", "hf"))
         self._check_allocation()
         self._check_frequencies()
+        self._set("attention_factor", 1.0 if self.scaling is None else self.scaling.scaled_attention())
         self._set("text", json.dumps(self.to_dict()))
         one_ladder = len(set(self._kinds)) == 1
         self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
@@ -154,11 +159,6 @@ class Rotary:
     def num_pairs(self) -> int:
         """Pairs of channels that turn."""
         return self.rotary_dim // 2
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
-        return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
     @cached_property
     def pair_axis(self) -> IntArray:

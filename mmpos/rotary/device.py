@@ -71,14 +71,28 @@ class DevicePositions:
         Raises:
             LimitExceededError: more segments than the capacity.
         """
-        columns = _columns(positions, capacity)
+        if not isinstance(positions, PositionTable):
+            raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
+        used, tokens = positions.table.shape[1], positions.num_tokens
+        if capacity is None and used:
+            columns = positions.table.copy()
+        else:
+            reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
+            if used > reserved:
+                raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
+            columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
+            columns[OFFSET] = tokens  # which no token reaches
+            columns[:, :used] = positions.table
+        starts = positions.documents[FIRST_TOKEN].tolist()
+        length = tokens // max(len(starts), 1)
+        row_length = length if length and starts == list(range(0, tokens, length)) else 0
         table = torch.from_numpy(columns)
         device = torch.device(device)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             table = table.to(device)
-        return cls(table, positions.num_tokens, _row_length(positions), positions.fractional)
+        return cls(table, tokens, row_length, positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
         """Put another table of as many tokens into the same memory; valid between replays of a CUDA graph.
@@ -87,16 +101,15 @@ class DevicePositions:
             InvalidInputError: axes, fractions, tokens or the length of documents differ.
             LimitExceededError: more segments than the capacity.
         """
-        fresh = torch.from_numpy(_columns(positions, self.table.shape[1]))
-        got = (positions.axes, positions.fractional, positions.num_tokens, _row_length(positions))
-        want = (self.axes, self.fractional, self.num_tokens, self.row_length)
+        fresh = DevicePositions.from_table(positions, capacity=self.table.shape[1])
+        got, want = ((x.axes, x.fractional, x.num_tokens, x.row_length) for x in (fresh, self))
         if got != want:
             raise InvalidInputError(
                 f"positions: got (axes, fractional, tokens, document length) {got}, want {want} as before"
             )
         if self.table.is_cuda:
             fresh = fresh.pin_memory()
-        self.table.copy_(fresh, non_blocking=True)
+        self.table.copy_(fresh.table, non_blocking=True)
 
     @property
     def axes(self) -> int:
@@ -123,29 +136,6 @@ class DevicePositions:
 
             return launch_dense(self.table, self.num_tokens, self.axes, self.fractional)
         return torch.from_numpy(expand.dense(self.table.numpy(), self.num_tokens, self.fractional))
-
-
-def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Copy the table, with unused columns behind it, which begin at the token count and are reached by no token."""
-    if not isinstance(positions, PositionTable):
-        raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
-    used = positions.table.shape[1]
-    if capacity is None and used:
-        return positions.table.copy()
-    reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
-    if used > reserved:
-        raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
-    columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
-    columns[OFFSET] = positions.num_tokens
-    columns[:, :used] = positions.table
-    return columns
-
-
-def _row_length(positions: PositionTable) -> int:
-    """Return the tokens of every document where they are equal, else 0."""
-    starts = positions.documents[FIRST_TOKEN].tolist()
-    length = positions.num_tokens // max(len(starts), 1)
-    return length if length and starts == list(range(0, positions.num_tokens, length)) else 0
 
 
 Positions = DevicePositions | PositionTable | Tensor

@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: proofs before timing, ratios, the machine's stamp, JSON, tables and pictures."""
+"""The frame of the benchmarks: proofs before timing, ratios, the machine's stamp, JSON and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from pictures import texts
 from record import QUOTING, filled_in
 from rich.console import Console
 from typer.testing import CliRunner
@@ -42,7 +41,6 @@ from mmpos_bench import (
 )
 from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
-from mmpos_bench.plot import plot_report
 from mmpos_bench.results import from_json, to_json, to_markdown
 from mmpos_bench.suites import giving, limit
 from mmpos_bench.workloads import loop_ids
@@ -250,10 +248,10 @@ def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
         run("nonsense")
 
 
-def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None:
-    figures, picture = tmp_path / "found.json", tmp_path / "found.svg"
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
+    figures = tmp_path / "found.json"
     asked = ["bench", "positions", "--quick", "--only", "int32: d"]
-    done = CliRunner().invoke(app, [*asked, "--json", str(figures), "--plot", str(picture)], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*asked, "--json", str(figures)], catch_exceptions=False)
     assert done.exit_code == 0
     (report,) = from_json(figures.read_text())
     assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
@@ -264,7 +262,6 @@ def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None
     assert lines[at + 2] == "d: 1 × 8k tokens of text"
     assert [line.split()[0] for line in lines[at + 3 : at + 6]] == ["fill", "dense(out=)", "limit:"]
     assert re.search(r"\d+–\d.*\d×$", lines[at + 4])
-    assert "dense(out=), rope-tie, int32" in picture.read_text()
     printed = CliRunner().invoke(app, [*asked, "--json", "-"], catch_exceptions=False)
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
@@ -289,35 +286,10 @@ def test_an_interrupted_command_writes_the_cases_that_were_done(
     assert not (tmp_path / "none.json").exists()
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
-    with pytest.raises(InvalidInputError, match=f"{option}: got '/no/such/x.svg', want a file in a folder"):
-        CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.svg"], catch_exceptions=False)
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_picture_has_all_figures_and_says_what_and_where(tmp_path: Path, quick: bool) -> None:
-    plot_report(replace(REPORT, suite="rotary", quick=quick), tmp_path / "found.svg")
-    words = texts(tmp_path / "found.svg")
-    head = {"mmpos bench rotary", "rotations of q and k, forward and backward", str(MACHINE), REPORT.command}
-    assert head <= set(words)
-    assert ("quick: toy sizes, every path once; the figures mean nothing" in words) is quick
-    for line in (
-        ["mmpos", "3.00 µs", "1.50×"],
-        ["place", "1.00 µs", "0.50×"],
-        ["loop", "60.0 µs", "30.0×"],
-    ):
-        assert any(words[at : at + 3] == line for at in range(len(words))), line
-    assert {"a: one", "others", "● other projects", "1×", "10×"} <= set(words)
-
-
-def test_a_picture_needs_a_limit(tmp_path: Path) -> None:
-    bare = replace(MEASUREMENT, entries=MEASUREMENT.entries[1:])
-    with pytest.raises(InvalidInputError, match="report: got no ratio to a limit"):
-        plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
-    with pytest.raises(InvalidInputError, match="want a file ending in"):
-        plot_report(REPORT, tmp_path / "found.bmp")
+    with pytest.raises(InvalidInputError, match="--json: got '/no/such/x', want a file in a folder"):
+        CliRunner().invoke(app, ["bench", "positions", "--json", "/no/such/x"], catch_exceptions=False)
 
 
 def test_less_than_the_limit_is_put_in_words() -> None:

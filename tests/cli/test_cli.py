@@ -75,40 +75,16 @@ next position 16, delta 5
 
 
 def test_positions_of_a_long_document_are_one_line_per_segment() -> None:
-    assert (
-        run("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7")
-        == """\
-1,552 tokens, scheme mrope, positions (frame, row, col)
-
-tokens      what           first             last              steps
-────────────────────────────────────────────────────────────────────────────────────────────────────
-0–99        text 100       (7, 7, 7)         (106, 106, 106)   token +1
-100–1251    grid 2×24×24   (107, 107, 107)   (108, 130, 130)   frame +(1, 0, 0), row +(0, 1, 0), col
-                                                               +(0, 0, 1)
-1252–1551   text 300       (131, 131, 131)   (430, 430, 430)   token +1
-
-next position 431, delta -1128
-"""
-    )
+    lines = run("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7").splitlines()
+    assert lines[0] == "1,552 tokens, scheme mrope, positions (frame, row, col)"
+    assert [line.split()[0] for line in lines[4:] if line] == ["0–99", "100–1251", "+(0,", "1252–1551", "next"]
+    assert max(map(len, lines)) == 100
 
 
 def test_fractions_are_printed_as_fractions() -> None:
-    assert (
-        run("positions", "1,1x2", "--scheme", "v2pe")
-        == """\
-3 tokens, scheme v2pe, positions (id)
-
-tokens   what       first   last   steps
-─────────────────────────────────────────────────────
-0        text 1     0       0      token +1
-1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4
-
-token  0    1    2
-   id  0  1/4  1/2
-
-next position 2, delta -1
-"""
-    )
+    lines = run("positions", "1,1x2", "--scheme", "v2pe").splitlines()
+    assert lines[5] == "1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4"
+    assert lines[8] == "   id  0  1/4  1/2"
 
 
 def test_several_documents_and_a_scheme_without_next_positions() -> None:
@@ -181,11 +157,6 @@ def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
     assert found["documents"] == [parts]
     assert found["position_ids"][2] == [0, 0, 2, 0, 0, 1, 1, 0, 3]
     assert "tile 1×2 and 1 token after it" in run("positions", "tiles.json", "--scheme", "mrope-canvas")
-
-
-def test_three_axes_of_a_tie_scheme() -> None:
-    found = json.loads(run("positions", "1,2x1x1", "--axes", "3", "--json"))
-    assert found["position_ids"] == [[0, 4, 8], [0, 6, 6], [0, 6, 6]]
 
 
 def test_explain_is_the_librarys_sentence() -> None:
@@ -283,10 +254,6 @@ def test_plot_writes_its_picture_and_says_where(tmp_path: Path, arguments: str, 
     assert [word for word in words if word not in found] == []
 
 
-def test_plot_alone_lists_what_it_draws() -> None:
-    assert [run("plot").count(f" {name} ") > 0 for name in ("ids", "attention", "phase", "growth")] == [True] * 4
-
-
 @pytest.mark.parametrize("command", ["demo", "positions", "plot ids", "plot attention", "explain", "schemes"])
 def test_help_teaches_every_command(command: str) -> None:
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*command.split(), "--help")).split())
@@ -303,10 +270,9 @@ def test_info_prints_what_mmpos_says_of_itself() -> None:
     assert len({line.index(value) for line, (_, value) in zip(run("info").splitlines(), lines, strict=True)}) == 1
 
 
-def test_help_alone_and_version() -> None:
+def test_no_words_print_the_help() -> None:
     assert run() == run("-h")
     assert "mmpos positions 3,2x3,2" in re.sub(r"\x1b\[[0-9;]*m", "", run())
-    assert re.fullmatch(r"mmpos \S.*\n", run("--version"))
 
 
 def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
@@ -367,8 +333,6 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
         (["explain", "3", "x"], None),
         (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', {WANT_SCHEME}"),
         (["positions", "3", "-s", "rope_tie"], f"--scheme: got 'rope_tie' (did you mean 'rope-tie'?), {WANT_SCHEME}"),
-        (["positions", "3", "--axes", "3", "-s", "flatten"], "--axes: got 3, want 1 for scheme 'flatten'"),
-        (["positions", "3", "--axes", "4"], "RopeTie.axes: got 4, want 2 or 3"),
         (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),

@@ -27,11 +27,44 @@ from mmpos.rotary.apply import _arguments
 from mmpos.rotary.kernel import launching
 from mmpos.rotary.kernel.rotate import rotary_kernel
 from mmpos.rotary.operators import rotate_backward
-from mmpos_bench.host import StandIn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+H100 = GPUTarget("cuda", 90, 32)
 LAUNCHES: list[tuple[Any, ...]] = []
 BOUND: Counter[str] = Counter()
+
+
+class StandIn:
+    """A driver of Triton for a GPU that is not there: kernels are compiled for it, and a launch does nothing."""
+
+    class Launcher:
+        """Takes the arguments of a launch."""
+
+        def __init__(self, source: object, metadata: object) -> None: ...
+
+        def __call__(self, *arguments: object) -> None:
+            """Launch nothing."""
+
+    def __init__(self, target: GPUTarget = H100) -> None:
+        self._target = target
+        self.launcher_cls = self.Launcher
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (0, 0, 0, 0, 1024),  # module, function, registers, spills, most threads
+            unload_module=lambda _: None,
+            get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU that kernels are compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """The first."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
 
 
 def uncompiled(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos_bench.layers import Layer, Pair
-from mmpos_bench.proofs import holds
 
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate | None]
@@ -151,34 +147,6 @@ def load_flashinfer() -> PeerRotation:
     return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
 
 
-def load_flashinfer_kernel() -> PeerRotation:
-    """Load FlashInfer's kernel from a library of its own, beside other peers, built as flashinfer_rope.cu says."""
-    _need_gpu()
-    found = [path for folder in sys.path if (path := Path(folder or ".") / "flashinfer_rope.so").exists()]
-    if not found:
-        raise ImportError("there is no flashinfer_rope.so")
-    rope = ctypes.CDLL(str(found[0].resolve())).rope_bf16
-    rope.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_uint32] * 4, *[ctypes.c_int64] * 4, ctypes.c_void_p]
-
-    def rotate(layer: Layer) -> Rotate | None:
-        if layer.dtype != torch.bfloat16:
-            return None
-        cache = torch.cat((layer.angles.cos(), layer.angles.sin()), dim=-1).float()
-        rows = torch.arange(layer.tokens, device=layer.device)
-
-        def call(q: Tensor, k: Tensor) -> Pair:
-            code = rope(
-                *(x.data_ptr() for x in (q, k, cache, rows)), layer.tokens, q.shape[2], k.shape[2], q.shape[3],
-                q.stride(1), q.stride(2), k.stride(1), k.stride(2), torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
-            holds(code == 0, f"CUDA error {code}", "none")
-            return q, k
-
-        return call
-
-    return PeerRotation(inplace=rotate)
-
-
 def load_compiled_norm() -> NormRotate:
     """Load torch's norm and the formula, compiled together, if torch can compile here."""
     _need_compiler()
@@ -233,7 +201,6 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
     "Liger": load_liger,
     "flash-attention": load_flash_attention,
     "flashinfer": load_flashinfer,
-    "FlashInfer's kernel": load_flashinfer_kernel,
 }
 
 NORMS: Mapping[str, Callable[[], NormRotate]] = {

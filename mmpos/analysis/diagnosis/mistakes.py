@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from mmpos.schemes import (
     RopeTieLcm,
     RopeTieV2,
     Scheme,
-    TextRuns,
 )
 from mmpos.segments.kinds import CLIP, GRID, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
@@ -64,64 +64,25 @@ def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], M
     return lambda guesses: Mistake(remedy, guesses)
 
 
-@dataclass(frozen=True)
-class Mistaken(Scheme):
-    """A scheme as it is, to be made wrong by subclasses.
-
-    Args:
-        right: the scheme without the mistake.
-    """
-
-    name: ClassVar[str] = "mistaken"
-    right: Scheme
-
-    def __post_init__(self) -> None:
-        for name in ("axes", "fractional", "frames", "text", "row_separators", "kinds", "resumable"):
-            object.__setattr__(self, name, getattr(self.right, name))
-
-    def unit(self, grids: Grids) -> IntArray | None:
-        return self.right.unit(grids)
-
-    def advance(self, grids: Grids) -> IntArray:
-        return self.right.advance(grids)
-
-    def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return self.right.place(grids, cursor)
-
-    def advance_text(self, runs: TextRuns) -> IntArray:
-        return self.right.advance_text(runs)
-
-    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        return self.right.place_text(runs, cursor)
+def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
+    """Make a scheme that does what this one does, but for these methods."""
+    wrong = copy(right)
+    for name in ("unit", "advance", "place", "advance_text", "place_text", "next_after"):
+        # Methods of the right scheme: where they need each other, they find no mistake.
+        object.__setattr__(wrong, name, methods.get(name, getattr(right, name)))
+    return wrong
 
 
-@dataclass(frozen=True)
-class OtherAdvance(Mistaken):
-    """Grids in their place, and what comes after them not.
+def other_advance(right: Scheme, ids: Callable[[Scheme, Grids], IntArray | None]) -> Scheme:
+    """Grids in their place, and what comes after them not: they take so many ids, or None where the scheme is right."""
 
-    Args:
-        ids: how many ids grids take, (grids,), by the scheme without the mistake; None where it knows better.
-    """
+    def advance(grids: Grids) -> IntArray:
+        count, unit = ids(right, grids), right.unit(grids)
+        if count is None:
+            return right.advance(grids)
+        return count if unit is None else count * unit
 
-    ids: Callable[[Scheme, Grids], IntArray | None]
-
-    def advance(self, grids: Grids) -> IntArray:
-        ids, unit = self.ids(self.right, grids), self.right.unit(grids)
-        if ids is None:
-            return self.right.advance(grids)
-        return ids if unit is None else ids * unit
-
-
-def _tokens_of(right: Scheme, grids: Grids) -> IntArray:
-    return grids.tokens
-
-
-def _longest_side(right: Scheme, grids: Grids) -> IntArray:
-    return grids.extents.max(axis=0)
-
-
-def _one(right: Scheme, grids: Grids) -> IntArray:
-    return np.ones_like(grids.frames)
+    return mistaken(right, advance=advance)
 
 
 def _beyond_maximum(right: Scheme, grids: Grids) -> IntArray | None:
@@ -136,45 +97,32 @@ def _beyond_maximum(right: Scheme, grids: Grids) -> IntArray | None:
     return highest.max(axis=0) // placement.denominator + 1
 
 
-@dataclass(frozen=True)
-class Unmerged(Mistaken):
-    """Grids placed as if their patches had not been merged.
+def unmerged_scheme(right: Scheme, side: int, whole: bool) -> Scheme:
+    """Patches that were not merged in blocks of this side: in the ids that grids take, or in their strides, too."""
 
-    Args:
-        spatial_merge_size: side of the blocks that were merged.
-        whole: whether strides are those of the unmerged grid, too, and not only the ids that it takes.
-    """
-
-    spatial_merge_size: int = 2
-    whole: bool = False
-
-    def advance(self, grids: Grids) -> IntArray:
-        return self.right.advance(self._before(grids))
-
-    def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return self.right.place(self._before(grids) if self.whole else grids, cursor)
-
-    def _before(self, grids: Grids) -> Grids:
-        side = self.spatial_merge_size
+    def before(grids: Grids) -> Grids:
         return replace(grids, extents=grids.extents * np.array([[1], [side], [side]]))
 
+    methods: dict[str, Callable[..., Any]] = {"advance": lambda grids: right.advance(before(grids))}
+    if whole:
+        methods["place"] = lambda grids, cursor: right.place(before(grids), cursor)
+    return mistaken(right, **methods)
 
-class ColumnMajor(Mistaken):
+
+def column_major_scheme(right: Scheme) -> Scheme:
     """Patches column after column, for documents whose grids have height and width exchanged."""
 
-    def advance(self, grids: Grids) -> IntArray:
-        return self.right.advance(_with_sides_exchanged(grids))
+    def exchanged(grids: Grids) -> Grids:
+        return replace(grids, extents=grids.extents[[0, 2, 1]])
 
-    def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        placement = self.right.place(_with_sides_exchanged(grids), cursor)
+    def place(grids: Grids, cursor: IntArray) -> Placement:
+        placement = right.place(exchanged(grids), cursor)
         pieces = placement.pieces
         if pieces is not None:
             pieces = replace(pieces, height=pieces.width, width=pieces.height)
         return replace(placement, step_row=placement.step_col, step_col=placement.step_row, pieces=pieces)
 
-
-def _with_sides_exchanged(grids: Grids) -> Grids:
-    return replace(grids, extents=grids.extents[[0, 2, 1]])
+    return mistaken(right, place=place, advance=lambda grids: right.advance(exchanged(grids)))
 
 
 @mistake("keep ids as float64, or as exact integers in the table; never .long() them")
@@ -353,7 +301,7 @@ def column_major(case: Deviation) -> Iterator[Guess]:
     """Patches one column after the other."""
     exchanged = _exchanged(case)
     if exchanged is not None and case.scheme is not None:
-        ids = case.placed(ColumnMajor(case.scheme), exchanged)
+        ids = case.placed(column_major_scheme(case.scheme), exchanged)
         yield Guess("patches are in column-major order: column after column, not row after row", ids)
 
 
@@ -379,11 +327,13 @@ _VARIANTS: tuple[Scheme, ...] = (
     *(MRopeQwen25(tokens_per_second=rate) for rate in (1, 4, 25)),
 )
 
-_ADVANCES = {
-    "text after a grid goes on at the token's index, one id per patch: the delta is forgotten": _tokens_of,
+_ADVANCES: dict[str, Callable[[Scheme, Grids], IntArray | None]] = {
+    "text after a grid goes on at the token's index, one id per patch: the delta is forgotten": (
+        lambda right, grids: grids.tokens
+    ),
     "text after a grid goes on at the maximum of all ids plus one": _beyond_maximum,
-    "text after a grid goes on after its longest side, as in M-RoPE": _longest_side,
-    "text after a grid goes on as if the grid took one id": _one,
+    "text after a grid goes on after its longest side, as in M-RoPE": (lambda right, grids: grids.extents.max(axis=0)),
+    "text after a grid goes on as if the grid took one id": (lambda right, grids: np.ones_like(grids.frames)),
 }
 
 
@@ -418,7 +368,7 @@ def wrong_advance(case: Deviation) -> Iterator[Guess]:
     """Grids in their place, and what comes after them not."""
     if case.scheme is not None:
         for words, ids in _ADVANCES.items():
-            yield Guess(words, case.placed(OtherAdvance(case.scheme, ids)))
+            yield Guess(words, case.placed(other_advance(case.scheme, ids)))
 
 
 @mistake("divide height and width by the merge size before ids are computed")
@@ -429,7 +379,7 @@ def unmerged(case: Deviation) -> Iterator[Guess]:
     for side, whole in product(_MERGES, (False, True)):
         what = "strides and ids after a grid" if whole else "ids after a grid"
         words = f"spatial merging is forgotten: {what} are those of {side}x{side} times the patches"
-        yield Guess(words, case.placed(Unmerged(case.scheme, side, whole)))
+        yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, whole)))
 
 
 @mistake("pad ids on the side where the token ids are padded")

@@ -9,9 +9,9 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, assert_type
@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from data_corpus import records, write_jsonl, write_parquet, write_tar
+from data_corpus import MadeShard, records, write_jsonl, write_parquet, write_tar
 from results import same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -41,19 +41,11 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixe
 PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(MadeShard):
     """A shard of numbers."""
 
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
-
-    def count(self) -> int | None:
-        return self.size
+    def make(self, i: int) -> Any:
+        return {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
 
 
 @pytest.fixture(scope="module")
@@ -446,19 +438,12 @@ def test_skipped_records_are_counted_logged_and_written_down(
     assert counts["batches"] == counts["packs"] == len(batches)
 
 
-@dataclass(frozen=True)
-class Photos:
+class Photos(MadeShard):
     """A shard of texts with two images each, of which some are broken."""
 
-    source: str = "photos"
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, 9, step):
-            images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
-            yield Location(self.source, i), {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
-
-    def count(self) -> int:
-        return 9
+    def make(self, i: int) -> Any:
+        images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
+        return {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
 
 
 def test_images_are_dropped_counted_logged_and_written_down_once(
@@ -468,7 +453,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
 
     def new(threads: int = 0) -> BatchDataset:
         options: dict[str, Any] = {"collate": PaddedCollator(), "shuffle": 0, "threads": threads}
-        return data([Photos()], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
+        return data([Photos("photos", 9)], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
 
     dataset, states, batches = new(), [], []
     with caplog.at_level(logging.WARNING, "mmpos.data"):
@@ -496,7 +481,7 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
     def run(policy: Any, on_error: str) -> list[str]:
         own = replace(PREPROCESS, on_image_error=policy)
         options: dict[str, Any] = {"preprocess": own, "collate": PaddedCollator(), "shuffle": 0, "on_error": on_error}
-        return keys(data([Photos()], Batcher(1), quarantine=tmp_path / policy, **options))
+        return keys(data([Photos("photos", 9)], Batcher(1), quarantine=tmp_path / policy, **options))
 
     assert run("skip-document", "raise") == ["0", "3", "6"]
     assert [line["index"] for line in read_quarantine(tmp_path / "skip-document")] == [1, 2, 4, 5, 7, 8]
@@ -506,7 +491,7 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
 
 def test_a_builder_that_takes_no_images_stops_whatever_is_done_about_records(tmp_path: Path) -> None:
     blind = replace(PREPROCESS, builder=SequenceBuilder())
-    dataset = data([Photos()], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
+    dataset = data([Photos("photos", 9)], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
     with pytest.raises(
         UnsupportedError, match=r"^0 \(photos\[0\]\): parts\[0\]: got ndarray, want .* images=ImageProc"
     ):
@@ -695,6 +680,7 @@ def _rank(rank: int, folder: Path) -> None:
         list(early)
     except InvalidInputError as error:
         (folder / str(rank)).write_text(json.dumps([found, str(error)]))
+    torch.distributed.barrier()  # or the one may be gone before the other has met it
     torch.distributed.destroy_process_group()
 
 

@@ -7,12 +7,12 @@ import json
 import random
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import webdataset
+from data_corpus import MadeShard
 from peer_cases import meeting
 from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.tariterators import group_by_keys, tar_file_expander
@@ -30,19 +30,11 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(MadeShard):
     """A shard of short texts."""
 
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
-
-    def count(self) -> int | None:
-        return self.size
+    def make(self, i: int) -> Any:
+        return {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
 
 
 def document(record: Any, location: Location) -> Document:

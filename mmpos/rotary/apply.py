@@ -39,6 +39,13 @@ __all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store"]
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
 
+_SHAPES: dict[Layout | None, str] = {
+    "thd": "(tokens, heads, head_dim)",
+    "bshd": "(batch, seq, heads, head_dim)",
+    "bhsd": "(batch, heads, seq, head_dim)",
+    None: "(tokens, heads, head_dim) or (batch, seq, heads, head_dim)",
+}
+
 
 def apply_rotary(
     q: Tensor,
@@ -304,7 +311,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         want = 3 if layout == "thd" else 4
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
-            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
+            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_SHAPES[layout]}")
         check_no_tangent(name, x)
     q4 = _as_bshd(q, layout)
     if k is None:
@@ -322,11 +329,6 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads{hint}"
         )
     return q4, k4
-
-
-def _wanted_shape(layout: Layout | None) -> str:
-    three, four = "(tokens, heads, head_dim)", "(batch, seq, heads, head_dim)"
-    return {"thd": three, "bshd": four, "bhsd": "(batch, heads, seq, head_dim)"}.get(layout or "", f"{three} or {four}")
 
 
 def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:

@@ -19,7 +19,6 @@ from mmpos.rotary.allocation import (
     PairLayout,
     allocate,
     default_axes,
-    default_section,
 )
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
@@ -244,8 +243,8 @@ class Rotary:
         else:
             self._set("allocation", integers("allocation", self.allocation, minimum=STILL))
         section = self.mrope_section
-        if section is None:
-            section = default_section(self.allocation, self.num_pairs)
+        if section is None and self.allocation == "mrope-interleaved" and self.num_pairs == 64:
+            section = (24, 20, 20)  # of Qwen3-VL
         self._set("mrope_section", None if section is None else integers("mrope_section", section))
         if self.axes_dim is not None:
             self._set("axes_dim", integers("axes_dim", self.axes_dim))

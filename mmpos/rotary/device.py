@@ -25,20 +25,6 @@ from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
 from mmpos.support.extras import missing
 
-__all__ = [
-    "DevicePositions",
-    "Implementation",
-    "PositionIds",
-    "Positions",
-    "cache_of",
-    "check_heads",
-    "constants",
-    "frequencies_of",
-    "ids_on",
-    "number_of",
-    "rotation_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
@@ -173,13 +159,7 @@ def ids_on(
 ) -> PositionIds:
     """Return positions of any sort, checked to have a rotary's axes, as one tensor; a table is copied to the device.
 
-    Args:
-        positions: DevicePositions, a PositionTable, or dense ids.
-        rotary: whose axes they must have.
-        device: where a PositionTable goes.
-        validate: also check dense ids that lie on a device for their range, which waits for the device.
-        name: of the positions, for messages.
-        like: the name of a tensor that lies on the device, as they must; None for positions that may lie elsewhere.
+    With the name of a tensor in ``like`` they must lie on the device as it does. Messages call them by their name.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -202,14 +182,7 @@ def ids_on(
 
 
 def check_heads(name: str, x: Tensor, want: int, *, shared: bool = False) -> None:
-    """Refuse a tensor with other heads, (…, heads, head_dim), than a rotary has axes for.
-
-    Args:
-        name: of the tensor, for messages.
-        x: q, k, or a cache of k.
-        want: heads of k.
-        shared: whether several heads share a kv head, as those of q do.
-    """
+    """Refuse (…, heads, head_dim) of other heads than those of k, or a multiple where several share a kv head."""
     heads = x.shape[-2]
     if heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
@@ -286,19 +259,7 @@ def _torch_power(base: float, exponents: Any) -> Any:
 
 
 def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: PositionIds, validate: bool) -> Tensor:
-    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied.
-
-    Args:
-        cos_sin: (max_position, rotary_dim), cos of all pairs and then sin.
-        rotary: how pairs are allotted to axes and channels.
-        positions: whose ids choose the rows.
-        ids: the same as one tensor.
-        validate: also check ids that lie on a device, which waits for the device.
-
-    Raises:
-        InvalidInputError: the cache does not fit, or has no row for an id.
-        UnsupportedError: the cache requires gradients or has a forward-mode tangent.
-    """
+    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied."""
     if not isinstance(cos_sin, Tensor) or cos_sin.dtype not in reference.FLOATS:
         got = cos_sin.dtype if isinstance(cos_sin, Tensor) else type(cos_sin).__name__
         raise InvalidInputError(f"cos_sin: got {got}, want a tensor of float32, bfloat16 or float16")

@@ -208,17 +208,7 @@ class _Rotation(_PositionedEncoding):
 
 
 def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_heads: int) -> _PositionedEncoding:
-    """Make the module of an encoding at positions, if it fits a block of this many channels and heads.
-
-    Args:
-        encoding: of any of the three kinds.
-        positions: (seq,), or (axes, seq) for a rotation.
-        dim: channels of the block.
-        num_heads: its heads.
-
-    Raises:
-        InvalidInputError: the encoding does not fit, or has no such positions.
-    """
+    """Make the module of an encoding at positions, if it fits a block of this many channels and heads."""
     if isinstance(encoding, AdditiveTable):
         return _fitting(_Table, "dim", encoding.dim, dim)(encoding, positions)
     if isinstance(encoding, AttentionBias):

@@ -74,7 +74,7 @@ def place(
     _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
     if scheme.fractional and split.grid.size:
         split = _with_units(scheme, split)
-    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
+    return _placed(scheme, segments, split, *_cursors(scheme, segments, split))
 
 
 def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, strict: bool) -> None:
@@ -150,14 +150,6 @@ class TextsAndGrids(NamedTuple):
     units: IntArray | None = None
 
 
-class Cursors(NamedTuple):
-    """The cursor before each text and each grid, and after each document, over the units of their documents."""
-
-    text: IntArray
-    grid: IntArray
-    end: IntArray
-
-
 def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
     """TextsAndGrids a batch: in C where it was built, or the same in numpy."""
     kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
@@ -199,8 +191,12 @@ def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
     return split._replace(runs=runs, grids=grids, block=None, units=units)
 
 
-def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cursors:
-    """Sum up over segments how far every text and every grid moves the cursor, as the scheme says."""
+def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tuple[IntArray, IntArray, IntArray]:
+    """Sum up how far segments move the cursor, as the scheme says.
+
+    Returns:
+        the cursor before each text, before each grid, and after each document, over the units of their documents.
+    """
     kind, offsets, start = segments.kind, segments.segment_offsets, split.start
     of_text = scheme.advance_text(split.runs)
     of_grids = scheme.advance(split.grids) if split.grid.size else split.grid
@@ -209,7 +205,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cu
     if native.core is not None:
         cursors, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
         if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
-            return Cursors(cursors[0, : split.text.size], cursors[1, : split.grid.size], end)
+            return cursors[0, : split.text.size], cursors[1, : split.grid.size], end
     advance = np.zeros(kind.size, np.int64)
     advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
     after = advance.cumsum()
@@ -217,12 +213,12 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> Cu
     base = start - before[offsets[:-1]]
     # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
     before = np.maximum(np.minimum(before + base[split.document], INT32_MAX + 1), INT32_MIN - 1)
-    return Cursors(before[split.text], before[split.grid], after[offsets[1:] - 1] + base)
+    return before[split.text], before[split.grid], after[offsets[1:] - 1] + base
 
 
 def _fine_cursors(
     scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, of_text: IntArray, of_grids: IntArray | int
-) -> Cursors:
+) -> tuple[IntArray, IntArray, IntArray]:
     """Sum up over segments in the units of their documents."""
     assert split.units is not None
     own = scheme.unit(split.grids)
@@ -238,7 +234,7 @@ def _fine_cursors(
     before = after - advance * scale
     base = split.start * split.units - before[offsets[:-1]]
     before += base[split.document]
-    return Cursors(before[split.text], before[split.grid], after[offsets[1:] - 1] + base)
+    return before[split.text], before[split.grid], after[offsets[1:] - 1] + base
 
 
 def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:
@@ -260,18 +256,28 @@ def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: Seg
     return Grids(extents, start, document[grid], separator, time, kind, extra)
 
 
-def _placed(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, cursors: Cursors) -> PositionTable:
+def _placed(
+    scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, before_text: IntArray, before_grid: IntArray,
+    end: IntArray,
+) -> PositionTable:  # fmt: skip
     """Build the table from what the scheme says of texts and grids: in C, or the same in numpy."""
-    of_text = scheme.place_text(split.runs, cursors.text)
-    of_grids = scheme.place(split.grids, cursors.grid) if split.grid.size else None
-    end = cursors.end
+    of_text = scheme.place_text(split.runs, before_text)
+    of_grids = scheme.place(split.grids, before_grid) if split.grid.size else None
     if scheme.resumable and of_grids is not None:
-        demanded = scheme.next_after(split.grids, cursors.grid)
+        demanded = scheme.next_after(split.grids, before_grid)
         if demanded is not None:
             np.maximum.at(end, split.document[split.grid], demanded)
-    placed = _placed_in_c(scheme, segments, split, of_text, of_grids, end)
-    if placed is not None:
-        return placed
+    if native.core is not None and split.block is not None and (of_grids is None or of_grids.pieces is None):
+        table = np.empty((AXES + 4 * scheme.axes, split.document.size), np.int64)
+        header = np.empty((4, split.start.size), np.int64)
+        tokens = native.core.columns(
+            segments.kind, segments.segment_offsets, split.start, end if scheme.resumable else None, split.block,
+            split.text.size, split.grid.size, _numbers(of_text, scheme.fractional),
+            _numbers(of_grids, scheme.fractional), table, header,
+        )  # fmt: skip
+        if tokens is not None:
+            table.flags.writeable = header.flags.writeable = False
+            return PositionTable(table, header, tokens, scheme.fractional, scheme.label)
     table, document = _columns(scheme, segments, split, of_text, of_grids)
     _check_columns(table, document, int((segments.kind == PAD).sum()), scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
@@ -285,29 +291,6 @@ def _placed(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, cursor
         check_next(header[0])
         header[1, whole] = (end - split.start - _real_tokens(segments, split))[whole]
     return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
-
-
-def _placed_in_c(
-    scheme: Scheme,
-    segments: SegmentTable,
-    split: TextsAndGrids,
-    of_text: Placement,
-    of_grids: Placement | None,
-    end: IntArray,
-) -> PositionTable | None:
-    if native.core is None or split.block is None or (of_grids is not None and of_grids.pieces is not None):
-        return None
-    kind, offsets = segments.kind, segments.segment_offsets
-    table = np.empty((AXES + 4 * scheme.axes, kind.size), np.int64)
-    documents = np.empty((4, split.start.size), np.int64)
-    tokens = native.core.columns(
-        kind, offsets, split.start, end if scheme.resumable else None, split.block, split.text.size, split.grid.size,
-        _numbers(of_text, scheme.fractional), _numbers(of_grids, scheme.fractional), table, documents,
-    )  # fmt: skip
-    if tokens is None:
-        return None
-    table.flags.writeable = documents.flags.writeable = False
-    return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
 
 
 def _numbers(placement: Placement | None, fractional: bool) -> tuple[object, ...] | None:

@@ -9,17 +9,6 @@ from types import MappingProxyType
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted, even, integer
 
-__all__ = [
-    "ALLOCATIONS",
-    "MAX_HEADS",
-    "MAX_HEAD_DIM",
-    "STILL",
-    "PairLayout",
-    "allocate",
-    "default_axes",
-    "default_section",
-]
-
 MAX_HEAD_DIM = 2**16
 """Most channels of a head."""
 
@@ -211,8 +200,3 @@ def default_axes(
     if isinstance(vector, str):
         return 3 if vector == "mrope-interleaved" else 2
     return max(vector, default=0) + 1
-
-
-def default_section(allocation: object, pairs: int) -> tuple[int, ...] | None:
-    """Return Qwen3-VL's 24, 20, 20 for the interleaved M-RoPE of 64 pairs, otherwise None."""
-    return (24, 20, 20) if allocation == "mrope-interleaved" and pairs == 64 else None

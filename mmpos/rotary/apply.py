@@ -39,6 +39,13 @@ __all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store"]
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
 
+_SHAPES: dict[Layout | None, str] = {
+    "thd": "(tokens, heads, head_dim)",
+    "bshd": "(batch, seq, heads, head_dim)",
+    "bhsd": "(batch, heads, seq, head_dim)",
+    None: "(tokens, heads, head_dim) or (batch, seq, heads, head_dim)",
+}
+
 
 def apply_rotary(
     q: Tensor,
@@ -274,9 +281,18 @@ def _arguments(
         if k is not None:
             check_heads("k", k, len(rotary.head_axes))
     ids = ids_on(positions, rotary, q.device, validate, like="q")
-    _check_tokens(ids, q)
-    number = number_of(implementation, q.device)
-    rotation = rotation_of(ids, rotary, conjugate, number)
+    batch, seq, heads, _ = q.shape
+    if ids.tokens != batch * seq:
+        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
+    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
+    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
+    if batch > 1 and known and row_length != seq:
+        raise InvalidInputError(
+            f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
+            "pad the table, or use layout thd"
+        )
+    rotation = rotation_of(ids, rotary, conjugate, number_of(implementation, q.device))
     if cos_sin is None:
         return rotation
     # The factor is in the cache already.
@@ -295,7 +311,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         want = 3 if layout == "thd" else 4
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
-            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
+            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_SHAPES[layout]}")
         check_no_tangent(name, x)
     q4 = _as_bshd(q, layout)
     if k is None:
@@ -315,11 +331,6 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
     return q4, k4
 
 
-def _wanted_shape(layout: Layout | None) -> str:
-    three, four = "(tokens, heads, head_dim)", "(batch, seq, heads, head_dim)"
-    return {"thd": three, "bshd": four, "bhsd": "(batch, heads, seq, head_dim)"}.get(layout or "", f"{three} or {four}")
-
-
 def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
     """View as (batch, seq, heads, head_dim)."""
     if x.dim() == 3:
@@ -332,20 +343,6 @@ def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
     if dimensions == 3:
         return x.squeeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _check_tokens(ids: PositionIds, q: Tensor) -> None:
-    batch, seq, heads, _ = q.shape
-    if ids.tokens != batch * seq:
-        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
-        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
-    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
-    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
-    if batch > 1 and known and row_length != seq:
-        raise InvalidInputError(
-            f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
-            "pad the table, or use layout thd"
-        )
 
 
 def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:

@@ -19,7 +19,6 @@ from mmpos.rotary.allocation import (
     PairLayout,
     allocate,
     default_axes,
-    default_section,
 )
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
@@ -101,9 +100,13 @@ class Rotary:
     length: int | None = None
     axes_dim: Sequence[int] | None = None
     head_axes: Sequence[int] | None = None
-    # Made at once, since a graph cannot make them: of to_dict, and whether pair j has the j-th frequency of one ladder.
+    # Made at once, since a graph cannot make them.
     text: str = field(init=False, repr=False, compare=False)
+    """``to_dict`` as JSON."""
     shares_ladder: bool = field(init=False, repr=False, compare=False)
+    """Whether pair j has the j-th frequency of one ladder."""
+    attention_factor: float = field(init=False, repr=False, compare=False)
+    """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -114,6 +117,7 @@ class Rotary:
         one_of("precision", self.precision, ("exact", "hf"))
         self._check_allocation()
         self._check_frequencies()
+        self._set("attention_factor", 1.0 if self.scaling is None else self.scaling.scaled_attention())
         self._set("text", json.dumps(self.to_dict()))
         one_ladder = len(set(self._kinds)) == 1
         self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
@@ -154,11 +158,6 @@ class Rotary:
     def num_pairs(self) -> int:
         """Pairs of channels that turn."""
         return self.rotary_dim // 2
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
-        return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
     @cached_property
     def pair_axis(self) -> IntArray:
@@ -244,8 +243,8 @@ class Rotary:
         else:
             self._set("allocation", integers("allocation", self.allocation, minimum=STILL))
         section = self.mrope_section
-        if section is None:
-            section = default_section(self.allocation, self.num_pairs)
+        if section is None and self.allocation == "mrope-interleaved" and self.num_pairs == 64:
+            section = (24, 20, 20)  # of Qwen3-VL
         self._set("mrope_section", None if section is None else integers("mrope_section", section))
         if self.axes_dim is not None:
             self._set("axes_dim", integers("axes_dim", self.axes_dim))

@@ -25,20 +25,6 @@ from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
 from mmpos.support.extras import missing
 
-__all__ = [
-    "DevicePositions",
-    "Implementation",
-    "PositionIds",
-    "Positions",
-    "cache_of",
-    "check_heads",
-    "constants",
-    "frequencies_of",
-    "ids_on",
-    "number_of",
-    "rotation_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
@@ -71,14 +57,28 @@ class DevicePositions:
         Raises:
             LimitExceededError: more segments than the capacity.
         """
-        columns = _columns(positions, capacity)
+        if not isinstance(positions, PositionTable):
+            raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
+        used, tokens = positions.table.shape[1], positions.num_tokens
+        if capacity is None and used:
+            columns = positions.table.copy()
+        else:
+            reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
+            if used > reserved:
+                raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
+            columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
+            columns[OFFSET] = tokens  # which no token reaches
+            columns[:, :used] = positions.table
+        starts = positions.documents[FIRST_TOKEN].tolist()
+        length = tokens // max(len(starts), 1)
+        row_length = length if length and starts == list(range(0, tokens, length)) else 0
         table = torch.from_numpy(columns)
         device = torch.device(device)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             table = table.to(device)
-        return cls(table, positions.num_tokens, _row_length(positions), positions.fractional)
+        return cls(table, tokens, row_length, positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
         """Put another table of as many tokens into the same memory; valid between replays of a CUDA graph.
@@ -87,16 +87,15 @@ class DevicePositions:
             InvalidInputError: axes, fractions, tokens or the length of documents differ.
             LimitExceededError: more segments than the capacity.
         """
-        fresh = torch.from_numpy(_columns(positions, self.table.shape[1]))
-        got = (positions.axes, positions.fractional, positions.num_tokens, _row_length(positions))
-        want = (self.axes, self.fractional, self.num_tokens, self.row_length)
+        fresh = DevicePositions.from_table(positions, capacity=self.table.shape[1])
+        got, want = ((x.axes, x.fractional, x.num_tokens, x.row_length) for x in (fresh, self))
         if got != want:
             raise InvalidInputError(
                 f"positions: got (axes, fractional, tokens, document length) {got}, want {want} as before"
             )
         if self.table.is_cuda:
             fresh = fresh.pin_memory()
-        self.table.copy_(fresh, non_blocking=True)
+        self.table.copy_(fresh.table, non_blocking=True)
 
     @property
     def axes(self) -> int:
@@ -123,29 +122,6 @@ class DevicePositions:
 
             return launch_dense(self.table, self.num_tokens, self.axes, self.fractional)
         return torch.from_numpy(expand.dense(self.table.numpy(), self.num_tokens, self.fractional))
-
-
-def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Copy the table, with unused columns behind it, which begin at the token count and are reached by no token."""
-    if not isinstance(positions, PositionTable):
-        raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
-    used = positions.table.shape[1]
-    if capacity is None and used:
-        return positions.table.copy()
-    reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
-    if used > reserved:
-        raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
-    columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
-    columns[OFFSET] = positions.num_tokens
-    columns[:, :used] = positions.table
-    return columns
-
-
-def _row_length(positions: PositionTable) -> int:
-    """Return the tokens of every document where they are equal, else 0."""
-    starts = positions.documents[FIRST_TOKEN].tolist()
-    length = positions.num_tokens // max(len(starts), 1)
-    return length if length and starts == list(range(0, positions.num_tokens, length)) else 0
 
 
 Positions = DevicePositions | PositionTable | Tensor
@@ -183,13 +159,7 @@ def ids_on(
 ) -> PositionIds:
     """Return positions of any sort, checked to have a rotary's axes, as one tensor; a table is copied to the device.
 
-    Args:
-        positions: DevicePositions, a PositionTable, or dense ids.
-        rotary: whose axes they must have.
-        device: where a PositionTable goes.
-        validate: also check dense ids that lie on a device for their range, which waits for the device.
-        name: of the positions, for messages.
-        like: the name of a tensor that lies on the device, as they must; None for positions that may lie elsewhere.
+    With the name of a tensor in ``like`` they must lie on the device as it does. Messages call them by their name.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -212,14 +182,7 @@ def ids_on(
 
 
 def check_heads(name: str, x: Tensor, want: int, *, shared: bool = False) -> None:
-    """Refuse a tensor with other heads, (…, heads, head_dim), than a rotary has axes for.
-
-    Args:
-        name: of the tensor, for messages.
-        x: q, k, or a cache of k.
-        want: heads of k.
-        shared: whether several heads share a kv head, as those of q do.
-    """
+    """Refuse (…, heads, head_dim) of other heads than those of k, or a multiple where several share a kv head."""
     heads = x.shape[-2]
     if heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
@@ -296,19 +259,7 @@ def _torch_power(base: float, exponents: Any) -> Any:
 
 
 def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: PositionIds, validate: bool) -> Tensor:
-    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied.
-
-    Args:
-        cos_sin: (max_position, rotary_dim), cos of all pairs and then sin.
-        rotary: how pairs are allotted to axes and channels.
-        positions: whose ids choose the rows.
-        ids: the same as one tensor.
-        validate: also check ids that lie on a device, which waits for the device.
-
-    Raises:
-        InvalidInputError: the cache does not fit, or has no row for an id.
-        UnsupportedError: the cache requires gradients or has a forward-mode tangent.
-    """
+    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied."""
     if not isinstance(cos_sin, Tensor) or cos_sin.dtype not in reference.FLOATS:
         got = cos_sin.dtype if isinstance(cos_sin, Tensor) else type(cos_sin).__name__
         raise InvalidInputError(f"cos_sin: got {got}, want a tensor of float32, bfloat16 or float16")

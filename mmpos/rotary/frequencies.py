@@ -15,20 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "MAX_INV_FREQ",
-    "PI",
-    "Arithmetic",
-    "Exact",
-    "Float32",
-    "Float32Array",
-    "Float64Array",
-    "Power",
-    "UInt64Array",
-    "fixed_point_turns",
-    "rounded_power",
-]
-
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -81,25 +67,20 @@ class Exact(Arithmetic):
     pi = PI
 
     def number(self, value: float) -> Decimal:
-        """Convert a scalar; a float is its exact binary value."""
         return Decimal(value)
 
     def array(self, values: Iterable[Number]) -> Number:
-        """Convert numbers to an (n,) array."""
         return np.array([Decimal(value) for value in values], object)
 
     def log(self, value: Decimal) -> Decimal:
-        """Take the natural logarithm of a scalar."""
         return value.ln()
 
     def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Number:
-        """Compute (count,) theta^(2j/dim), by default dim/2; the last digits of the 100 are rounded."""
-        step = theta ** (Decimal(2) / dim)  # a root takes longer than all products
+        step = theta ** (Decimal(2) / dim)  # a root takes longer than all products, whose last digits are rounded
         powers = accumulate(repeat(step), mul, initial=Decimal(1))
         return np.array(list(islice(powers, _pairs(dim, count))), object)
 
     def context(self) -> AbstractContextManager[object]:
-        """Return the context in which the formula must run."""
         return localcontext(_CONTEXT)
 
 
@@ -123,19 +104,15 @@ class Float32(Arithmetic):
     pi = math.pi
 
     def number(self, value: float) -> float:
-        """Convert a scalar to a double."""
         return float(value)
 
     def array(self, values: Iterable[Number]) -> Float32Array:
-        """Convert numbers to an (n,) array."""
         return np.array(list(values), np.float32)
 
     def log(self, value: float) -> float:
-        """Take the natural logarithm of a scalar."""
         return math.log(value)
 
     def powers(self, theta: float, dim: int, count: int | None = None) -> Float32Array:
-        """Compute (count,) theta^(2j/dim), by default dim/2."""
         # As many powers at once as Transformers takes: those of torch depend on the place in its vectors.
         return self.power(theta, np.arange(0, 2 * _pairs(dim, count), 2).astype(np.float32) / np.float32(dim))
 

@@ -18,18 +18,6 @@ from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, PLAIN, ROTATION
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
-__all__ = [
-    "ROPE_TYPES",
-    "Fields",
-    "class_defaults",
-    "hf_arguments",
-    "hf_layer_types",
-    "hf_pairing",
-    "read_field",
-    "read_json",
-]
-
-
 Values: TypeAlias = Mapping[str, Any]
 """Values of a config by the names of their fields."""
 
@@ -392,7 +380,12 @@ def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, A
     """Lay out the pairs of a vision encoder: axes are rows and columns, with frames before them of three."""
     turns = "rows" if fields.rotation.encoder is None else fields.rotation.encoder.turns
     if turns == "halves":
-        return {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2, **_halves_layout(fields)}
+        # Each half of a head is a head by itself: the first turns by columns, the second by rows.
+        heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
+        if (kv_heads := fields.kv_heads_of_halves) != heads:
+            raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads}, as many as num_attention_heads")
+        halves = {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2}
+        return {**halves, "axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
     if turns == "frames":
         return {"axes": 3, "allocation": "axial"}
     if turns in ("rows", "ladder"):
@@ -400,14 +393,6 @@ def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, A
     of_each = rotary_dim // 4
     allocation = [1, 0] * of_each if turns == "in turn" else [1] * of_each + [0] * of_each
     return {"axes": 2, "allocation": allocation, "axes_dim": [2 * of_each] * 2}
-
-
-def _halves_layout(fields: Fields) -> dict[str, Any]:
-    """Lay out the halves of heads, each of which is a head by itself: they turn by columns and by rows."""
-    heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
-    if (kv_heads := fields.kv_heads_of_halves) != heads:
-        raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads}, as many as num_attention_heads")
-    return {"axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
 
 
 def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any]:

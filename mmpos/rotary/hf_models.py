@@ -7,19 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-__all__ = [
-    "ENCODERS",
-    "OTHER_ROTATIONS",
-    "OTHER_TYPES",
-    "PLAIN",
-    "ROTATIONS",
-    "TEXT_AT_TOP",
-    "UNSUPPORTED_ENCODERS",
-    "Encoder",
-    "RotationType",
-    "by_name",
-]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.reference import Norm, check_no_tangent
 
-__all__ = ["check_inference", "check_inplace", "check_written"]
-
 
 def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
     """Refuse tensors that gradients go through, in either mode."""

@@ -14,28 +14,6 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.rotary.memory import check_inference
 from mmpos.support.checks import INT32_MAX, one_of
 
-__all__ = [
-    "EIGHT_BITS",
-    "LEAST_SCALE",
-    "NO_SCALES",
-    "QUERY",
-    "Cache",
-    "CacheLayout",
-    "Scales",
-    "SlotNames",
-    "Stored",
-    "as_pages",
-    "computed_scale",
-    "grown",
-    "pages_of",
-    "quantised",
-    "read",
-    "scale_of_cache",
-    "scale_of_queries",
-    "slots_of",
-    "write",
-]
-
 CacheLayout = Literal["NHD", "HND"]
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -80,13 +58,7 @@ class Cache(NamedTuple):
 
 
 def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
-    """View the cache of k or v as (blocks, block_size, heads, head_dim), whatever its layout and strides.
-
-    Args:
-        cache: both.
-        like: which of the two.
-        x: what is written into it, (batch, seq, heads, head_dim).
-    """
+    """View the cache of k or v as (blocks, block_size, heads, head_dim), if (batch, seq, heads, head_dim) x fits."""
     name, pages = ("key_cache", cache.key_cache) if like == "k" else ("value_cache", cache.value_cache)
     scaled = (cache.k_scale if like == "k" else cache.v_scale) is not None
     one_of("cache.layout", cache.layout, ("NHD", "HND"))
@@ -142,15 +114,9 @@ STORED = SlotNames("slot_mapping", "q", "key_cache")
 
 
 def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool, names: SlotNames = STORED) -> Tensor:
-    """Check slots and return them as one row; their values are read only on a host, or with validate.
+    """Check the slots of (batch, seq) tokens and return them as one row; see ``Cache.slot_mapping``.
 
-    Args:
-        slots: (batch, seq), or at most batch · seq in one dimension; int32 or int64.
-        batch: rows of tokens.
-        seq: tokens in each.
-        pages: the cache, as of ``pages_of``.
-        validate: whether to wait for a device.
-        names: of arguments, for messages.
+    Their values are read only on a host, or with validate.
     """
     name, tokens, _ = names
     if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):

@@ -106,13 +106,7 @@ class RotationArguments(NamedTuple):
 
 
 def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
-    """Compute (axes, tokens) int64 positions in units of 2⁻³², rounded down.
-
-    Args:
-        positions: a table or dense ids, as the mode says.
-        mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
-        tokens: tokens of a table.
-    """
+    """Compute (axes, tokens) int64 positions in units of 2⁻³², rounded down, of a table or of ids as the mode says."""
     if mode == DENSE_FIXED:
         return positions
     if mode == DENSE_INTEGER:
@@ -424,9 +418,10 @@ def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
 
     With (batch, seq, groups, pairs) the heads are cut into so many groups, each of which turns by its own.
     """
-    spread = _interleave if adjacent else _concatenate
     cos, sin = (x.unsqueeze(2) if x.dim() == 3 else x for x in (cos, sin))
-    cos, sin = spread(cos, cos).unsqueeze(3), spread(-sin, sin).unsqueeze(3)
+    by_channel = ((cos, cos), (-sin, sin))
+    cos, sin = (torch.stack(x, -1).flatten(-2) if adjacent else torch.cat(x, -1) for x in by_channel)
+    cos, sin = cos.unsqueeze(3), sin.unsqueeze(3)
     groups, _, width = cos.shape[2:]
 
     def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
@@ -460,14 +455,6 @@ def _swap_halves(value: Tensor, turned: Tensor, adjacent: bool) -> None:
     else:
         turned[..., :half].copy_(value[..., half:])
         turned[..., half:].copy_(value[..., :half])
-
-
-def _interleave(first: Tensor, second: Tensor) -> Tensor:
-    return torch.stack((first, second), dim=-1).flatten(-2)
-
-
-def _concatenate(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second), dim=-1)
 
 
 def norm_backward(

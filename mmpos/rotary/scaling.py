@@ -88,7 +88,6 @@ class Linear(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(a.number(theta), dim) / a.number(self.factor)
 
 
@@ -108,7 +107,6 @@ class NTK(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(_stretched(a, theta, a.number(self.factor), dim), dim)
 
 
@@ -135,7 +133,6 @@ class DynamicNTK(Scaling):
         return length if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         stretch = factor * (length or self.original_max_position) / original - (factor - 1)
         return 1 / a.powers(_stretched(a, theta, stretch, dim), dim)
@@ -165,7 +162,6 @@ class Llama3(Scaling):
         self._length()
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
         plain = 1 / a.powers(a.number(theta), dim)
@@ -202,7 +198,6 @@ class PRoPE(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         turning = int(self.p * dim // 2)
         still = [a.number(0)] * (dim // 2 - turning)
         return a.array([*(1 / a.powers(a.number(theta), dim, turning)), *still]) / a.number(self.factor)
@@ -245,7 +240,6 @@ class YaRN(Scaling):
         object.__setattr__(self, "truncate", boolean("YaRN.truncate", self.truncate))
 
     def scaled_attention(self) -> float:
-        """Return the factor on cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -255,7 +249,6 @@ class YaRN(Scaling):
         return above / below
 
     def check(self, theta: float, dim: int) -> None:
-        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
         if theta == 1:
             raise InvalidInputError("theta: got 1.0, want more for YaRN, which divides by its logarithm")
 
@@ -271,7 +264,6 @@ class YaRN(Scaling):
         return max(low, 0), min(high, dim - 1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         powers = a.powers(a.number(theta), dim)
         low, high = self.ramp(a, theta, dim)
         if low == high:
@@ -310,7 +302,6 @@ class LongRoPE(Scaling):
         self._finite("factor", "attention_factor", above=0, optional=True)
 
     def scaled_attention(self) -> float:
-        """Return the factor on cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor is None or self.factor <= 1:
@@ -318,7 +309,6 @@ class LongRoPE(Scaling):
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
 
     def check(self, theta: float, dim: int) -> None:
-        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
         for field in ("short_factor", "long_factor"):
             got = len(getattr(self, field))
             if got != dim // 2:
@@ -329,7 +319,6 @@ class LongRoPE(Scaling):
         return self.original_max_position + 1 if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / (a.array(self.long_factor if length else self.short_factor) * a.powers(a.number(theta), dim))
 
 

@@ -77,11 +77,11 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
 
 def get_scheme(scheme: str | Scheme) -> Scheme:
     """Get the scheme of this name with its default parameters, or the scheme itself."""
-    if isinstance(scheme, Scheme):
-        return scheme
-    if not isinstance(scheme, str) or scheme not in SCHEMES:
+    if isinstance(scheme, str) and scheme in SCHEMES:
+        return _default(scheme)
+    if not isinstance(scheme, Scheme):
         raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
-    return _default(scheme)
+    return scheme
 
 
 @cache

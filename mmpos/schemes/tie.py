@@ -41,10 +41,10 @@ class _Tie(Scheme):
         """Strides γ as (axes, grids) numerators and a denominator that makes every id exact."""
 
     def advance(self, grids: Grids) -> IntArray:
-        return self.consumed(self._sides(grids))
+        return self.consumed(grids.extents[3 - self.axes :])
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        sides = self._sides(grids)
+        sides = grids.extents[3 - self.axes :]
         stride, denominator = self.strides(sides)
         origin = (cursor - 1) * denominator + stride
         if self.centred:
@@ -53,9 +53,6 @@ class _Tie(Scheme):
         rows = list(stride)
         step = [[0] * axis + [rows[axis]] + [0] * (self.axes - 1 - axis) for axis in range(self.axes)]
         return Placement(list(origin), step[0] if self.axes == 3 else None, step[-2], step[-1], denominator)
-
-    def _sides(self, grids: Grids) -> IntArray:
-        return grids.extents[3 - self.axes :]
 
 
 @dataclass(frozen=True)

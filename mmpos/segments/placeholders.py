@@ -221,8 +221,9 @@ def _match(
         fits, first, document = runs.fit(tokens)
         if not fits.all() or tokens.sum() != runs.total:
             raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge, separators))
-    video = owner if kind == "video" else 0 * owner - 1
-    spans = FoundSpans(first, document, merged, video, np.full(owner.size, GRID, np.uint8), 0 * owner)
+    zeros = 0 * owner
+    video = owner if kind == "video" else zeros - 1
+    spans = FoundSpans(first, document, merged, video, (zeros + GRID).astype(np.uint8), zeros)
     if runs.row_ends is not None and placeholders.rows is not None:
         _check_row_ends(batch, runs.row_ends, name, spans, owner, placeholders.rows)
     if runs.audio is None or not owner.size:

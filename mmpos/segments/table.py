@@ -91,7 +91,9 @@ class SegmentTable:
                     array = array.view()
                     array.flags.writeable = False
                     object.__setattr__(self, name, array)
-        _check_segments(self)
+        core = native.core if self.seconds_per_frame is None and self.extra_tokens is None else None
+        if core is None or not core.sound(self.kind, self.extents, self.segment_offsets, self.row_separator):
+            _check_segments(self)
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Segment]]) -> SegmentTable:
@@ -360,13 +362,6 @@ def _check_segments(table: SegmentTable) -> None:
     """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
     kind, extents, offsets = table.kind, table.extents, table.segment_offsets
     seconds, separator, extra = table.seconds_per_frame, table.row_separator, table.extra_tokens
-    if (
-        seconds is None
-        and extra is None
-        and native.core is not None
-        and native.core.sound(kind, extents, offsets, separator)
-    ):
-        return
     if kind.ndim != 1 or extents.shape != (3, kind.size):
         raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
     if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != kind.size:

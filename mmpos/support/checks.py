@@ -96,9 +96,8 @@ def host_array(name: str, value: object) -> Array:
 def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArray:
     """Check an int64 array of this shape (None: any length), of integers only, never of floats or bools."""
     array = host_array(name, value)
-    empty = tuple(0 if n is None else n for n in shape)
-    if array.size == 0 and array.ndim == 1 and 0 in empty:
-        array = array.reshape(empty)
+    if array.size == 0 and array.ndim == 1 and (None in shape or 0 in shape):
+        array = array.reshape([n or 0 for n in shape])
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise InvalidInputError(f"{name}: got {array.max()}, want integers within int64")
     if array.dtype.kind not in "iu" and array.size:

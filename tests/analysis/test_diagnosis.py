@@ -19,7 +19,17 @@ from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
-from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
+from mmpos.schemes import (
+    Grid2D,
+    Grids,
+    MRope,
+    MRopeQwen25,
+    MRopeTransformers,
+    Placement,
+    RopeTie,
+    RopeTieV2,
+    get_scheme,
+)
 from mmpos.segments import Clip, Placeholders, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
@@ -466,6 +476,21 @@ def test_a_reset_inside_a_document() -> None:
 def test_text_that_goes_on_elsewhere_after_a_grid(after: list[int], cause: str) -> None:
     ids = [[0, 4, 4, 4, 8, 8, 8, *after], [0, 3, 6, 9, 3, 6, 9, *after]]
     assert why(ids, "1,2x3,2") == f"text after a grid {cause}"
+
+
+class Late(MRope):
+    """Grids begin as many ids later as they take."""
+
+    def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
+        return super().place(grids, cursor + self.advance(grids))
+
+
+def test_a_scheme_whose_methods_need_each_other_is_wrong_in_one() -> None:
+    segments = table("1,2x3,3")
+    ids = mmpos.place(segments, Late()).dense()
+    ids[:, 7:] = [7, 8, 9]
+    diagnosis = mmpos.diagnose(ids, segments, Late())
+    assert (diagnosis.cause, diagnosis.explained) == (AHEAD, 3)
 
 
 def test_the_maximum_of_halves_and_of_three_axes() -> None:

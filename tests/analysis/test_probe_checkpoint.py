@@ -135,9 +135,13 @@ def test_every_token_has_one_hidden_state_in_every_layer(model: str, tmp_path: P
     assert float(vector.abs().min()) > 0
 
 
-def test_what_keys_depend_on_is_kept(tmp_path: Path) -> None:
-    write_checkpoint(config_of("qwen3_vl"), tmp_path)
-    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(config_of("qwen3_vl"), tmp_path_factory.mktemp("probe"))
+
+
+def test_what_keys_depend_on_is_kept(qwen3_vl: Path) -> None:
+    text = json.loads((qwen3_vl / "config.json").read_text())["text_config"]
     assert (text["head_dim"], text["rope_parameters"]["mrope_section"], text["vocab_size"]) == (32, [4, 6, 6], 600)
     assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 4, 2)
 
@@ -229,23 +233,21 @@ def test_an_encoder_keeps_layers_of_both_kinds_and_a_projector_fewer_parts_than_
     assert (vision["depth"], vision["fullatt_block_indexes"]) == (3, [2])
 
 
-def test_the_only_merge_is_of_bytes_that_no_prompt_has(tmp_path: Path) -> None:
-    write_checkpoint(config_of("qwen3_vl"), tmp_path)
-    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+def test_the_only_merge_is_of_bytes_that_no_prompt_has(qwen3_vl: Path) -> None:
+    model = json.loads((qwen3_vl / "tokenizer.json").read_text())["model"]
     assert (model["merges"], len(model["vocab"])) == ([["\u0100", "\u0100"]], 600)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3_vl)
     assert tokenizer.convert_ids_to_tokens(tokenizer("\0\0").input_ids) == ["\u0100\u0100"]
 
 
-def test_tokens_have_the_ids_of_the_config(tmp_path: Path) -> None:
-    write_checkpoint(config_of("qwen3_vl"), tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+def test_tokens_have_the_ids_of_the_config(qwen3_vl: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3_vl)
     words = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     assert tokenizer.convert_tokens_to_ids(words) == [552, 553, 555, 556]
     assert tokenizer("<|image_pad|>").input_ids == [555]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (300, 301, 600)
     assert tokenizer.decode(tokenizer("A cup of café").input_ids) == "A cup of café"
-    processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    processor = json.loads((qwen3_vl / "preprocessor_config.json").read_text())
     assert (processor["patch_size"], processor["merge_size"]) == (16, 2)
 
 

@@ -45,53 +45,32 @@ def meant(name: str) -> tuple[Rotary, Any, npt.NDArray[np.int64]]:
     return rotary, table, table.dense()
 
 
-def rolled(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[61:69] = np.random.default_rng(1).normal(size=keys[61:69].shape)
+def noise(keys: Floats) -> Floats:
+    return np.random.default_rng(1).normal(size=keys.shape)
 
 
-def noisy(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    """As long as the others by and large, so that no length tells."""
-    keys[61:69] += 0.15 * np.random.default_rng(1).normal(size=keys[61:69].shape)
-
-
-def unwritten(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[61:69] = 0
-
-
-def nan(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[61] = np.nan
-
-
-def infinite(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[61, 0, 3] = np.inf
-
-
-def other_theta(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[61:69] = turned(rotary, ids[:, 61:69], theta=5e5)
-
-
-def phases(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
+def other_phases(keys: Floats) -> Floats:
     """The lengths of pairs are right, and their angles are any."""
-    angle = np.random.default_rng(1).uniform(-4, 4, (8, rotary.num_pairs))
-    x, y = np.split(keys[61:69, 0], 2, axis=1)
-    z = (x + 1j * y) * np.exp(1j * angle)
-    keys[61:69, 0] = np.concatenate([z.real, z.imag], axis=1)
+    x, y = np.split(keys, 2, axis=-1)
+    z = (x + 1j * y) * np.exp(1j * np.random.default_rng(1).uniform(-4, 4, x.shape))
+    return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def no_factor(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> None:
-    keys[85:] /= 1.0 + 0.1 * np.log(4.0)
+def other_theta(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> Floats:
+    return turned(rotary, ids, theta=5e5)
 
 
-BROKEN: dict[str, tuple[Callable[[Floats, Rotary, npt.NDArray[np.int64]], None], int, int]] = {
-    "one NaN": (nan, 61, 1),
-    "one infinity": (infinite, 61, 1),
-    "slots never written": (unwritten, 61, 8),
-    "random keys": (rolled, 61, 8),
-    "random phases": (phases, 61, 8),
-    "noise": (noisy, 61, 8),
-    "another theta": (other_theta, 61, 8),
-    "YaRN's factor left out while decoding": (no_factor, 85, 35),
+BROKEN: dict[str, tuple[int, int, Callable[..., Floats]]] = {
+    "one NaN": (61, 1, lambda keys, *_: keys * np.nan),
+    "one infinity": (61, 1, lambda keys, *_: np.where(np.arange(keys.shape[-1]) == 3, np.inf, keys)),
+    "slots never written": (61, 8, lambda keys, *_: 0 * keys),
+    "random keys": (61, 8, lambda keys, *_: noise(keys)),
+    "random phases": (61, 8, lambda keys, *_: other_phases(keys)),
+    "noise": (61, 8, lambda keys, *_: keys + 0.15 * noise(keys)),  # of no other length, by and large
+    "another theta": (61, 8, other_theta),
+    "YaRN's factor left out while decoding": (85, 35, lambda keys, *_: keys / (1.0 + 0.1 * np.log(4.0))),
 }
+"""The first token that is wrong, how many are, and what is in place of their keys."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,9 +78,9 @@ BROKEN: dict[str, tuple[Callable[[Floats, Rotary, npt.NDArray[np.int64]], None],
 @pytest.mark.parametrize("broken", BROKEN)
 def test_tokens_that_cannot_be_read_differ(broken: str, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
-    change, first, count = BROKEN[broken]
-    changed = turned(rotary, ids)
-    change(changed, rotary, ids)
+    first, count, change = BROKEN[broken]
+    changed, wrong = turned(rotary, ids), slice(first, first + count)
+    changed[wrong] = change(changed[wrong], rotary, ids[:, wrong])
     keys = torch.tensor(changed).to(DTYPES[dtype])
     reading = read(keys, rotary)
     assert np.flatnonzero(~reading.explained).tolist() == list(range(first, first + count))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -276,38 +276,28 @@ class Qwen3VL:
         return identify(self.recorder.layers[1].keys[0], self.rotary, mmpos.place(segments, "mrope-qwen3"))
 
 
-def doubled(freq: Any) -> Any:
-    """Cos or sin of pairs for both halves of a head."""
-    return torch.cat([freq, freq], dim=-1)
-
-
 def patches(inputs: Mapping[str, Any]) -> list[int]:
     return torch.nonzero(inputs["input_ids"][0] == 555).flatten().tolist()
 
 
-def test_a_rotary_of_the_model_that_drops_height_and_width() -> None:
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    model.text.rotary_emb.recomposition_frequencies = lambda freq: doubled(freq[0])
-    model.run(inputs)
-    segments = meant("qwen3_vl", inputs).segments
-    found = model.check(segments)
-    assert found.token == patches(inputs)[1]  # the first patch stands where its frame does
-    assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
-    assert model.identify(segments).cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+ROTATIONS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "height and width dropped": (lambda freq: freq[0], "all pairs turn by axis 0 (frame): the other axes are dropped"),
+    "sections in blocks": (
+        lambda freq: torch.cat([freq[0, ..., :24], freq[1, ..., 24:44], freq[2, ..., 44:]], dim=-1),
+        "pairs are allocated as 'sections', not as 'mrope-interleaved'",
+    ),
+}
+"""What a rotary of the model makes of (axes, batch, tokens, pairs) angles."""
 
 
-def test_a_rotary_of_the_model_with_sections_in_blocks() -> None:
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    model.text.rotary_emb.recomposition_frequencies = lambda freq: doubled(
-        torch.cat([freq[0, ..., :24], freq[1, ..., 24:44], freq[2, ..., 44:]], dim=-1)
-    )
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_another_rotary_of_the_model_is_named(name: str) -> None:
+    (chosen, cause), model, inputs = ROTATIONS[name], Qwen3VL(), prompt("qwen3_vl", TWO)
+    model.text.rotary_emb.recomposition_frequencies = lambda freq: torch.cat([chosen(freq)] * 2, dim=-1)
     model.run(inputs)
-    segments = meant("qwen3_vl", inputs).segments
-    found = model.identify(segments)
-    assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+    found = model.identify(meant("qwen3_vl", inputs).segments)
+    assert found.cause == cause
     assert found.first_wrong == patches(inputs)[1]  # the first patch has one id on all axes, the second another column
-    assert found.rotary is not None
-    assert check(read(model.recorder.layers[1].keys[0], found.rotary), segments, "mrope-qwen3").equal
 
 
 def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:

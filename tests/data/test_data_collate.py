@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from results import same
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
 from tolerance import assert_within, rounding
@@ -41,19 +42,6 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def same(got: Batch, want: Batch) -> bool:
-    """Whether all that two batches hold is equal, dtypes included."""
-    ours, theirs = tensors(got), tensors(want)
-    return (
-        got.keys == want.keys
-        and (got.shifted, got.world_size) == (want.shifted, want.world_size)
-        and (got.positions.table == want.positions.table).all()
-        and (got.positions.documents == want.positions.documents).all()
-        and ours.keys() == theirs.keys()
-        and all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
-    )
-
-
 def test_a_packed_batch_in_full() -> None:
     batch = PackedCollator(multiple_of=4, pad_token_id=5)([FIRST, SECOND])
     assert batch.keys == ("a", "b")
@@ -72,19 +60,6 @@ def test_a_packed_batch_in_full() -> None:
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
-def test_a_left_padded_batch_in_full() -> None:
-    batch = PaddedCollator("left", multiple_of=4, pad_token_id=5)([SECOND, FIRST])
-    assert batch.input_ids.tolist() == [[5, 5, 5, 5, 5, 7, 8, 9], [5, 97, 98, 256, 258, 258, 257, 99]]
-    assert batch.labels.tolist() == [[-100] * 6 + [8, 9], [-100, -100, 98, 256, -100, -100, 257, 99]]
-    assert batch.attention_mask is not None
-    assert batch.attention_mask.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]]
-    assert batch.position_ids()[0].tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 5, 5, 8, 9]]
-    assert batch.text_positions.tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]]
-    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([0, 8, 16], 8)
-    assert batch.image_spans.tolist() == [[12, 14]]
-    assert (batch.packed, batch.fill) == (False, 10 / 16)
-
-
 def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None:
     batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
     assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
@@ -93,7 +68,7 @@ def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None
     assert batch.text_positions[12:].tolist() == list(range(8))
     assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
     assert batch.fill == 0.5
-    assert same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
+    same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
     assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
 
 
@@ -155,8 +130,12 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
     batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
     want = loops(examples, [seq] * len(examples), side)
     assert batch.attention_mask is not None
-    assert batch.attention_mask.flatten().tolist() == want.pop("mask")
+    mask = want.pop("mask")
+    assert batch.attention_mask.flatten().tolist() == mask
     assert flat(batch) == want
+    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([seq * i for i in range(len(examples) + 1)], seq)
+    assert not batch.packed
+    assert batch.fill == pytest.approx(sum(mask) / len(mask))
     assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), seq)
 
 
@@ -226,36 +205,26 @@ def few_classes(batch: Batch) -> tuple[Batch, torch.Tensor]:
     return dataclasses.replace(batch, labels=labels), logits
 
 
-def test_the_losses_of_shards_add_up_to_that_of_the_whole() -> None:
-    whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
-
-    def summed() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits[:-1], whole.labels[1:], reduction="sum")
-
-    got = torch.tensor(0.0)
-    for rank in range(2):
-        here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
-        got += torch.nn.functional.cross_entropy(here, whole.shard(rank, 2).labels, reduction="sum")
-    assert_within(got, summed(), rounding(summed, [logits]))
+def loss_of_torch(logits: torch.Tensor, batch: Batch) -> Any:
+    return torch.nn.functional.cross_entropy(logits, batch.shift_labels().labels, reduction="sum")
 
 
-@pytest.mark.slow
-def test_the_loss_of_transformers_takes_labels_of_shards_as_they_are() -> None:
+def loss_of_transformers(logits: torch.Tensor, batch: Batch) -> Any:
+    """The sum of a model's loss, which takes the labels of shards as they are."""
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    told = {name: value for name, value in batch.as_dict(batched=True).items() if name.endswith("labels")}
+    return loss_utils.ForCausalLMLoss(logits[None], **told, vocab_size=11, num_items_in_batch=torch.tensor(1))
+
+
+@pytest.mark.parametrize("loss", [loss_of_torch, pytest.param(loss_of_transformers, marks=pytest.mark.slow)])
+def test_the_losses_of_shards_add_up_to_that_of_the_whole(loss: Callable[[torch.Tensor, Batch], Any]) -> None:
     whole, logits = few_classes(PackedCollator(multiple_of=4)([FIRST, SECOND, example("c", 20)]))
-    count = torch.tensor(int((whole.labels >= 0).sum()))
-    loss = functools.partial(loss_utils.ForCausalLMLoss, vocab_size=11, num_items_in_batch=count)
-    bound = rounding(lambda: loss(logits[None], **labels_of(whole)), [logits])
-    want = loss(logits[None], **labels_of(whole))
+    want, bound = loss(logits, whole), rounding(lambda: loss(logits, whole), [logits])
     got = torch.tensor(0.0)
     for rank in range(2):
         here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
-        got += loss(here[None], **labels_of(whole.shard(rank, 2)))
+        got += loss(here, whole.shard(rank, 2))
     assert_within(got, want, bound)
-
-
-def labels_of(batch: Batch) -> dict[str, Any]:
-    return {name: value for name, value in batch.as_dict(batched=True).items() if name.endswith("labels")}
 
 
 def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> None:
@@ -303,7 +272,7 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
     cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
     batch = PackedCollator(multiple_of=8)(with_photos(scheme, start=100_001))
     assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
-    assert same(utils._apply_to_tensors(cast, batch), batch)
+    same(utils._apply_to_tensors(cast, batch), batch)
     arguments = batch.as_dict("table")
     passed = torch.utils._pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, arguments)
     assert torch.equal(passed.pop("positions").dense(), batch.position_ids())
@@ -366,7 +335,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    assert same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
+    same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
@@ -381,9 +350,9 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
     for data, batch_size, collate, groups in cases:
         batches = DataLoader(data, batch_size, collate_fn=collate, num_workers=1, multiprocessing_context=method)
         for got, group in zip(batches, groups, strict=True):
-            assert same(got, collate(group))
-    assert same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
-    assert same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
+            same(got, collate(group))
+    same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
+    same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
 
 
 @pytest.mark.parametrize(

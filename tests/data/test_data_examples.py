@@ -105,15 +105,6 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
     assert str(refused.value).startswith(message)
 
 
-def test_a_server_that_is_away_is_no_fault_of_the_record() -> None:
-    class Away:
-        def build(self, parts: object) -> Any:
-            raise ServiceUnavailableError("nobody")
-
-    with pytest.raises(ServiceUnavailableError):
-        Preprocess(Pieces(), Away())({"pieces": [("a", True)]}, HERE)
-
-
 def test_it_pickles_and_checks_its_parts() -> None:
     again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
     assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
@@ -183,12 +174,13 @@ def test_a_part_that_the_builder_does_not_take_is_no_fault_of_the_record(policy:
         example(*parts, on_image_error=policy)
 
 
-def test_a_server_that_does_not_answer_is_no_fault_of_an_image() -> None:
+@pytest.mark.parametrize("policy", ["raise", "drop"])
+def test_a_server_that_does_not_answer_is_no_fault_of_a_record_or_an_image(policy: OnImageError) -> None:
     class Away:
         def build(self, parts: object) -> Any:
-            if len(parts) > 1:  # type: ignore[arg-type]
+            if len(parts) > 1 and policy == "drop":  # type: ignore[arg-type]
                 raise InvalidInputError("parts[0]: image: broken")
             raise ServiceUnavailableError("away")
 
-    with pytest.raises(ServiceUnavailableError):
-        Preprocess(Pieces(), Away(), on_image_error="drop")({"pieces": [(PHOTO, True), ("a", True)]}, HERE)
+    with pytest.raises(ServiceUnavailableError, match="away"):
+        Preprocess(Pieces(), Away(), on_image_error=policy)({"pieces": [(PHOTO, True), ("a", True)]}, HERE)

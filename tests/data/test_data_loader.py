@@ -9,9 +9,9 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, assert_type
@@ -20,7 +20,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from data_corpus import records, write_jsonl, write_parquet, write_tar
+from data_corpus import MadeShard, records, write_jsonl, write_parquet, write_tar
+from results import same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -40,19 +41,11 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixe
 PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(MadeShard):
     """A shard of numbers."""
 
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
-
-    def count(self) -> int | None:
-        return self.size
+    def make(self, i: int) -> Any:
+        return {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +81,6 @@ def test_type_checkers_know_what_a_dataset_gives() -> None:
     for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
         assert_type(batch, Batch)
         assert isinstance(batch, Batch)
-
-
-def plain(value: object) -> Any:
-    """Content of a batch, to the last byte."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if is_dataclass(value):
-        return [(field.name, plain(getattr(value, field.name))) for field in fields(value)]
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    assert value is None or isinstance(value, int | str | float), type(value)
-    return value
 
 
 def keys(batches: Iterable[Any]) -> list[str]:
@@ -226,8 +205,8 @@ def test_workers_together_give_every_record_once_and_always_the_same(
 
     alone, two = run(0), run(2)
     assert set(keys(alone)) == set(keys(two))
-    assert plain(two) == plain(run(2))
-    assert plain(two) == plain(run(2, threads=3))
+    same(two, run(2))
+    same(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
     # Split documents come in several pieces, and no label is lost but the first of each piece.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
@@ -246,8 +225,8 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
         (dataset_shards(whole), HFImages()),
         (dataset_shards(whole.to_iterable_dataset()), HFImages()),
     ]
-    found = [plain(list(data(readers, preprocess=Preprocess(format_, BUILDER)))) for readers, format_ in corpora]
-    assert found == found[:1] * 5
+    found = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
+    same(found, found[:1] * 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs a GPU")
@@ -310,7 +289,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         batch = next(iterator, None)
         if batch is None:
             break
-        whole.append(plain(batch))
+        whole.append(batch)
     states.append(json.dumps(dataset.state_dict()))
     assert len(whole) > 5
     assert any(json.loads(state)["pending"] for state in states) == (kind != "padded")
@@ -324,7 +303,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         assert again.epoch == 3
         again.set_epoch(4)  # of the iteration after this one
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
-        assert [plain(batch) for batch in again] == whole[i:]
+        same(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
 
 
@@ -339,14 +318,13 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         return stateful(data(corpus, on_error="skip", quarantine=tmp_path), workers)
 
     loader = new()
-    whole = [plain(batch) for batch in loader]
-    again = [plain(batch) for batch in loader]
-    assert again == whole
+    whole = list(loader)
+    same(list(loader), whole)
     # The last: of a run that had ended; what comes then is the next epoch.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
         iterator = iter(loader)
-        head = [plain(batch) for batch in islice(iterator, stop)]
+        head = list(islice(iterator, stop))
         if stop == len(whole):
             assert next(iterator, None) is None
         state = loader.state_dict()
@@ -354,8 +332,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         del iterator, loader
         resumed = new()
         resumed.load_state_dict(state)
-        tail = [plain(batch) for batch in resumed]
-        assert head + tail == (whole if stop < len(whole) else whole + whole)
+        same(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
 def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
@@ -461,19 +438,12 @@ def test_skipped_records_are_counted_logged_and_written_down(
     assert counts["batches"] == counts["packs"] == len(batches)
 
 
-@dataclass(frozen=True)
-class Photos:
+class Photos(MadeShard):
     """A shard of texts with two images each, of which some are broken."""
 
-    source: str = "photos"
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, 9, step):
-            images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
-            yield Location(self.source, i), {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
-
-    def count(self) -> int:
-        return 9
+    def make(self, i: int) -> Any:
+        images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
+        return {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
 
 
 def test_images_are_dropped_counted_logged_and_written_down_once(
@@ -483,7 +453,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
 
     def new(threads: int = 0) -> BatchDataset:
         options: dict[str, Any] = {"collate": PaddedCollator(), "shuffle": 0, "threads": threads}
-        return data([Photos()], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
+        return data([Photos("photos", 9)], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
 
     dataset, states, batches = new(), [], []
     with caplog.at_level(logging.WARNING, "mmpos.data"):
@@ -502,7 +472,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
     for done, state in enumerate(states, 1):
         resumed = new(threads=2)
         resumed.load_state_dict(state)
-        assert plain(list(resumed)) == plain(batches[done:])
+        same(list(resumed), batches[done:])
         assert resumed.counts["images_dropped"] == 6
     assert read_quarantine(tmp_path) == lines
 
@@ -511,7 +481,7 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
     def run(policy: Any, on_error: str) -> list[str]:
         own = replace(PREPROCESS, on_image_error=policy)
         options: dict[str, Any] = {"preprocess": own, "collate": PaddedCollator(), "shuffle": 0, "on_error": on_error}
-        return keys(data([Photos()], Batcher(1), quarantine=tmp_path / policy, **options))
+        return keys(data([Photos("photos", 9)], Batcher(1), quarantine=tmp_path / policy, **options))
 
     assert run("skip-document", "raise") == ["0", "3", "6"]
     assert [line["index"] for line in read_quarantine(tmp_path / "skip-document")] == [1, 2, 4, 5, 7, 8]
@@ -521,7 +491,7 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
 
 def test_a_builder_that_takes_no_images_stops_whatever_is_done_about_records(tmp_path: Path) -> None:
     blind = replace(PREPROCESS, builder=SequenceBuilder())
-    dataset = data([Photos()], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
+    dataset = data([Photos("photos", 9)], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
     with pytest.raises(
         UnsupportedError, match=r"^0 \(photos\[0\]\): parts\[0\]: got ndarray, want .* images=ImageProc"
     ):
@@ -710,6 +680,7 @@ def _rank(rank: int, folder: Path) -> None:
         list(early)
     except InvalidInputError as error:
         (folder / str(rank)).write_text(json.dumps([found, str(error)]))
+    torch.distributed.barrier()  # or the one may be gone before the other has met it
     torch.distributed.destroy_process_group()
 
 

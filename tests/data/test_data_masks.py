@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -41,29 +41,20 @@ uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without to
 some = documents.filter(lambda given: 0 < len(given) <= 4)
 
 
-@settings(max_examples=25)
-@given(some, st.booleans(), st.sampled_from([1, 8]))
-def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_of: int) -> None:
+@settings(max_examples=50)
+@given(some, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
-    batch = PackedCollator(multiple_of=multiple_of)(examples)
-    lengths = [one.num_tokens for one in examples]
-    sizes = batch.cu_seqlens.diff().tolist()
-    want = by_loops(lengths, sizes, "right", batch.image_spans.tolist() if bidirectional else [])
-    assert torch.equal(dense(batch.mask_mod(bidirectional_images=bidirectional), batch)[0], want)
-
-
-@settings(max_examples=25)
-@given(some, st.booleans(), st.sampled_from(["left", "right"]))
-def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Literal["left", "right"]) -> None:
-    examples = examples_of(documents)
-    batch = PaddedCollator(side=side, multiple_of=4)(examples)
-    rows, seq = batch.input_ids.shape
-    lengths = [one.num_tokens for one in examples]
+    if kind == "packed":
+        batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
+    else:
+        batch, side = PaddedCollator(side=kind, multiple_of=multiple_of)(examples), kind
     spans = batch.image_spans.tolist() if bidirectional else []
-    want = by_loops(lengths, [seq] * rows, side, spans).reshape(rows, seq, rows, seq)
+    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), side, spans)
     found = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
+    rows, seq, _ = found.shape
     for row in range(rows):
-        assert torch.equal(found[row], want[row, :, row])
+        assert torch.equal(found[row], want.reshape(rows, seq, rows, seq)[row, :, row])
 
 
 @uncompiled

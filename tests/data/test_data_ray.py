@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_preprocess import PAGES, command, contents, corpus
-from waiting import alive, descendants, eventually, of_process
+from test_data_preprocess import PAGES, command, contents, corpus, killed
+from waiting import alive, eventually
 
 from mmpos.__main__ import main
 from mmpos.data.examples import Location, RecordError
@@ -111,13 +109,8 @@ def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.Monke
     corpus(tmp_path, 8, 40)
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
-            assert process.poll() is None
-            time.sleep(0.005)
-        # The agents of a cluster linger for a minute; its actors, which write, must not.
-        actors = [child for child in descendants(process.pid) if b"MapWorker" in of_process(child, "cmdline")]
-        process.kill()
+    # The agents of a cluster linger for a minute; its actors, which write, must not.
+    actors = killed(arguments, out, of=b"MapWorker")
     assert actors
     assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"
     assert 0 < len(list(out.glob("*.parquet"))) < 8

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from results import same
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data.examples import Example, Location, RecordError
@@ -37,19 +37,6 @@ def written(path: Path, examples: Iterable[Example]) -> SequenceShard:
     return SequenceShard(path)
 
 
-def assert_same(got: Any, want: Any) -> None:
-    """Equal in every field, types and shapes included."""
-    assert type(got) is type(want)
-    if hasattr(want, "__dataclass_fields__"):
-        for field in fields(want):
-            assert_same(getattr(got, field.name), getattr(want, field.name))
-    elif isinstance(want, np.ndarray):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        assert (got == want).all()
-    else:
-        assert got == want
-
-
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].text])
 def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
     examples = [
@@ -59,7 +46,7 @@ def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
     ]
     shard = written(tmp_path / "x.parquet", examples)
     for got, want in zip(shard.examples(), examples, strict=True):
-        assert_same(got, want)
+        same(got, want)
     assert shard.lengths.tolist() == [each.num_tokens for each in examples]
     assert shard.count() == len(examples)
 
@@ -88,9 +75,9 @@ def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_pa
         Example("separated", separated, np.arange(14)),
     ]
     for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
-        assert_same(got, want)
+        same(got, want)
     (got,) = written(tmp_path / "t.parquet", [Example("timed", timed, np.arange(14))]).examples()
-    assert_same(got, Example("timed", timed, np.arange(14)))
+    same(got, Example("timed", timed, np.arange(14)))
 
 
 def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -99,7 +86,7 @@ def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
     placed = place(segments, "grid-2d")
     bare = replace(whole, segments=segments, positions=placed, token_type_ids=np.ones(8, np.uint8))
     (got,) = written(tmp_path / "x.parquet", [Example("grid", bare, np.arange(8))]).examples()
-    assert_same(got, Example("grid", bare, np.arange(8)))
+    same(got, Example("grid", bare, np.arange(8)))
 
 
 def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
@@ -134,7 +121,7 @@ def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path, monkeypatch: py
         (f"{shard.path}[1]", "1"),
         (f"{shard.path}[4]", "4"),
     ]
-    assert_same(found[1][1], examples[4])
+    same(found[1][1], examples[4])
 
 
 def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_corpus import MadeShard
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -46,19 +46,8 @@ def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(listed, batch_size=None, **options)
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(MadeShard):
     """A shard whose even records are long, so that the second of two ranks packs fewer."""
-
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), i
-
-    def count(self) -> int | None:
-        return self.size
 
     @staticmethod
     def example(raw: Any, location: Location) -> Example:
@@ -169,16 +158,16 @@ def test_a_dataset_that_ranks_share_is_not_shared_again() -> None:
         share(1, 2)
 
 
-def test_even_is_checked() -> None:
-    wrong: Any = "pad"
-    with pytest.raises(InvalidInputError, match="even: got 'pad', want one of None, 'drop', 'repeat'"):
-        RankLoader([1], wrong)
-
-
-def test_a_loader_that_is_none_is_refused_at_once() -> None:
-    wrong: Any = 5
-    with pytest.raises(InvalidInputError, match=r"^loader: got int, want a DataLoader or another iterable$"):
-        RankLoader(wrong)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], "pad"), "even: got 'pad', want one of None, 'drop', 'repeat'"),
+        ((5,), r"^loader: got int, want a DataLoader or another iterable$"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        RankLoader(*arguments)
 
 
 def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
@@ -256,7 +245,6 @@ def test_a_loader_that_accelerate_would_replace_to_skip_batches_says_what_to_do(
 # Steps
 
 
-@dataclass(frozen=True)
 class Sized(Shards):
     """A shard of known sizes."""
 

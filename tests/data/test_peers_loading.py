@@ -7,19 +7,18 @@ import json
 import random
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import webdataset
+from data_corpus import MadeShard
 from peer_cases import meeting
 from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mmpos import SequenceBuilder
-from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Pairs, Piece, Preprocess, RecordError, shards
+from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Piece, Preprocess, RecordError
 from mmpos.data.packing import Pack
 from mmpos.data.readers import TarReader
 from mmpos.data.stream import Split
@@ -31,19 +30,11 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(MadeShard):
     """A shard of short texts."""
 
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
-
-    def count(self) -> int | None:
-        return self.size
+    def make(self, i: int) -> Any:
+        return {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
 
 
 def document(record: Any, location: Location) -> Document:
@@ -192,49 +183,6 @@ def test_records_of_random_archives_are_those_of_webdataset(format_: int, compre
         for start in range(3):
             part = [raw for _, raw in TarReader(str(path)).records(start, 3)]
             assert list(map(str, part)) == list(map(str, found[start::3]))
-
-
-def sample(i: int) -> dict[str, Any]:
-    """A record as programs give it to webdataset's writer."""
-    return {
-        "__key__": f"{i:03}",
-        "txt": f"caption {i}",
-        "cls": i % 3,
-        "json": {"caption": f"from json {i}"},
-        "npy": np.arange(i),
-        "png": np.full((4, 6, 3), i / 50, np.float32),
-        "tar.gz": bytes(i),
-    }
-
-
-def written(folder: Path, count: int = 50, per_shard: int = 5, compress: str = "") -> list[Path]:
-    with webdataset.ShardWriter(f"{folder}/%02d.tar{compress}", maxcount=per_shard, verbose=0) as sink:
-        for i in range(count):
-            sink.write(sample(i))
-    return sorted(folder.glob(f"*.tar{compress}"))
-
-
-@pytest.mark.parametrize("compress", ["", ".gz"])
-def test_what_its_writers_write_is_read(compress: str, tmp_path: Path) -> None:
-    paths = written(tmp_path, compress=compress)
-    readers = shards(f"{tmp_path}/*.tar{compress}")
-    assert [reader.source for reader in readers] == list(map(str, paths))
-    assert len(paths) == 10
-    found: list[Any] = [raw for reader in readers for _, raw in reader.records()]
-    assert found == [record for path in paths for record in theirs(path)]
-    assert [raw["__key__"] for raw in found] == [f"{i:03}" for i in range(50)]
-    for i, raw in enumerate(found):
-        assert set(raw) == {*sample(i), "__url__"}
-        assert (raw["txt"], raw["cls"], json.loads(raw["json"])) == (
-            f"caption {i}".encode(),
-            str(i % 3).encode(),
-            sample(i)["json"],
-        )
-        assert np.array_equal(np.load(io.BytesIO(raw["npy"])), np.arange(i))
-        made = Pairs()(raw, Location(raw["__url__"], i))
-        assert made.parts == [raw["png"], f"caption {i}"]
-        del raw["txt"]
-        assert Pairs()(raw, Location(raw["__url__"], i)).parts[1] == f"from json {i}"
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (5, 2)])

@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+
+from mmpos.data.examples import Location
 
 PHOTOS = Path(__file__).parents[2] / "mmpos" / "photos"
 
@@ -72,6 +75,25 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     return path
+
+
+@dataclass(frozen=True)
+class MadeShard:
+    """A shard whose records are made of their number."""
+
+    source: str
+    size: int
+
+    def make(self, i: int) -> Any:
+        """Make a record."""
+        return i
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, self.size, step):
+            yield Location(self.source, i), self.make(i)
+
+    def count(self) -> int | None:
+        return self.size
 
 
 class OddError(Exception):

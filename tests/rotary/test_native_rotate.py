@@ -67,6 +67,10 @@ def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
     return made
 
 
+def bits(x: Tensor) -> Any:
+    return x.view(cpu.BITS[x.dtype]).numpy()
+
+
 def assert_same(got: Tensor | None, want: Tensor | None) -> None:
     """Equal bits; NaN where there is NaN, whose bits torch itself writes in several ways."""
     assert got is not None
@@ -85,7 +89,7 @@ def assert_agrees(
     norm, adjacent = None if w is None else (EPS, w.numpy()), rotary.pairing == "adjacent"
     for out in (torch.full_like(x, torch.nan), x.clone()):
         start = x if out.isnan().all() else out
-        tensors = tuple(cpu._bits(tensor.unsqueeze(0)) for tensor in (start, out))
+        tensors = tuple(bits(tensor.unsqueeze(0)) for tensor in (start, out))
         assert CORE.rotate(tensors, source(positions, rotary), norm, 0, len(x), adjacent, conjugate, wide)
         assert_same(out, want)
 
@@ -294,7 +298,7 @@ def test_a_range_writes_its_own_tokens() -> None:
     want, given = wanted(q, None, ids, rotary), source(ids, rotary)
     for first, stop in ((0, 0), (15, 31), (80, 80), (60, 61)):
         out, expected = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan).flatten(0, 1)
-        assert CORE.rotate((cpu._bits(q), cpu._bits(out)), given, None, first, stop, False, False, True)
+        assert CORE.rotate((bits(q), bits(out)), given, None, first, stop, False, False, True)
         expected[first:stop] = want.flatten(0, 1)[first:stop]
         assert_same(out.flatten(0, 1), expected)
 

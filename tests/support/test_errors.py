@@ -455,27 +455,9 @@ def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
 
 
 def test_which_schemes_take_frames_and_separators() -> None:
-    flat = {
-        "rope-tie",
-        "rope-tie-fractional",
-        "rope-tie-v2",
-        "rope-tie-lcm",
-        "rows",
-        "naive-2d",
-        "mrope-qwen3",
-        "mrope-canvas",
-        "xd-rope",
-    }
+    flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope"}
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
-    separated = {
-        "rope-tie",
-        "rope-tie-fractional",
-        "rope-tie-v2",
-        "rope-tie-lcm",
-        "flatten",
-        "naive-2d",
-        "xd-rope",
-    }
+    separated = {*TIES, "flatten", "naive-2d", "xd-rope"}
     assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated
 
 

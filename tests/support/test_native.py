@@ -434,5 +434,6 @@ def test_the_wheel_has_the_stable_abi_where_python_has_the_gil(disabled: int, ta
 def test_the_rooms_are_the_same_without_the_extension() -> None:
     rooms = ("positions", "segments", "placeholders", "golden", "tie", "schemes", "custom_schemes", "errors")
     more = ("table_checks", "sequence", "engine_identities", "rotary_apply")
-    said = run_tests("", *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more)))
+    counting = ["-k", "not few_functions and not few_hops"]  # of ours, which are more where numpy does it
+    said = run_tests("", *counting, *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more)))
     assert " passed" in said

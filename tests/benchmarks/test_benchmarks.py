@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,47 +14,15 @@ from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.rotary import GROUPS
 from mmpos_bench.serving import Load, Order, clients, echo, started
-from mmpos_bench.suites import run
+from mmpos_bench.suites import SUITES, run
 
-IDS = ["mmpos, mrope", "mmpos, rope-tie"]
-PATCHES = ["Transformers, Pillow", "Transformers, torchvision"]
-ROTATIONS = ["eager formula", "torch.compile", "Transformers"]
-WAYS = {f"{name}, bfloat16": [way.name for way in group.ways[1:]] for name, group in GROUPS.items()}
-BATCHES = ["packed, and ids", "padded, and ids", "packed", "padded", "tables joined", "one of two shards"]
-
-SUITES: Mapping[str, Mapping[str, tuple[int, list[str]]]] = {
-    "positions": {
-        "from lists to dense ids": (
-            4,
-            [*IDS[::-1], "table, a part", "place, a part", "dense, a part", "loop per image"],
-        ),
-        "dense(out=), rope-tie, int32": (4, ["dense(out=)"]),
-        "dense(out=), rope-tie-v2, float64": (4, ["dense(out=)"]),
-        "from token ids to dense ids": (4, [*IDS, "Transformers"]),
-        "from token ids, over tokens": (2, [*IDS, "Transformers"]),
-        "from lists, over images": (2, ["mmpos, from lists", "mmpos, from spans", "loop per image"]),
-    },
-    "images": {
-        "JPEG to patches of uint8": (1, ["mmpos", *PATCHES]),
-        "JPEG to patches of float32": (1, ["mmpos, Transformers' layout", "mmpos, each pixel once", *PATCHES]),
-    },
-    "data": {
-        "collate": (1, [*BATCHES, "plain loop, and ids"]),
-        "packs of a stream": (6, ["mmpos"]),
-    },
-    "service": {
-        "server CPU of a call": (3, ["mmpos", "mmpos, requests logged"]),
-        "calls at once": (8, ["mmpos"]),
-    },
-    "rotary": {name: (1, ways) for name, ways in WAYS.items()}
-    | {
-        "into new tensors, bfloat16": (2, WAYS["into new tensors, bfloat16"] + ROTATIONS),
-        "in place, bfloat16": (2, WAYS["in place, bfloat16"]),
-        "norm and rotation, bfloat16": (1, [*WAYS["norm and rotation, bfloat16"], "torch.compile, norm too"]),
-        "forward and backward, bfloat16": (1, WAYS["forward and backward, bfloat16"] + ROTATIONS),
-    },
+PLAIN = ["eager formula", "torch.compile", "Transformers"]
+PEERS = {
+    "into new tensors": PLAIN,
+    "forward and backward": PLAIN,
+    "norm and rotation": ["torch.compile, norm too"],
 }
-"""For each group the number of cases, and the contestants beside the limit."""
+"""Of the groups of rotations, on a CPU."""
 
 ONLY = {
     "rotary": pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the suite is another one"),
@@ -65,22 +32,26 @@ ONLY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [pytest.param(suite, marks=ONLY.get(suite, ())) for suite in SUITES])
-def test_a_suite_takes_every_path_on_toy_sizes(suite: str) -> None:
+def test_a_suite_takes_every_path_on_toy_sizes_with_the_contestants_that_were_recorded(suite: str) -> None:
     found = run(suite, peers=True, quick=True)
-    on_gpus = ["Liger", "flash-attention", "flashinfer"]
-    assert sorted(found.missing) == (on_gpus if suite == "rotary" else [])
-    assert list(found.groups) == list(SUITES[suite])
-    for name, (count, contestants) in SUITES[suite].items():
-        group = found.group(name)
-        assert len(group) == count
-        assert {m.entries[0].role for m in group} == {"limit"}
-        assert [e.name for e in group[0].entries[1:]] == contestants
+    assert sorted(found.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
+    ways = {
+        f"{name}, bfloat16": [way.name for way in group.ways] + PEERS.get(name, []) for name, group in GROUPS.items()
+    }
+    for want in [ways] if suite == "rotary" else map(contestants, kept(suite)):
+        assert contestants(found) == want
+    assert {m.entries[0].role for m in found.measurements} == {"limit"}
     if suite == "data":
         whole, split = found.group("packs of a stream")[:2]
         assert whole.facts["fill in order of arrival"] < whole.facts["fill"] < split.facts["fill"] <= 1
         assert whole.facts["cuts"] == split.facts["truncated"] == 0
     for rates in found.group("calls at once"):
         assert rates.facts["documents per second"] > 0
+
+
+def contestants(report: SuiteReport) -> dict[str, list[str]]:
+    """The names in each group, the limit first."""
+    return {name: [e.name for e in report.group(name)[0].entries] for name in report.groups}
 
 
 # Ratios are measured when figures are recorded, and not here, where whatever else runs would decide.

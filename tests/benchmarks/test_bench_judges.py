@@ -13,7 +13,7 @@ from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
 from mmpos_bench import data, layers
-from mmpos_bench.data import collate_loop, evenly, mix
+from mmpos_bench.data import mix
 from mmpos_bench.layers import Layer, LayerShape, Pair, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.proofs import NotEqualError
@@ -126,15 +126,6 @@ def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
 
 def test_the_fill_in_order_of_arrival_counts_what_is_cut_off() -> None:
     assert data._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
-
-
-def test_the_plain_loop_puts_documents_side_by_side() -> None:
-    examples = evenly(2, 20, 1, 2)
-    ids, labels, positions, cu_seqlens = collate_loop(examples)
-    assert ids.tolist() == [*examples[0].sequence.input_ids, *examples[1].sequence.input_ids]
-    assert labels[[0, 20, 1]].tolist() == [-100, -100, int(ids[1])]
-    assert torch.equal(positions[:, :20], positions[:, 20:])
-    assert cu_seqlens.tolist() == [0, 20, 40]
 
 
 @pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5])])

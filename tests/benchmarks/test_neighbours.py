@@ -125,12 +125,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch
         assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_scheme_that_is_not_tried_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        neighbours.main(["--schemes", "mrope", "rope"])
-    assert "invalid choice: 'rope'" in capsys.readouterr().err
-
-
 def test_a_cell_is_the_mean_and_the_range_over_seeds() -> None:
     outcomes = [
         {"scheme": scheme, "seed": seed, "accuracy": {"inside, right": right, "inside, below": below}}

@@ -378,18 +378,6 @@ def test_what_is_too_long_is_counted_and_logged(
     assert f"examples too long for a pack: {dataset.counts['dropped']} dropped" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or get_example"),
-        (([], len, None), "batching: got NoneType, want a Packer or a Batcher"),
-    ],
-)
-def test_a_dataset_of_other_things_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        BatchDataset(*arguments)
-
-
 def test_a_state_of_records_that_are_gone_is_refused() -> None:
     dataset = data([Numbers("a", 40)], shuffle=0)
     iterator = iter(dataset)
@@ -653,6 +641,8 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
         ({"threads": -1}, "threads: got -1, want >= 0"),
         ({"split": "rows"}, "split: got 'rows', want one of"),
         ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
+        ({"preprocess": None}, "preprocess: got NoneType, want a Preprocess, or get_example"),
+        ({"batching": len}, "batching: got builtin_function_or_method, want a Packer or a Batcher"),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
@@ -101,8 +101,7 @@ def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecuto
 
 def percentile(seconds: Sequence[float], percent: int) -> float:
     """Compute milliseconds."""
-    cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [*seconds] * 99
-    return round(1000 * cuts[percent - 1], 2)
+    return round(1000 * float(np.percentile(seconds, percent)), 2)
 
 
 def overloaded(scale: Scale) -> list[Result]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -208,50 +208,33 @@ def tests(part: Part) -> None:
 def looks(part: Part) -> None:
     """Time the host, and look at the launches with compute-sanitizer."""
     part.measure("host", 120.0)
-    sizes = ((8, 1),) if part.options.dry else SANITIZED
-    sanitize(part, sizes, SANITIZERS)
+    sanitize(part, SANITIZERS)
 
 
-def launch(*words: object) -> tuple[str, ...]:
-    """Make the command that launches every way, or some, between the marks of a profiler."""
-    return sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *map(str, words)
+def sanitize(part: Part, tools: Sequence[str]) -> None:
+    """Let compute-sanitizer watch all of our launches, with memory that it can tell apart.
 
-
-def look(
-    part: Part, title: str, command: Sequence[str], read: Callable[[str], Iterator[Measurement]], **variables: str
-) -> None:
-    """Keep what a tool says; one that is missing or says nothing is a result, and nothing wrong with ours."""
-    kept, (name, *words) = part.kept, command
-    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
-    if path is None:
-        kept.report.missing[name] = "there is no such program here"
-    elif part.left > 20:
-        status, told = part.run(path, *words, seconds=70, **variables)
-        found = list(read(told))
-        if not found:
+    A tool that is missing or says nothing is a result, and nothing wrong with ours.
+    """
+    kept = part.kept
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if program is None:
+        kept.report.missing["compute-sanitizer"] = "there is no such program here"
+    for tool, (tokens, documents) in product(tools if program else (), [(8, 1)] if part.options.dry else SANITIZED):
+        sizes = "--tokens", str(tokens), "--documents", str(documents)
+        launch = sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *sizes
+        if part.left <= 20:
+            break
+        if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
+            part.run(*launch, seconds=60)
+        asked = f"{program}", "--tool", tool, "--print-limit", "5", *launch
+        status, told = part.run(*asked, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        title = f"{tool}, {tokens:,} tokens of {documents}"
+        if said := _SUMMARY.search(told):
+            kept.write(Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(said[1])}))
+        else:
             kept.report.missing[title] = f"ended with {status}: {shortened(told[-300:])}"
-        kept.write(*found)
     kept.write()
-
-
-def sanitize(part: Part, sizes: Sequence[tuple[int, int]], tools: Sequence[str]) -> None:
-    """Let compute-sanitizer watch all of our launches, with memory that it can tell apart."""
-    for tool in tools:
-        for tokens, documents in sizes:
-            words, title = (
-                launch("--tokens", tokens, "--documents", documents),
-                f"{tool}, {tokens:,} tokens of {documents}",
-            )
-            if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
-                part.run(*words, seconds=60)
-            command = ("compute-sanitizer", "--tool", tool, "--print-limit", "5", *words)
-            look(part, title, command, partial(findings, title), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-
-
-def findings(title: str, told: str) -> Iterator[Measurement]:
-    """Read the number that compute-sanitizer prints in the end."""
-    if said := _SUMMARY.search(told):
-        yield Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(said[1])})
 
 
 PARTS: Mapping[int, Callable[[Part], None]] = {
@@ -281,11 +264,11 @@ def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]
 
 def problems_in(folder: Path) -> list[str]:
     """List what is wrong with ours: tests, launches, findings of sanitizers, parts that broke; not peers and tools."""
-    from mmpos_bench.peers.rotations import NORMS, ROTATIONS
+    from mmpos_bench.peers.rotations import COMPILED_NORM, ROTATIONS
 
     found = [problem for _, _, wrong in read_tests(folder) for problem in wrong]
     for report in reports_in(folder):
-        theirs = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS))
+        theirs = tuple(f", {peer}" for peer in (*ROTATIONS, COMPILED_NORM))
         found += [f"{name}: {error}" for name, error in report.failed.items() if not name.endswith(theirs)]
         looked = ((m.name, m.facts.get("findings")) for m in report.measurements)
         found += [f"{name}: {findings:.0f} findings" for name, findings in looked if findings]

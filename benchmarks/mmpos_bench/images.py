@@ -56,7 +56,6 @@ def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
     """Line up patches of bytes, which is what to send to the device that normalises them."""
     want = [expected(data) for data in photos]
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
-    work["pixels"] = sum(size.height * size.width for size in map(UINT8.inspect, photos))
     ours = _each("mmpos", lambda data: UINT8.process(data).patches, photos, want)
     return Lineup([_copy(want), ours, *_peers(photos, want, options)], work)
 

@@ -13,14 +13,13 @@ from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import Grid
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
-from mmpos.support.checks import counted
+from mmpos.support.checks import IntArray, counted
 from mmpos_bench.peers.positions import engine_loop, load_rope_index
 from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
 Dtype = type[np.int32 | np.int64 | np.float64]
-IntArray = npt.NDArray[np.int64]
 LineUp = Callable[[list[Document]], Lineup]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
@@ -75,6 +74,10 @@ def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
     mrope = loop_ids(documents, "mrope")
     read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int32)
 
+    def copy_and_fill() -> None:
+        np.copyto(read, input_ids)
+        written.fill(1)
+
     def ours(scheme: str) -> npt.NDArray[np.number]:
         segments = SegmentTable.from_input_ids(
             input_ids, Placeholders(image=_IMAGE), grid_thw, spatial_merge_size=_MERGE
@@ -82,7 +85,7 @@ def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
         return place(segments, scheme).dense()
 
     contestants = [
-        limit("copy of token ids, and fill", partial(copy_and_fill, read, input_ids, written)),
+        limit("copy of token ids, and fill", copy_and_fill),
         giving("mmpos, mrope", partial(ours, "mrope"), mrope),
         giving("mmpos, rope-tie", partial(ours, "rope-tie"), loop_ids(documents, "rope-tie")),
     ]
@@ -98,12 +101,6 @@ def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
     before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
     input_ids = kinds.repeat(list(map(tokens_of, parts))).reshape(len(documents), -1)
     return input_ids, np.array(before_merging, np.int64).reshape(-1, 3)
-
-
-def copy_and_fill(read: IntArray, input_ids: IntArray, written: npt.NDArray[np.integer]) -> None:
-    """Read token ids, and write as many bytes as their ids take."""
-    np.copyto(read, input_ids)
-    written.fill(1)
 
 
 def grown(options: SuiteOptions) -> Iterator[Comparison]:

@@ -33,24 +33,24 @@ def equal(got: object, want: object, at_most: float = 0.0) -> None:
             equal(one, other, at_most)
     elif is_dataclass(want):
         holds(type(got) is type(want), f"a {type(got).__name__}", f"a {type(want).__name__}")
-        for field in fields(want):
-            _equal_fields(field.name, getattr(got, field.name), getattr(want, field.name))
+        for name in (field.name for field in fields(want)):
+            try:
+                _equal_values(getattr(got, name), getattr(want, name))
+            except NotEqualError as error:
+                raise NotEqualError(f"{name}: {error}") from None
     else:
         _equal_arrays(np.asarray(got), np.asarray(want), at_most)
 
 
-def _equal_fields(name: str, got: object, want: object) -> None:
-    try:
-        if isinstance(want, np.ndarray):
-            dtype = got.dtype if isinstance(got, np.ndarray) else type(got).__name__
-            holds(dtype == want.dtype, dtype, want.dtype)
-            equal(got, want)
-        elif is_dataclass(want):
-            equal(got, want)
-        else:
-            holds(type(got) is type(want) and got == want, repr(got), repr(want))
-    except NotEqualError as error:
-        raise NotEqualError(f"{name}: {error}") from None
+def _equal_values(got: object, want: object) -> None:
+    """Check a field of a dataclass, with its dtype or type."""
+    if isinstance(want, np.ndarray):
+        dtype = got.dtype if isinstance(got, np.ndarray) else type(got).__name__
+        holds(dtype == want.dtype, dtype, want.dtype)
+    if isinstance(want, np.ndarray) or is_dataclass(want):
+        equal(got, want)
+    else:
+        holds(type(got) is type(want) and got == want, repr(got), repr(want))
 
 
 def _equal_arrays(got: npt.NDArray[np.generic], want: npt.NDArray[np.generic], at_most: float) -> None:

@@ -71,15 +71,11 @@ class Asking:
         self._channel, self._sizes = channel, (tokens, images, side)
         self._builder = Profiles.from_config(load()).default.builder
 
-    def segments(self, documents: int) -> SegmentTable:
-        """Make so many documents."""
-        return SegmentTable.from_documents(workload(documents, *self._sizes))
-
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
         """Ask for positions of so many documents."""
         call = "StreamPlace, items of" if stream else "Place,"
         name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
-        segments = self.segments(documents)
+        segments = SegmentTable.from_documents(workload(documents, *self._sizes))
         query = PositionsQuery(segments, dense=Dense() if dense else None)
         request: positions_pb2.StreamPlaceRequest | positions_pb2.PlaceRequest
         request = positions_pb2.StreamPlaceRequest() if stream else positions_pb2.PlaceRequest()

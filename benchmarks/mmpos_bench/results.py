@@ -28,7 +28,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One comparison; see `mmpos_bench.Comparison` and `mmpos_bench.Lineup` for the fields."""
+    """One comparison; see `mmpos_bench.suites.Comparison` and `Lineup` for the fields."""
 
     group: str
     name: str

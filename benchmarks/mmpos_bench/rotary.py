@@ -25,7 +25,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
-    from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make
+    from mmpos_bench.peers.rotations import COMPILED_NORM, ROTATIONS, Make, compiled_norm
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
@@ -77,24 +77,23 @@ class Bench:
     device: Literal["cuda", "cpu"]
     toy: bool = False
 
-    def layer(self, size: Size, dtype: torch.dtype = torch.bfloat16, sets: int | None = None) -> Layer:
+    def layer(self, size: Size, sets: int | None = None) -> Layer:
         """Make a layer; on a GPU with so many sets that the caches do not hold them, unless their number is given."""
         shape, documents = SHAPES[size.shape], interleaved(size.tokens, size.documents)
         if self.toy:  # in float32: the interpreter truncates bfloat16, which no proof passes
             return Layer(_TOY, documents, torch.float32, "cpu", sets or 2, "triton")
         moved = 4 * size.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
         cold = max(2, min(_MOST_SETS, math.ceil(_COLD / moved))) if self.device == "cuda" else 1
-        return Layer(shape, documents, dtype, self.device, sets or cold)
+        return Layer(shape, documents, torch.bfloat16, self.device, sets or cold)
 
-    def compare(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype = torch.bfloat16) -> Comparison:
+    def compare(self, group: str, size: Size, options: SuiteOptions) -> Comparison:
         """Line up a group at a size."""
-        name = f"{group}, {str(dtype).removeprefix('torch.')}"
-        line_up = partial(self._line_up, group, size, options, dtype)
+        line_up = partial(self._line_up, group, size, options)
         timer, budget = (by_events, _EVENTS) if self.device == "cuda" else (compare, _BUDGET)
-        return Comparison(name, str(size), line_up, budget=budget, timer=timer)
+        return Comparison(f"{group}, bfloat16", str(size), line_up, budget=budget, timer=timer)
 
-    def _line_up(self, group: str, size: Size, options: SuiteOptions, dtype: torch.dtype) -> Lineup:
-        layer, known = self.layer(size, dtype), GROUPS[group]
+    def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
+        layer, known = self.layer(size), GROUPS[group]
         ways = [*known.ways, *known.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
@@ -117,8 +116,6 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
         # What is compiled takes seconds for each.
         groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
         yield from (bench.compare(group, size, options) for group in groups)
-    for size in () if options.quick else sizes if bench.device == "cpu" else sizes[:1]:
-        yield from (bench.compare(group, size, options, torch.float32) for group in list(GROUPS)[:2])
 
 
 def fits(bench: Bench, size: Size) -> bool:
@@ -371,11 +368,9 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
 
 
 def _norms(layer: Layer, options: SuiteOptions) -> Iterator[Way]:
-    """Yield the peers that normalise, too."""
-    for name, load in NORMS.items():
-        make = options.peer(name, load)
-        if make and (rotate := options.peer(name, partial(make, layer, layer.weights, EPS))):
-            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
+    """Yield the peer that normalises, too."""
+    if rotate := options.peer(COMPILED_NORM, partial(compiled_norm, layer)):
+        yield Way(COMPILED_NORM, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
@@ -449,7 +444,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
         lambda layer: 2 * layer.k.nbytes,
     ),
 }
-"""The groups of ways, those of other dtypes first."""
+"""The groups of ways."""
 
 
 def launches(layer: Layer, only: Sequence[str] = ()) -> dict[str, Call]:

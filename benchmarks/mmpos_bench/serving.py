@@ -385,8 +385,7 @@ def everything(address: str, seconds: float, seed: int) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     with Client(address, timeout=20) as client, Client(address, timeout=20, shared_memory=2**26) as sharing:
         chance = random.Random(seed)
-        deeds = {**_calls(chance, client), **_mistakes(address, chance, client), **_large(chance, client, sharing)}
-        deeds |= _streams(address, chance, client)
+        deeds = _calls(address, chance, client, sharing) | _mistakes(address, chance, client)
         end = monotonic() + seconds
         while monotonic() < end:
             name, deed = chance.choice(sorted(deeds.items()))
@@ -407,9 +406,21 @@ def _ids(caller: Client, documents: int) -> object:
     return caller.query(PositionsQuery(segments, dense=Dense()))
 
 
-def _calls(chance: random.Random, client: Client) -> Deeds:
-    """Name what clients usually do."""
+def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Deeds:
+    """Name what clients usually do, with large tensors in messages and in shared memory, and streams, some dropped."""
+    import torch
+
+    def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:
+        positions = client.place(_SEGMENTS)
+        caller.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
+
+    def stream_dropped() -> None:
+        with Client(address, timeout=20) as leaving:
+            for _ in islice(leaving.stream(_QUERY for _ in range(1000)), chance.randrange(1, 10)):
+                pass
+
     return {
+        "apply": lambda: rotate(client, 2, torch.bfloat16),
         "build_images": lambda: client.build_batch([["A photograph: ", photo, " at dusk"] for photo in PHOTOGRAPHS]),
         "build_text": lambda: client.build(["a bird " * chance.randrange(1, 2000)]),
         "info": lambda: (client.info(), client.healthy()),
@@ -417,6 +428,12 @@ def _calls(chance: random.Random, client: Client) -> Deeds:
         "place_batch": lambda: _ids(client, chance.randrange(1, 64)),
         "query_dense": lambda: client.query(_QUERY),
         "rotate": lambda: client.cos_sin(_ROTARY, client.place(_SEGMENTS)),
+        "share": lambda: rotate(sharing, 8, torch.float32),
+        "share_build": lambda: sharing.build_batch(_ONE_IMAGE),
+        "share_ids": lambda: _ids(sharing, 16),
+        "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
+        "stream_build": lambda: deque(client.stream_build([each] for each in _ONE_IMAGE * 2), maxlen=0),
+        "stream_dropped": stream_dropped,
     }
 
 
@@ -453,37 +470,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Deeds:
         "deadline": lambda: client.with_options(timeout=chance.uniform(0.0005, 0.01)).build(["a", *PHOTOGRAPHS]),
         "infer": infer,
         "mistake": lambda: client.place(_SEGMENTS, "no such scheme"),
-    }
-
-
-def _large(chance: random.Random, client: Client, sharing: Client) -> Deeds:
-    """Name calls with large tensors, in messages and in shared memory."""
-    import torch
-
-    def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:
-        positions = client.place(_SEGMENTS)
-        caller.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
-
-    return {
-        "apply": lambda: rotate(client, 2, torch.bfloat16),
-        "share": lambda: rotate(sharing, 8, torch.float32),
-        "share_build": lambda: sharing.build_batch(_ONE_IMAGE),
-        "share_ids": lambda: _ids(sharing, 16),
-    }
-
-
-def _streams(address: str, chance: random.Random, client: Client) -> Deeds:
-    """Name streams, some of which are dropped."""
-
-    def stream_dropped() -> None:
-        with Client(address, timeout=20) as leaving:
-            for _ in islice(leaving.stream(_QUERY for _ in range(1000)), chance.randrange(1, 10)):
-                pass
-
-    return {
-        "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
-        "stream_build": lambda: deque(client.stream_build([each] for each in _ONE_IMAGE * 2), maxlen=0),
-        "stream_dropped": stream_dropped,
     }
 
 

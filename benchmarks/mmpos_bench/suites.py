@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -127,18 +127,14 @@ class Comparison:
         return Measurement(self.group, self.name, timed, work, self.unit, dict(lineup.facts()))
 
 
+@dataclass
 class SuiteOptions:
-    """The options of a run that suites heed, and the peers that were missing.
+    """The options of a run that suites heed, and the peers that were missing."""
 
-    Args:
-        quick: toy sizes, every path once; the figures mean nothing.
-        peers: whether other projects take part, those that are installed.
-        malloc: the setting of this process, which suites that start others give to them.
-    """
-
-    def __init__(self, *, quick: bool = False, peers: bool = False, malloc: str = "default") -> None:
-        self.quick, self.peers, self.malloc = quick, peers, malloc
-        self.missing: dict[str, str] = {}
+    quick: bool = False  # toy sizes, every path once; the figures mean nothing
+    peers: bool = False  # whether other projects take part, those that are installed
+    malloc: str = "default"  # the setting of this process, which suites that start others give to them
+    missing: dict[str, str] = field(default_factory=dict)  # why, by peer
 
     def peer(self, name: str, load: Callable[[], T]) -> T | None:
         """Load a peer, which load imports; None where peers are not wanted, or where this one is missing."""

@@ -50,7 +50,7 @@ def loop_ids(documents: list[Document], scheme: str) -> Ids:
 
     Args:
         documents: the parts of each.
-        scheme: "flatten", "rope-tie", "rope-tie-v2" or "mrope".
+        scheme: "rope-tie", "rope-tie-v2" or "mrope".
 
     Returns:
         (axes, tokens).
@@ -78,10 +78,6 @@ def _plane(height: int, width: int) -> Ids:
     return np.indices((height, width), dtype=np.float64).reshape(2, -1)
 
 
-def _flatten(height: int, width: int) -> tuple[Ids, int]:
-    return np.arange(1.0, height * width + 1)[None], height * width
-
-
 def _tie(height: int, width: int) -> tuple[Ids, int]:
     """Rows w + 1 apart and columns h + 1 apart, so that both fill the square up to the next text."""
     return (_plane(height, width) + 1) * [[width + 1.0], [height + 1.0]], (height + 1) * (width + 1) - 1
@@ -99,7 +95,6 @@ def _mrope(height: int, width: int) -> tuple[Ids, int]:
 
 # The axes of a scheme, and an image's ids counted from the last text id, with the ids that it takes from text.
 _LOOPS: Mapping[str, tuple[int, Callable[[int, int], tuple[Ids, int]]]] = {
-    "flatten": (1, _flatten),
     "rope-tie": (2, _tie),
     "rope-tie-v2": (2, _tie_v2),
     "mrope": (3, _mrope),

@@ -12,13 +12,15 @@ import torch
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
-from mmpos_bench import Budget, NotEqualError, Role, SuiteOptions, data, layers
+from mmpos_bench import data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import Layer, LayerShape, Pair, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
+from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.rotary import GROUPS, Bench, compared, contestant
 from mmpos_bench.serving import LoadTurn, by_cpu, by_rate
-from mmpos_bench.timing import Timer
+from mmpos_bench.suites import Role, SuiteOptions
+from mmpos_bench.timing import Budget, Timer
 from mmpos_bench.workloads import workload
 
 SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, "axial")}

@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mmpos_bench import Comparison, Contestant, Lineup, gpu
+from mmpos_bench import gpu
 from mmpos_bench.gpu import Kept, Part
 from mmpos_bench.gpu_launches import speeds
 from mmpos_bench.rotary import GROUPS
-from mmpos_bench.suites import giving, limit
+from mmpos_bench.suites import Comparison, Contestant, Lineup, giving, limit
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ def test_sanitizers_are_read(part: Callable[[int], Part], tmp_path: Path, monkey
     tool = tmp_path / "tools" / "compute-sanitizer"
     tool.parent.mkdir()
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    monkeypatch.setattr(gpu, "launch", lambda *words: ("true", *map(str, words)))
+    monkeypatch.setattr(sys, "executable", "true")
     made = part(3)
     for name, text in (
         ("memcheck", "========= ERROR SUMMARY: 0 errors"),
@@ -142,21 +142,21 @@ def test_sanitizers_are_read(part: Callable[[int], Part], tmp_path: Path, monkey
     ):
         tool.write_text(f'#!/bin/sh\necho "$@"\necho "{text}"\n')
         tool.chmod(0o755)
-        gpu.sanitize(made, ((300, 3),), (name,))
+        gpu.sanitize(made, (name,))
     report = made.kept.report
     assert {m.name: m.facts for m in report.measurements} == {
-        "memcheck, 300 tokens of 3": {"findings": 0},
-        "racecheck, 300 tokens of 3": {"findings": 2},
+        "memcheck, 8 tokens of 1": {"findings": 0},
+        "racecheck, 8 tokens of 1": {"findings": 2},
     }
-    asked = "--tool initcheck --print-limit 5 true --tokens 300 --documents 3"
-    assert report.missing == {"initcheck, 300 tokens of 3": f"ended with 0: {asked} Device not supported"}
-    assert gpu.problems_in(tmp_path) == ["racecheck, 300 tokens of 3: 2 findings"]
+    asked = "--tool initcheck --print-limit 5 true -m mmpos_bench.gpu_launches launch --tokens 8 --documents 1"
+    assert report.missing == {"initcheck, 8 tokens of 1": f"ended with 0: {asked} Device not supported"}
+    assert gpu.problems_in(tmp_path) == ["racecheck, 8 tokens of 1: 2 findings"]
 
 
 def test_tools_that_are_not_here_are_named(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
     made = part(3)
-    gpu.sanitize(made, ((300, 3),), ("memcheck",))
+    gpu.sanitize(made, ("memcheck",))
     assert made.kept.report.missing == {"compute-sanitizer": "there is no such program here"}
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from pictures import texts
 from PIL import Image
 
 from mmpos import info
-from mmpos.__main__ import main
 from mmpos.cli.options import read_part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
@@ -26,31 +26,14 @@ from mmpos.segments.table import SegmentTable
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
 
+Fail = Callable[..., tuple[int, str]]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No colours asked for by the surroundings, and an empty folder to work in."""
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
 
 
 def run(*arguments: str) -> str:
     result = testing.CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return str(result.stdout)
-
-
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code and the line that a wrong command line gives."""
-    code = main(arguments)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
-    assert "Traceback" not in captured.err
-    return code, captured.err.removeprefix("mmpos: error: ").rstrip("\n")
 
 
 def test_positions_of_a_short_document() -> None:
@@ -360,10 +343,8 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
         (["positions", "3", "--bogus"], None),
     ],
 )
-def test_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
-) -> None:
-    code, message = fail(capsys, *arguments)
+def test_errors_are_one_line(fail: Fail, arguments: list[str], line: str | None, tmp_path: Path) -> None:
+    code, message = fail(*arguments)
     assert code == 2
     assert line is None or message.replace("'no\\ids.png'", "'no/ids.png'") == line
     assert list(tmp_path.iterdir()) == []
@@ -403,20 +384,18 @@ WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
         ),
     ],
 )
-def test_errors_of_json_files(
-    capsys: pytest.CaptureFixture[str], content: str, line: str | None, tmp_path: Path
-) -> None:
+def test_errors_of_json_files(fail: Fail, content: str, line: str | None, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
-    code, message = fail(capsys, "positions", "bad.json")
+    code, message = fail("positions", "bad.json")
     assert code == 2
     assert message == line or (
         line is None and re.fullmatch(rf"bad.json: got no valid JSON \(.+\), {re.escape(WANT_FILE)}", message)
     )
 
 
-def test_a_broken_image_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_broken_image_is_named(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
-    code, message = fail(capsys, "positions", "broken.png")
+    code, message = fail("positions", "broken.png")
     assert code == 2
     assert message.startswith("broken.png: image: ")
 
@@ -429,18 +408,16 @@ def test_errors_of_specs_are_of_the_librarys_tree() -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "matplotlib"])
-def test_a_missing_extra_is_one_line_that_names_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     for name in [name for name in sys.modules if name.startswith((missing, "mmpos.cli", "mmpos.analysis.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    code, message = fail(capsys, "plot", "ids", "3", "-o", "ids.png")
+    code, message = fail("plot", "ids", "3", "-o", "ids.png")
     what = {"typer": "the command line", "matplotlib": "plots"}[missing]
     said = f'{what}: {missing} is not installed, want pip install "multimodal-positions[{{}}]"'
     assert (code, message) == (1, said.format("cli"))
     if missing == "typer":
-        assert fail(capsys, "serve") == (1, said.format("server"))
+        assert fail("serve") == (1, said.format("server"))
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])

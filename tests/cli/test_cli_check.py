@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,8 @@ from mmpos.support.program import EXIT_CODES
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
 
+Fail = Callable[..., tuple[int, str]]
 RIGHT = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15]]
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder to work in."""
-    monkeypatch.chdir(tmp_path)
 
 
 def check(ids: npt.ArrayLike, *arguments: str) -> tuple[int, str]:
@@ -35,15 +31,6 @@ def check(ids: npt.ArrayLike, *arguments: str) -> tuple[int, str]:
     result = testing.CliRunner().invoke(app, ["check", "ids.npy", *arguments])
     assert result.stderr == ""
     return result.exit_code, result.stdout
-
-
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code and the line that a wrong command line gives."""
-    code = main(arguments)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
-    return code, captured.err.removeprefix("mmpos: error: ").rstrip("\n")
 
 
 def test_equal_ids_are_one_sentence() -> None:
@@ -204,12 +191,12 @@ def test_a_config_comes_from_standard_input(
     ],
 )
 def test_configs_that_give_no_scheme_are_named(
-    capsys: pytest.CaptureFixture[str], content: str | None, arguments: list[str], line: str | None
+    fail: Fail, content: str | None, arguments: list[str], line: str | None
 ) -> None:
     np.save("ids.npy", np.arange(3))
     if content is not None:
         Path("config.json").write_text(content)
-    code, message = fail(capsys, "check", "ids.npy", "--spec", "3", "--config", "config.json", *arguments)
+    code, message = fail("check", "ids.npy", "--spec", "3", "--config", "config.json", *arguments)
     assert code == 2
     assert message == line if line else message.startswith(("config.json: got ", "config.model_type: got "))
 
@@ -250,18 +237,18 @@ WANT = "want an array saved with numpy.save"
         (lambda path: np.save(path, np.array([0, np.nan, 0])), "ids[1]: got nan, want a number"),
     ],
 )
-def test_files_that_hold_no_ids_are_named(capsys: pytest.CaptureFixture[str], save: Any, line: str | None) -> None:
+def test_files_that_hold_no_ids_are_named(fail: Fail, save: Any, line: str | None) -> None:
     save(Path("ids.npy"))
-    code, message = fail(capsys, "check", "ids.npy", "--spec", "3")
+    code, message = fail("check", "ids.npy", "--spec", "3")
     assert code == 2
     assert (message == line) if line else message.startswith(("ids.npy: got ", "ids: got "))
 
 
-def test_a_header_that_promises_too_much_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_header_that_promises_too_much_costs_nothing(fail: Fail) -> None:
     np.save("ids.npy", np.zeros(3))
     content = Path("ids.npy").read_bytes()
     Path("ids.npy").write_bytes(content.replace(b"(3,), }          ", b"(3000000000000,), }"[:17].ljust(17)))
-    assert fail(capsys, "check", "ids.npy", "--spec", "3")[0] == 2
+    assert fail("check", "ids.npy", "--spec", "3")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -274,23 +261,21 @@ def test_a_header_that_promises_too_much_costs_nothing(capsys: pytest.CaptureFix
         (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a finite number >= 0"),
     ],
 )
-def test_wrong_command_lines_are_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None
-) -> None:
+def test_wrong_command_lines_are_one_line(fail: Fail, arguments: list[str], line: str | None) -> None:
     np.save("ids.npy", np.arange(3))
-    code, message = fail(capsys, "check", *arguments)
+    code, message = fail("check", *arguments)
     assert code == 2
     assert line is None or message == line
 
 
-def test_positions_writes_the_file_that_check_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_positions_writes_the_file_that_check_reads(capsys: pytest.CaptureFixture[str], fail: Fail) -> None:
     result = testing.CliRunner().invoke(app, ["positions", "3,2x3,2", "-o", "ids.npy"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("11 tokens, scheme rope-tie")
     assert np.load("ids.npy").tolist() == RIGHT
     assert main(["check", "ids.npy", "--spec", "3,2x3,2"]) == 0
     capsys.readouterr()
-    assert fail(capsys, "positions", "3", "-o", "ids.txt") == (
+    assert fail("positions", "3", "-o", "ids.txt") == (
         2,
         "--output: got 'ids.txt', want a file ending in .npy",
     )

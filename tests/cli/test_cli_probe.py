@@ -44,10 +44,8 @@ AXIS[1:60:3], AXIS[2:60:3] = 1, 2
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder with the config."""
-    monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(CONFIG))
+def config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
 def turned(
@@ -65,14 +63,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command with the config; gives its code, output and errors."""
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        code = main(["probe", "run", *arguments, "--config", "config.json"])
-        return code, *capsys.readouterr()
-
-    return command
+def run(run: Run) -> Run:
+    """Run the command with the config."""
+    return lambda *arguments: run("probe", "run", *arguments, "--config", "config.json")
 
 
 def test_keys_as_meant(run: Run) -> None:

@@ -8,18 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
 import pytest
 from waiting import without_torch
 
-from mmpos.__main__ import main
 from mmpos.cli.options import make_scheme
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
+Run = Callable[..., tuple[int, str, str]]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 
 
@@ -29,36 +29,30 @@ def server() -> Iterator[str]:
         yield address
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_positions_are_printed_as_in_process(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_positions_are_printed_as_in_process(server: str, run: Run) -> None:
     for options in ([], ["--json"], ["--scheme", "rope-tie-v2", "--start", "7", "--axes", "3"]):
-        here = run(capsys, "positions", "3,2x3,2", "5", *options)
-        there = run(capsys, "remote", "positions", "3,2x3,2", "5", *options, "--server", server)
+        here = run("positions", "3,2x3,2", "5", *options)
+        there = run("remote", "positions", "3,2x3,2", "5", *options, "--server", server)
         assert there == here
         assert here[0] == 0
 
 
-def test_errors_are_printed_as_in_process(server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    here = run(capsys, "positions", "2x2,2x2")
-    assert run(capsys, "remote", "positions", "2x2,2x2", "--server", server) == here
+def test_errors_are_printed_as_in_process(server: str, run: Run) -> None:
+    here = run("positions", "2x2,2x2")
+    assert run("remote", "positions", "2x2,2x2", "--server", server) == here
     assert here[0] == 2
 
 
-def test_a_sequence_is_built_of_text_and_a_photo(server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
+def test_a_sequence_is_built_of_text_and_a_photo(server: str, run: Run) -> None:
+    code, out, err = run("remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
     assert (code, err) == (0, "")
     assert out.startswith("InterleavedSequence(112 tokens, 1 image, patches=uint8 (396, 14, 14, 3))\n")
     assert "grid 11×9" in out
 
 
-def test_info_and_health_say_what_the_server_is(server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "remote", "health", "--server", server) == (0, f"{server} is serving\n", "")
-    code, out, _ = run(capsys, "remote", "info", "--server", server)
+def test_info_and_health_say_what_the_server_is(server: str, run: Run) -> None:
+    assert run("remote", "health", "--server", server) == (0, f"{server} is serving\n", "")
+    code, out, _ = run("remote", "info", "--server", server)
     assert code == 0
     assert "default   rope-tie   256 " in out
     assert "documents" in out
@@ -87,25 +81,23 @@ def profiles() -> Iterator[str]:
     ],
 )
 def test_a_profile_keeps_its_scheme_unless_another_is_asked_for(
-    options: list[str], scheme: str, profiles: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], scheme: str, profiles: str, run: Run
 ) -> None:
     asked = "positions", "3,2x3,2", "--json"
-    there = json.loads(run(capsys, "remote", *asked, *options, "--server", profiles)[1])
-    here = json.loads(run(capsys, *asked, "--scheme", scheme)[1])
+    there = json.loads(run("remote", *asked, *options, "--server", profiles)[1])
+    here = json.loads(run(*asked, "--scheme", scheme)[1])
     assert there["position_ids"] == here["position_ids"]
     assert make_scheme(there["scheme"]) == make_scheme(scheme)
 
 
-def test_documents_keep_the_scheme_of_their_file_there_too(
-    profiles: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_documents_keep_the_scheme_of_their_file_there_too(profiles: str, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
-    assert run(capsys, "remote", "positions", str(file), "--server", profiles) == run(capsys, "positions", str(file))
+    assert run("remote", "positions", str(file), "--server", profiles) == run("positions", str(file))
 
 
-def test_axes_need_a_scheme_that_they_are_of(profiles: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "remote", "positions", "3", "--axes", "3", "--server", profiles) == (
+def test_axes_need_a_scheme_that_they_are_of(profiles: str, run: Run) -> None:
+    assert run("remote", "positions", "3", "--axes", "3", "--server", profiles) == (
         2,
         "",
         "mmpos: error: --axes: got 3 without --scheme, want both: the profile has a scheme of its own\n",
@@ -113,22 +105,20 @@ def test_axes_need_a_scheme_that_they_are_of(profiles: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", [["info"], ["health"], ["positions", "3"], ["build", "a word"]])
-def test_a_server_that_is_down_is_one_sentence_with_the_remedy(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_down_is_one_sentence_with_the_remedy(command: list[str], run: Run) -> None:
     with socket.socket() as free:  # bound, and nobody listens
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        code, out, err = run(capsys, "remote", *command, "--server", address, "--timeout", "20")
+        code, out, err = run("remote", *command, "--server", address, "--timeout", "20")
     assert (code, out) == (4, "")
     want = "want a server there: start one with mmpos serve, or name another with --server"
     assert re.fullmatch(rf"mmpos: error: {address}: got [A-Za-z, _]+, {want}\n", err)
 
 
-def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert run(capsys, "remote", "info", "--server", address, "--timeout", "0.2") == (
+        assert run("remote", "info", "--server", address, "--timeout", "0.2") == (
             4,
             "",
             f"mmpos: error: {address}: got no answer in 0.2 s, want one: see that mmpos serve runs there, or give it "
@@ -136,21 +126,21 @@ def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(capsys: p
         )
 
 
-def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_serve_serves_until_it_is_told_to_stop(run: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().removeprefix("mmpos_server listening on ").strip()
-            code, out, _ = run(capsys, "remote", "positions", "3", "--json", "--server", address)
+            code, out, _ = run("remote", "positions", "3", "--json", "--server", address)
             assert (code, json.loads(out)["position_ids"]) == (0, [[0, 1, 2], [0, 1, 2]])
         finally:
             process.send_signal(signal.SIGTERM)
     assert process.returncode == 0
 
 
-def test_serve_refuses_a_wrong_option_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "serve", "--port", "many")
+def test_serve_refuses_a_wrong_option_in_one_line(run: Run) -> None:
+    code, out, err = run("serve", "--port", "many")
     assert (code, out) == (2, "")
     assert err.startswith("mmpos: error: Invalid value for '--port'")
     assert err.count("\n") == 1

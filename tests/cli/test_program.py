@@ -26,16 +26,8 @@ pytest.importorskip("typer")
 
 ROOT = Path(__file__).parents[2]
 PHOTO = Path(str(resources.files("mmpos"))) / "photos" / "chelsea.jpg"
+Run = Callable[..., tuple[int, str, str]]
 CAT_SPEC = "1,8x11,1"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in, and no colours asked for by the surroundings."""
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def start(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> Any:
@@ -50,12 +42,6 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.mark.parametrize(
     ("data", "arguments"),
     [
@@ -65,17 +51,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ],
 )
 def test_documents_come_from_standard_input(
-    data: bytes, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: bytes, arguments: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, data)
-    assert run(capsys, "positions", "-") == run(capsys, "positions", *arguments)
+    assert run("positions", "-") == run("positions", *arguments)
 
 
-def test_ids_come_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = io.BytesIO()
     np.save(ids, [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
     feed(monkeypatch, ids.getvalue())
-    assert run(capsys, "check", "-", "--spec", "1,2x2,1", "-s", "mrope") == (
+    assert run("check", "-", "--spec", "1,2x2,1", "-s", "mrope") == (
         0,
         "All 6 tokens of 1 document have the ids of mrope.\n",
         "",
@@ -97,11 +83,11 @@ def test_a_wrong_standard_input_is_one_line(
     data: bytes,
     arguments: str,
     message: str | None,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     feed(monkeypatch, data)
-    code, out, err = run(capsys, *arguments.split())
+    code, out, err = run(*arguments.split())
     assert (code, out) == (2, "")
     assert re.fullmatch(r"mmpos: error: (SPEC|standard input)[^\n]+\n", err)
     assert message is None or err == f"mmpos: error: {message}\n"
@@ -118,14 +104,14 @@ def test_ids_and_pictures_go_to_standard_output() -> None:
     assert picture.stdout == Path("ids.png").read_bytes()
 
 
-def test_standard_output_takes_one_thing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(capsys, "positions", "3", "--json", "-o", "-") == (
+def test_standard_output_takes_one_thing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("positions", "3", "--json", "-o", "-") == (
         2,
         "",
         "mmpos: error: --output: got - beside --json, want one of them on standard output\n",
     )
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
-    assert run(capsys, "positions", "3", "-o", "-") == (
+    assert run("positions", "3", "-o", "-") == (
         2,
         "",
         "mmpos: error: -: got a terminal as standard output, want a pipe or a file\n",
@@ -218,19 +204,19 @@ def test_the_page_tells_every_exit_code() -> None:
 
 
 @pytest.mark.parametrize("command", ["", "plot", "plot ids", "positions", "remote info"])
-def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "help", *command.split()) == run(capsys, *command.split(), "--help")
+def test_help_is_a_command_too(command: str, run: Run) -> None:
+    assert run("help", *command.split()) == run(*command.split(), "--help")
 
 
-def test_help_of_the_server_is_that_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_the_server_is_that_of_its_own_command(run: Run) -> None:
     pytest.importorskip("mmpos_server.options")
-    code, out, err = run(capsys, "help", "serve")
+    code, out, err = run("help", "serve")
     assert (code, err) == (0, "")
     assert "--drain-seconds" in out
 
 
-def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "-V") == run(capsys, "--version") == (0, f"mmpos {info()['mmpos']}\n", "")
+def test_the_version_has_a_short_option(run: Run) -> None:
+    assert run("-V") == run("--version") == (0, f"mmpos {info()['mmpos']}\n", "")
 
 
 COMPLETIONS = [

@@ -257,11 +257,6 @@ def test_nothing_gives_nothing() -> None:
 # Resuming
 
 
-def stateful(dataset: BatchDataset, workers: int) -> Any:
-    context = "fork" if workers else None
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
-
-
 BATCHINGS = {
     "packed": (Packer(200, buffer=5, split_text=True), PackedCollator()),
     "whole": (Packer(200, buffer=9), PackedCollator(multiple_of=4)),
@@ -315,7 +310,8 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     corpus: list[Reader], workers: int, carry: str, tmp_path: Path
 ) -> None:
     def new() -> Any:
-        return stateful(data(corpus, on_error="skip", quarantine=tmp_path), workers)
+        dataset, context = data(corpus, on_error="skip", quarantine=tmp_path), "fork" if workers else None
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
 
     loader = new()
     whole = list(loader)

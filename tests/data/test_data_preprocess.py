@@ -709,8 +709,8 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
     out = tmp_path / "out"
 
     def ready(pid: int) -> bool:
-        if moment == "workers start":
-            return len(workers_of(pid)) == 2
+        if moment == "workers start":  # children that run tasks; another keeps count of what they share
+            return sum(b"spawn_main" in of_process(each, "cmdline") for each in descendants(pid)) == 2
         return len(list(out.glob(".*.tmp"))) == 2
 
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
@@ -719,11 +719,6 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
     assert (code, printed, last) == (130, "", "mmpos: stopped; the same command goes on from here")
     assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), said
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
-
-
-def workers_of(pid: int) -> list[int]:
-    """Children that run tasks; another keeps count of what they share."""
-    return [each for each in descendants(pid) if b"spawn_main" in of_process(each, "cmdline")]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.segments.kinds import Grid
+from mmpos.support.checks import IntArray
 from mmpos_bench.workloads import Document
-
-IntArray = npt.NDArray[np.int64]
 
 RopeIndex = Callable[[IntArray, int, IntArray], Callable[[], IntArray]]
 """From (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging to a call that gives

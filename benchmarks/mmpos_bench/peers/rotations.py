@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from mmpos_bench.layers import Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
-Make = Callable[[Layer], Rotate | None]
-"""Gives what turns the q and k of a layer by the cos and sin that it has; None for a layer that it does not take."""
-
-NormRotate = Callable[[Layer, Pair, float], Rotate]
-"""Likewise with a norm before, from the layer, the weights for q and k, and epsilon."""
+Make = Callable[[Layer], Rotate]
+"""Gives what turns the q and k of a layer by the cos and sin that it has."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,6 @@ def load_transformers() -> PeerRotation:
     return PeerRotation(rotate, most=32768)
 
 
-def load_torchtitan() -> PeerRotation:
-    """Load torchtitan's rotation of halves, which is given its cache in float32 for the tokens of the layer alone."""
-    from torchtitan.models.common.rope import CosSinRoPE
-
-    def rotate(layer: Layer) -> Rotate:
-        cos, sin = layer.angles.cos(), layer.angles.sin()
-        cache = torch.cat((cos, cos, sin, sin), dim=-1).float()[None, :, None]
-        return lambda q, k: CosSinRoPE.apply_rotary_emb(q, k, cache)
-
-    return PeerRotation(rotate)
-
-
 def load_liger() -> PeerRotation:
     """Load Liger's kernel, which writes into the q and k that it is given, also in training."""
     _need_gpu()
@@ -127,9 +111,7 @@ def load_flashinfer() -> PeerRotation:
     _need_gpu()
     from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
 
-    def rotate(layer: Layer, inplace: bool) -> Rotate | None:
-        if layer.dtype == torch.float32:
-            return None
+    def rotate(layer: Layer, inplace: bool) -> Rotate:
         cache = torch.cat((layer.angles.cos(), layer.angles.sin()), dim=-1).float()
         rows = torch.arange(layer.tokens, device=layer.device)
         options = {"positions": rows, "head_size": layer.shape.head_dim, "cos_sin_cache": cache, "is_neox": True}
@@ -147,40 +129,16 @@ def load_flashinfer() -> PeerRotation:
     return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
 
 
-def load_compiled_norm() -> NormRotate:
-    """Load torch's norm and the formula, compiled together, if torch can compile here."""
+def compiled_norm(layer: Layer) -> Rotate:
+    """Normalise and rotate by torch's norm and the formula, compiled together, if torch can compile here."""
     _need_compiler()
+    torch.compiler.reset()
+    cos, sin = layer.tables
 
-    def norm_rotate(layer: Layer, weights: Pair, eps: float) -> Rotate:
-        torch.compiler.reset()
-        cos, sin = layer.tables
+    def both(q: Tensor, k: Tensor) -> Pair:
+        return formula(*layer.normed((q, k)), cos, sin)
 
-        def both(q: Tensor, k: Tensor) -> Pair:
-            q, k = (rms_norm(x, x.shape[-1:], w, eps) for x, w in zip((q, k), weights, strict=True))
-            return formula(q, k, cos, sin)
-
-        return torch.compile(both, dynamic=False)
-
-    return norm_rotate
-
-
-def load_liger_norm() -> NormRotate:
-    """Load Liger's norm and then its rotation, which writes into what the norm made: three launches."""
-    rotation = load_liger().inplace
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    def norm_rotate(layer: Layer, weights: Pair, eps: float) -> Rotate:
-        turn: Any = rotation and rotation(layer)
-
-        def call(q: Tensor, k: Tensor) -> Pair:
-            q, k = (
-                LigerRMSNormFunction.apply(x, w, eps, 0.0, "gemma", False) for x, w in zip((q, k), weights, strict=True)
-            )
-            return turn(q, k)
-
-        return call
-
-    return norm_rotate
+    return torch.compile(both, dynamic=False)
 
 
 def _need_compiler() -> None:
@@ -197,13 +155,9 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
     "eager formula": lambda: PeerRotation(by_formula, most=8192),
     "torch.compile": load_compiled,
     "Transformers": load_transformers,
-    "torchtitan": load_torchtitan,
     "Liger": load_liger,
     "flash-attention": load_flash_attention,
     "flashinfer": load_flashinfer,
 }
 
-NORMS: Mapping[str, Callable[[], NormRotate]] = {
-    "torch.compile, norm too": load_compiled_norm,
-    "Liger, norm too": load_liger_norm,
-}
+COMPILED_NORM = "torch.compile, norm too"

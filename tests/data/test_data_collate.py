@@ -361,11 +361,7 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
         (PackedCollator(), [], "examples: got none, want at least one"),
         (PackedCollator(), "ab", "examples: got str, want a list of Examples or a Pack"),
         (PaddedCollator(), [FIRST, 3], "examples[1]: got int, want an Example or a Pack"),
-        (
-            PackedCollator(length=9),
-            [FIRST, SECOND],
-            "examples: got 10 tokens in 2 documents, want at most 9",
-        ),
+        (PackedCollator(length=9), [FIRST, SECOND], "examples: got 10 tokens in 2 documents, want at most 9"),
         (PaddedCollator(length=6), [SECOND, FIRST], "examples[1] (a): got 7 tokens, want at most 6"),
         (
             PackedCollator(),
@@ -379,11 +375,7 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
         ),
         (lambda _: PackedCollator(multiple_of=0), [FIRST], "multiple_of: got 0, want >= 1"),
         (lambda _: PackedCollator(pad_token_id=-1), [FIRST], "pad_token_id: got -1, want >= 0"),
-        (
-            lambda _: PackedCollator(multiple_of=4, length=9),
-            [FIRST],
-            "length: got 9, want a multiple of multiple_of=4",
-        ),
+        (lambda _: PackedCollator(multiple_of=4, length=9), [FIRST], "length: got 9, want a multiple of multiple_of=4"),
         (lambda _: PaddedCollator(side=UP), [FIRST], "side: got 'up', want one of 'right', 'left'"),
     ],
 )

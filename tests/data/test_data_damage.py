@@ -206,9 +206,7 @@ def test_files_with_holes_are_read_and_cut_as_others(tmp_path: Path) -> None:
     with tarfile.open(fileobj=out, mode="w") as tar:
         tar.addfile(member, io.BytesIO(layout + b"x" * 1000))
     path.write_bytes(out.getvalue())
-    assert seen_by_all(path) == [
-        (0, {"__key__": "0", "__url__": str(path), "txt": bytes(1000) + b"x" * 1000}),
-    ]
+    assert seen_by_all(path) == [(0, {"__key__": "0", "__url__": str(path), "txt": bytes(1000) + b"x" * 1000})]
     end = len(out.getvalue().rstrip(b"\0"))
     for size in range(0, end, BLOCK):
         path.write_bytes(out.getvalue()[:size])

@@ -257,11 +257,6 @@ def test_nothing_gives_nothing() -> None:
 # Resuming
 
 
-def stateful(dataset: BatchDataset, workers: int) -> Any:
-    context = "fork" if workers else None
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
-
-
 BATCHINGS = {
     "packed": (Packer(200, buffer=5, split_text=True), PackedCollator()),
     "whole": (Packer(200, buffer=9), PackedCollator(multiple_of=4)),
@@ -315,7 +310,8 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     corpus: list[Reader], workers: int, carry: str, tmp_path: Path
 ) -> None:
     def new() -> Any:
-        return stateful(data(corpus, on_error="skip", quarantine=tmp_path), workers)
+        dataset, context = data(corpus, on_error="skip", quarantine=tmp_path), "fork" if workers else None
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
 
     loader = new()
     whole = list(loader)
@@ -380,18 +376,6 @@ def test_what_is_too_long_is_counted_and_logged(
     kept, counts = keys(dataset), dataset.counts
     assert counts["dropped"] == counts["records"] - counts["skipped"] - len(kept) > 0
     assert f"examples too long for a pack: {dataset.counts['dropped']} dropped" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or get_example"),
-        (([], len, None), "batching: got NoneType, want a Packer or a Batcher"),
-    ],
-)
-def test_a_dataset_of_other_things_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        BatchDataset(*arguments)
 
 
 def test_a_state_of_records_that_are_gone_is_refused() -> None:
@@ -657,6 +641,8 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
         ({"threads": -1}, "threads: got -1, want >= 0"),
         ({"split": "rows"}, "split: got 'rows', want one of"),
         ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
+        ({"preprocess": None}, "preprocess: got NoneType, want a Preprocess, or get_example"),
+        ({"batching": len}, "batching: got builtin_function_or_method, want a Packer or a Batcher"),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str) -> None:

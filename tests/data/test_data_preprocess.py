@@ -607,17 +607,11 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
             ["s0.jsonl", "--format-option", "separator.x=1"],
             "--format-option separator.x=1: got 'x' of 'separator', want a name without it",
         ),
-        (
-            ["s0.jsonl", "--image-option", "patch_size=big"],
-            "--image-option patch_size=big: got 'big', want JSON",
-        ),
+        (["s0.jsonl", "--image-option", "patch_size=big"], "--image-option patch_size=big: got 'big', want JSON"),
         (["s0.jsonl", "--image-option", "patch_size=0"], "patch_size: got 0, want >= 1"),
         (["s0.jsonl", "--scheme", "tie"], None),
         (["s0.jsonl", "--images-from", "none"], "--images-from: got 'none', want a folder"),
-        (
-            ["s0.jsonl", "--tokenizer", "none"],
-            "--tokenizer: got 'none', want bytes or the path of a tokenizer.json",
-        ),
+        (["s0.jsonl", "--tokenizer", "none"], "--tokenizer: got 'none', want bytes or the path of a tokenizer.json"),
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
         (["s0.jsonl", "--engine", "spark"], None),
         (["s0.jsonl", "--workers", "0"], None),
@@ -709,8 +703,8 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
     out = tmp_path / "out"
 
     def ready(pid: int) -> bool:
-        if moment == "workers start":
-            return len(workers_of(pid)) == 2
+        if moment == "workers start":  # children that run tasks; another keeps count of what they share
+            return sum(b"spawn_main" in of_process(each, "cmdline") for each in descendants(pid)) == 2
         return len(list(out.glob(".*.tmp"))) == 2
 
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
@@ -719,11 +713,6 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
     assert (code, printed, last) == (130, "", "mmpos: stopped; the same command goes on from here")
     assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), said
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
-
-
-def workers_of(pid: int) -> list[int]:
-    """Children that run tasks; another keeps count of what they share."""
-    return [each for each in descendants(pid) if b"spawn_main" in of_process(each, "cmdline")]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:

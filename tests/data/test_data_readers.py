@@ -82,7 +82,7 @@ def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     names = ["b/x.y.JPG", "b/x.json", "__skip__/z.txt", "no_extension", "b/z.txt", "c.txt", "b/x.txt"]
     with tarfile.open(path, "w") as tar:
-        tar.addfile(_folder("b"))
+        tar.addfile(_member("b", 0, tarfile.DIRTYPE))
         for name in names:
             tar.addfile(_member(name, 5), io.BytesIO(name[:5].encode()))
     with path.open("rb") as stream:
@@ -92,15 +92,9 @@ def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:
     assert [record["__key__"] for record in theirs] == ["b/x", "b/z", "c", "b/x"]
 
 
-def _member(name: str, size: int) -> tarfile.TarInfo:
+def _member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
-    member.size = size
-    return member
-
-
-def _folder(name: str) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.type = tarfile.DIRTYPE
+    member.size, member.type = size, kind
     return member
 
 

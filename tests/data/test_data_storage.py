@@ -70,10 +70,7 @@ def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_pa
         token_type_ids=np.array([0, 0, *[1, 1, 1, 0] * 3], np.uint8),
         positions=place(rows, "rope-tie"),
     )
-    examples = [
-        pixels.slice(1, pixels.num_tokens),
-        Example("separated", separated, np.arange(14)),
-    ]
+    examples = [pixels.slice(1, pixels.num_tokens), Example("separated", separated, np.arange(14))]
     for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
         same(got, want)
     (got,) = written(tmp_path / "t.parquet", [Example("timed", timed, np.arange(14))]).examples()

@@ -71,15 +71,6 @@ def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batch
         dispatch([arguments], 0)
 
 
-def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
-    arguments = PackedCollator()(examples()).as_dict(batched=True)
-    with pytest.raises(TypeError, match="Can only concatenate tensors but got <class 'int'>"):
-        dispatch([arguments, arguments], 0)
-    for plain in (dict(arguments), arguments | {"weights": torch.ones(1)}):
-        with pytest.raises(TypeError, match="Can only find the batch size of tensors but got <class 'int'>"):
-            dispatch([plain], 0)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_itself_on_a_dispatcher_fails_in_accelerate_with_the_remedy(ranks: int) -> None:
     verb = "find the batch size of" if ranks == 1 else "concatenate"
@@ -114,13 +105,6 @@ def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
 
 
 # Ranks
-
-
-def test_accelerate_leaves_a_rank_loader_as_it_is() -> None:
-    packed = PackedCollator()(examples())
-    taken = RankLoader(loader(packed))
-    assert not isinstance(taken, DataLoader)
-    assert list(taken) == [packed]
 
 
 class Epochs:
@@ -233,13 +217,6 @@ def test_a_state_is_asked_of_what_has_one_and_checked() -> None:
             InvalidInputError, match=f"^state: got {got}, want one of version 1 from RankLoader.state_dict"
         ):
             stateless.load_state_dict(state)
-
-
-def test_a_loader_that_accelerate_would_replace_to_skip_batches_says_what_to_do() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"^drop_last: got a RankLoader, .* want it left .*ignore_data_skip=True"
-    ):
-        _ = RankLoader([1]).drop_last
 
 
 # Steps

@@ -41,16 +41,10 @@ def gif_of_blocks(count: int) -> bytes:
     return data[:frame] + b"!\xfe" + b"\1x" * count + b"\0" + data[frame:]
 
 
-def png_of_chunks(count: int) -> bytes:
-    """A PNG of 8 x 8 pixels with so many empty chunks."""
+def png_of_chunks(count: int, kind: bytes = b"teSt") -> bytes:
+    """A PNG of 8 x 8 pixels with so many empty chunks before those of the pixels."""
     data = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
-    return data[:33] + chunk(b"teSt", b"") * count + data[33:]
-
-
-def png_of_cut_pixels(count: int) -> bytes:
-    """A PNG of 8 x 8 pixels with so many empty chunks before theirs."""
-    data = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
-    return data[:33] + chunk(b"IDAT", b"") * count + data[33:]
+    return data[:33] + chunk(kind, b"") * count + data[33:]
 
 
 def webp_of_chunks(count: int) -> bytes:

@@ -6,7 +6,6 @@ python tests/helpers/portable.py avx2 busy     these only
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from versions import asked
 
 SUITES = {"test": ["-n", "3", "--dist", "worksteal"], "slow": ["-n", "4", "--dist", "loadgroup", "-m", "slow"]}
 """Those of the Makefile."""
@@ -80,13 +80,8 @@ def run(setting: str, suite: str) -> tuple[bool, str]:
 
 def main() -> int:
     """Run what is asked for, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"some of {', '.join(SETTINGS)}")
-    settings = parser.parse_args().settings or list(SETTINGS)
-    if unknown := set(settings) - SETTINGS.keys():
-        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(SETTINGS)}")
     green = True
-    for setting in settings:
+    for setting in asked(__doc__, list(SETTINGS)):
         for suite in SUITES:
             passed, counted = run(setting, suite)
             green &= passed

@@ -88,10 +88,7 @@ def both(model: str) -> tuple[MMPosProcessor, Any]:
     theirs = getattr(transformers, f"{kind.name}Processor")(images, tokenizer, videos, chat_template=TEMPLATE)
     settings = mmpos.from_hf_config(config)
     own = settings.image_processor(
-        mean=images.image_mean,
-        std=images.image_std,
-        min_pixels=SIZE["shortest_edge"],
-        max_pixels=SIZE["longest_edge"],
+        mean=images.image_mean, std=images.image_std, min_pixels=SIZE["shortest_edge"], max_pixels=SIZE["longest_edge"]
     )
     ours = MMPosProcessor.from_hf_config(config, tokenizer, images=own, video_processor=videos)
     return ours, theirs

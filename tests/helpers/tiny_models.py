@@ -123,10 +123,7 @@ INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
         "noise": torch.ones(1, 5, 32),
         "timestep": torch.ones(1),
     },
-    "voxtral_realtime": lambda ids: {
-        "input_ids": ids,
-        "encoder_inputs_embeds": torch.ones(1, 4 * ids.shape[1], 64),
-    },
+    "voxtral_realtime": lambda ids: {"input_ids": ids, "encoder_inputs_embeds": torch.ones(1, 4 * ids.shape[1], 64)},
 }
 """Inputs of models that do not run on input_ids alone."""
 

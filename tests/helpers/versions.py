@@ -67,6 +67,16 @@ EXTRAS = {
 """What extras that need no torch are there for; the others are in the environments of everything."""
 
 
+def asked(description: str | None, known: list[str]) -> list[str]:
+    """Read which of the known parts a command line asks for; all of them where it names none."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(known)}")
+    chosen = parser.parse_args().parts or known
+    if unknown := set(chosen) - set(known):
+        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")
+    return list(chosen)
+
+
 def uv(*words: str | Path) -> None:
     """Run uv.
 
@@ -149,12 +159,7 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run what is asked for, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = [*RESOLUTIONS, "extras", *PYTHONS]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}")
-    chosen = parser.parse_args().parts or parts
-    if unknown := set(chosen) - set(parts):
-        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(parts)}")
+    chosen = asked(__doc__, [*RESOLUTIONS, "extras", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}

@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import hostile_images as hostile
@@ -27,7 +28,7 @@ CROWDED: dict[str, Callable[[int], bytes]] = {
     "JPEG": hostile.jpeg_of_notes,
     "GIF": hostile.gif_of_blocks,
     "PNG": hostile.png_of_chunks,
-    "pixels": hostile.png_of_cut_pixels,
+    "pixels": partial(hostile.png_of_chunks, kind=b"IDAT"),
 }
 
 

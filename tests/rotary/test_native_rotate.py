@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -283,7 +284,8 @@ def test_threads_agree_with_one(normed: bool) -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            assert_same(apply_rotary(q, None, ids, rotary, norm=norm)[0], want)
+            turned, _ = apply_rotary(q.clone(), None, ids, rotary, norm=norm, inplace=True)  # so that a hole shows
+            assert_same(turned, want)
         pools = cpu._pool.cache_info().currsize
         for tokens in (300, 500, 800):  # worth one, two and three threads more
             apply_rotary(q[:, :tokens], None, ids[:, :, :tokens], rotary)
@@ -336,6 +338,13 @@ def test_what_the_extension_declines_and_all_without_it_goes_by_the_reference(
         monkeypatch.setattr(native, "core", core)
         for got, expected in zip(apply_rotary(q, k, packed("rope-tie"), Rotary(24), norm=norm), want, strict=True):
             assert_same(got, expected)
+
+
+def test_what_the_extension_declines_in_the_end_goes_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, table = heads(32, 3, 24), packed("rope-tie")
+    want, _ = apply_rotary(q, None, table, Rotary(24), implementation="reference")
+    monkeypatch.setattr(native, "core", SimpleNamespace(expand=CORE.expand, rotate=lambda *_: False))
+    assert_same(apply_rotary(q.clone(), None, table, Rotary(24), inplace=True)[0], want)
 
 
 X = np.zeros((1, 4, 2, 16), np.float32)

@@ -155,13 +155,6 @@ assert_type(place(SegmentTable.from_documents([[Text(3)]])), PositionTable)
 """
 
 
-def check_types(bare: Bare) -> None:
-    """A type checker finds the packages and their types."""
-    (bare.here / "typed.py").write_text(TYPED)
-    checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
-    bare.run(*checker, "--ignore-missing-imports", "typed.py")
-
-
 def draw(bare: Bare) -> None:
     """The demo prints and draws what it does here."""
     said = bare.mmpos("demo", "-o", "demo.png")
@@ -183,7 +176,9 @@ def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(releas
     assert (pip, install) == ("pip", "install")
     bare.run(*bare.install, *wanted)  # keeps what is installed
     draw(bare)
-    check_types(bare)
+    (bare.here / "typed.py").write_text(TYPED)
+    checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
+    bare.run(*checker, "--ignore-missing-imports", "typed.py")
 
 
 def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -> None:

@@ -304,10 +304,7 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.pad(20, "up"), "side: got 'up', want one of 'left', 'right'"),
     (lambda: POSITIONS.padded([11, 12]), "length: got [11, 12], want an integer"),
     (lambda: POSITIONS.explain(15), "token: got 15, want <= 14"),
-    (
-        lambda: POSITIONS.explain(0, from_documents([[Text(3)]])),
-        "segments: got 3 tokens, want 15",
-    ),
+    (lambda: POSITIONS.explain(0, from_documents([[Text(3)]])), "segments: got 3 tokens, want 15"),
     (
         lambda: POSITIONS.describe(0, [[Text(15)]]),
         "segments: got list, want a SegmentTable, as SegmentTable.from_documents gives it",

@@ -272,14 +272,7 @@ def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.
     positions.rationals()
     timed = case.name in ("mrope-qwen2.5", "tmrope") or "tokens_per_second" in case.label
     cut = [] if timed or "order=merged" in case.label else ["columns"]  # pieces are put together in numpy
-    assert [name for name, _ in recorder.answers] == [
-        "documents",
-        "sound",
-        "split",
-        "cursors",
-        *cut,
-        *["expand"] * 2,
-    ]
+    assert [name for name, _ in recorder.answers] == ["documents", "sound", "split", "cursors", *cut, *["expand"] * 2]
     assert [name for name, answer in recorder.answers if answer is None or answer is False] == []
 
 

@@ -7,21 +7,18 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_corpus import MadeShard
-from torch import nn
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
+from two_ranks import Shards, as_keys, loader, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.examples import Example, Location, OnImageError, Preprocess
+from mmpos.data.examples import Example, OnImageError, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
@@ -38,21 +35,6 @@ def examples() -> list[Example]:
     parts: list[list[Any]] = [["one"], ["two", Grid(2, 2)], [Grid(1, 3), "three"]]
     sequences = [BUILDER.build(document) for document in parts]
     return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
-
-
-def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
-    """A DataLoader of batches as they are."""
-    listed: Any = batches
-    return DataLoader(listed, batch_size=None, **options)
-
-
-class Shards(MadeShard):
-    """A shard whose even records are long, so that the second of two ranks packs fewer."""
-
-    @staticmethod
-    def example(raw: Any, location: Location) -> Example:
-        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
-        return Example(str(location), sequence, sequence.input_ids)
 
 
 def dispatch(batches: list[Any], rank: int) -> Any:
@@ -251,10 +233,6 @@ def test_batches_are_counted_by_sizes_as_they_come(batching: Any, rank: int, wor
         assert taken.steps_per_epoch == len(list(taken))
 
 
-def as_keys(group: Any) -> Any:
-    return [example.key for example in getattr(group, "examples", group)]
-
-
 @pytest.mark.parametrize(("policy", "steps"), [(None, 5), ("raise", 5), ("drop", None), ("skip-document", None)])
 def test_steps_are_none_where_images_may_skip_their_documents(
     policy: OnImageError | None, steps: int | None, tmp_path: Path
@@ -287,84 +265,6 @@ def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
     assert RankLoader(iter([1])).steps_per_epoch is None
 
 
-# Two ranks, in processes that are spawned and so import what they run from here
-
-
-def _rank(rank: int, folder: Path) -> None:
-    """Do all that the tests look at."""
-    early = RankLoader([1], "drop")
-    store, limit = f"file://{folder}/store", timedelta(seconds=300)
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
-    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
-        next(iter(early))
-    result = {"epochs": _epochs(rank), "resumed": _resumed(rank), "trained": _trained(rank)}
-    torch.distributed.barrier()
-    (folder / str(rank)).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
-
-
-def _epochs(rank: int) -> dict[str, Any]:
-    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
-    batches = [10 * rank + i for i in range((5, 2)[rank])]
-    found: dict[str, Any] = {}
-    kinds: tuple[Even, ...] = ("drop", "repeat")
-    for even in kinds:
-        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
-        found[even] = [list(taken), list(taken)]
-    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
-        list(RankLoader(batches if rank else [], "repeat"))
-    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
-    loaders = [RankLoader(loader(*batches), even) for even in kinds]
-    unknown: Any = batches if rank else iter(batches)
-    found["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
-    return found
-
-
-def _resumed(rank: int) -> dict[str, Any]:
-    """An epoch of each kind, and what follows of it behind the state after every number of steps."""
-
-    def make(even: Even) -> RankLoader[Any]:
-        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
-        context = "fork" if rank else None
-        loads = StatefulDataLoader(dataset, batch_size=None, num_workers=rank, multiprocessing_context=context)
-        return RankLoader(loads, even)
-
-    found: dict[str, Any] = {"whole": {}}
-    kinds: tuple[Even, ...] = ("drop", "repeat")
-    for even in kinds:
-        taken = make(even)
-        states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
-        found["whole"][even], found[even] = list(make(even)), []
-        for state in states:
-            again = make(even)
-            again.load_state_dict(state)
-            found[even].append(list(again))
-    return found
-
-
-def _trained(rank: int) -> dict[str, Any]:
-    """The packs of a corpus that ranks share unevenly, and what two epochs on it by DDP come to, made even each way."""
-    numbers = Shards("a", 40)
-    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
-    return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
-
-
-def _train(dataset: BatchDataset, even: Even) -> list[Any]:
-    """Steps, and the sum of the weights in the end."""
-    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = 0
-    for epoch in range(2):
-        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
-        taken.set_epoch(epoch)
-        for batch in taken:
-            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    return [steps, float(model.module.weight.detach().sum())]
-
-
 def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
     """The mark of a test of two ranks, which all run in one process."""
     return pytest.mark.slow(pytest.mark.xdist_group("two ranks")(test))
@@ -374,7 +274,7 @@ def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of each of two ranks, whose processes take longer to start than to work."""
     context, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("ranks")
-    processes = [context.Process(target=_rank, args=(rank, folder)) for rank in (0, 1)]
+    processes = [context.Process(target=run, args=(rank, folder)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:

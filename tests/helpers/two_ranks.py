@@ -1,0 +1,119 @@
+"""What each of two ranks does, in a module that their processes, which are spawned, can import."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_corpus import MadeShard
+from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mmpos import SequenceBuilder
+from mmpos.data.collate import PackedCollator
+from mmpos.data.examples import Example, Location
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.ranks import Even, RankLoader
+from mmpos.errors import InvalidInputError
+
+BUILDER = SequenceBuilder()
+
+
+def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader of batches as they are."""
+    listed: Any = batches
+    return DataLoader(listed, batch_size=None, **options)
+
+
+class Shards(MadeShard):
+    """A shard whose even records are long, so that the second of two ranks packs fewer."""
+
+    @staticmethod
+    def example(raw: Any, location: Location) -> Example:
+        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
+        return Example(str(location), sequence, sequence.input_ids)
+
+
+def as_keys(group: Any) -> Any:
+    return [example.key for example in getattr(group, "examples", group)]
+
+
+def run(rank: int, folder: Path) -> None:
+    """Do all that the tests look at."""
+    early = RankLoader([1], "drop")
+    store, limit = f"file://{folder}/store", timedelta(seconds=300)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
+    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
+        next(iter(early))
+    result = {"epochs": _epochs(rank), "resumed": _resumed(rank), "trained": _trained(rank)}
+    torch.distributed.barrier()
+    (folder / str(rank)).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def _epochs(rank: int) -> dict[str, Any]:
+    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
+    found: dict[str, Any] = {}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        found[even] = [list(taken), list(taken)]
+    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
+        list(RankLoader(batches if rank else [], "repeat"))
+    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    loaders = [RankLoader(loader(*batches), even) for even in kinds]
+    unknown: Any = batches if rank else iter(batches)
+    found["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
+    return found
+
+
+def _resumed(rank: int) -> dict[str, Any]:
+    """An epoch of each kind, and what follows of it behind the state after every number of steps."""
+
+    def make(even: Even) -> RankLoader[Any]:
+        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
+        context = "fork" if rank else None
+        loads = StatefulDataLoader(dataset, batch_size=None, num_workers=rank, multiprocessing_context=context)
+        return RankLoader(loads, even)
+
+    found: dict[str, Any] = {"whole": {}}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = make(even)
+        states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
+        found["whole"][even], found[even] = list(make(even)), []
+        for state in states:
+            again = make(even)
+            again.load_state_dict(state)
+            found[even].append(list(again))
+    return found
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    """The packs of a corpus that ranks share unevenly, and what two epochs on it by DDP come to, made even each way."""
+    numbers = Shards("a", 40)
+    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
+    return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
+
+
+def _train(dataset: BatchDataset, even: Even) -> list[Any]:
+    """Steps, and the sum of the weights in the end."""
+    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    for epoch in range(2):
+        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
+        taken.set_epoch(epoch)
+        for batch in taken:
+            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return [steps, float(model.module.weight.detach().sum())]

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -396,6 +397,12 @@ def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="a worker process was killed"):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
+    assert contents(tmp_path / "out") == {}
+
+
+def test_what_does_not_pickle_is_said_before_a_worker_starts(tmp_path: Path) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", lambda record, location: None, workers=2)  # type: ignore[arg-type, return-value]
     assert contents(tmp_path / "out") == {}
 
 

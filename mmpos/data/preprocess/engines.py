@@ -11,12 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -73,14 +74,14 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     # Spawned, since a fork of a process with threads (torch, pyarrow) may hang.
     context = multiprocessing.get_context("spawn")
     steps: SimpleQueue[Step] = context.SimpleQueue()
-    others = set(multiprocessing.active_children())
+    work, inputs = pickle.dumps(job), [pickle.dumps(task) for task in tasks]
+    others, started = set(multiprocessing.active_children()), set[BaseProcess]()
+    running: dict[Future[bytes], int] = {}
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
-    pickled = pickle.dumps(job)
     try:
         with _no_interrupts():  # which are for this process alone
-            running = {
-                pool.submit(_work, pickled, number, pickle.dumps(task)): number for number, task in enumerate(tasks)
-            }
+            running = {pool.submit(_work, work, number, task): number for number, task in enumerate(inputs)}
+            started = set(multiprocessing.active_children()) - others
         while running:
             done, _ = wait(running, _PAUSE, FIRST_COMPLETED)
             while not steps.empty():
@@ -90,7 +91,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     except BrokenProcessPool as error:
         raise ChildProcessError("a worker process was killed (for its memory?), want fewer workers") from error
     finally:
-        for process in set(multiprocessing.active_children()) - others if running else ():
+        for process in started if running else ():
             process.kill()
         pool.shutdown(cancel_futures=True)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +20,13 @@ from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
-from mmpos_server.admission import Call, Pool
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
+from mmpos_server.position_service import SMALL_ANSWER, is_small
+
+if TYPE_CHECKING:
+    from mmpos_server.admission import PoolName
+    from mmpos_server.call import Call
 
 __all__ = ["PendingDocument", "SequenceService"]
 
@@ -40,15 +43,13 @@ class PendingDocument:
     Args:
         parts: as SequenceBuilder takes them.
         hashes: content hash of each image that is not decoded.
-        decodes: whether there are pixels to decode.
-        heavy: whether some images have more than 16 megapixels.
+        pool: threads that decode its pixels, "heavy" where some images have more than 16 megapixels; "" without pixels.
         outcome: the sequence, or the error; None before the document is built.
     """
 
     parts: list[Any] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)
-    decodes: bool = False
-    heavy: bool = False
+    pool: Literal["", "image", "heavy"] = ""
     outcome: InterleavedSequence | MmposError | None = None
 
 
@@ -63,16 +64,20 @@ class SequenceService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
+    def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Answer Build: the sequences of a batch of documents."""
-        if message.patches and _begins_with_an_image(message):
+        # An item of a stream waits for its slot, and then joins the pools in the order in which all calls join them.
+        if message.patches and not call.item and _begins_with_an_image(message):
             call.join("image")
         profile = message.profile if message.HasField("profile") else None
         scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
-        builder = self.builder(profile, scheme, message.start)
-        documents = await self.solve(lambda: self._read(message, call), builder, call, patches=message.patches)
-        count, tokens, images = await call.run("place", self._write, documents, answer, call)
-        call.count(documents=count, tokens=tokens, images=images)
+        self.answer(
+            lambda: self._read(message, call),
+            self.builder(profile, scheme, message.start),
+            lambda documents: self._write(documents, answer, call),
+            call,
+            patches=message.patches,
+        )
 
     def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
         """Return the builder of a profile, with another scheme or start if they are not None and 0."""
@@ -82,31 +87,49 @@ class SequenceService:
         builder = self._profiles.get(profile).builder
         return replace(builder, **changes) if changes else builder
 
-    async def solve(
-        self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, *, patches: bool
-    ) -> list[PendingDocument]:
-        """Build documents: each one with images in a thread for images, all others in one thread.
+    def answer(
+        self,
+        read: Callable[[], list[PendingDocument]],
+        builder: SequenceBuilder,
+        write: Callable[[list[PendingDocument]], None],
+        call: Call,
+        *,
+        patches: bool,
+    ) -> None:
+        """Build documents and write the answer: those with pixels to decode side by side in threads for images.
+
+        The rest is done here if it is small, else in a thread of the pool "place".
 
         Args:
-            read: returns the documents, called in a thread; refuses too many.
+            read: returns the documents; refuses too many.
             builder: builder of the sequences.
+            write: writes the documents into the answer.
             call: call that is answered.
             patches: whether pixels are wanted.
         """
-        documents = await call.run("place", self._weighed, read, builder, call, patches)
-        plain = [document for document in documents if not document.decodes]
-        work: list[tuple[Pool, PendingDocument]] = [
-            ("heavy" if document.heavy else "image", document) for document in documents if document.decodes
-        ]
-        heavy = any(document.heavy for document in documents)
-        if heavy:
-            call.move("heavy")
-        if plain:
-            await call.run("place", self._build, builder, plain, call)
-        if work:
-            await call.turn("heavy" if heavy else "image")
-        await asyncio.gather(*(call.run(pool, self._build, builder, [document], call) for pool, document in work))
-        return documents
+
+        def finish() -> None:
+            self._build(builder, documents, call)
+            with call.stage("write"):
+                write(documents)
+
+        if is_small(call):
+            documents = self._weighed(read, builder, call, patches)
+        else:
+            documents = call.run("place", self._weighed, read, builder, call, patches)
+        decoded: dict[PoolName, list[PendingDocument]] = {"image": [], "heavy": []}
+        for document in documents:
+            if document.pool:
+                decoded[document.pool].append(document)
+        pools = [pool for pool, several in decoded.items() if several]
+        for pool in pools:
+            call.join(pool)  # so that a call is refused before any work
+        for pool in pools:
+            call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
+        if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
+            finish()
+        else:
+            call.run("place", finish)
 
     def _read(self, message: pb.SequencesQuery, call: Call) -> list[PendingDocument]:
         check("documents", len(message.documents), self._limits)
@@ -124,7 +147,7 @@ class SequenceService:
             for document in documents:
                 call.checkpoint()
                 weight += _weight(document, builder, call, patches=patches)
-            pixels, tokens, reply, segments = weight
+            pixels, tokens, reply, segments = weight.tolist()
             call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
             check("pixels", pixels, self._limits)
             check("tokens", tokens, self._limits)
@@ -151,20 +174,20 @@ class SequenceService:
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
-    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
-        with call.stage("write"):
-            built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
-            tokens = sum(sequence.input_ids.size for sequence in built)
-            check("tokens", tokens, self._limits)
-            for document in documents:
-                call.checkpoint()
-                result = answer.results.add()
-                if isinstance(document.outcome, MmposError):
-                    put_error(result.error, document.outcome)
-                elif document.outcome is not None:
-                    put_sequence(result.sequence, document.outcome, call.memory)
-                document.outcome = None if document.decodes else document.outcome  # patches are held once
-        return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
+    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> None:
+        built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
+        tokens = sum(sequence.input_ids.size for sequence in built)
+        check("tokens", tokens, self._limits)
+        call.count(documents=len(documents), tokens=tokens, images=sum(len(sequence.grid_thw) for sequence in built))
+        del built  # patches are held once
+        for document in documents:
+            call.checkpoint()
+            result = answer.results.add()
+            if isinstance(document.outcome, MmposError):
+                put_error(result.error, document.outcome)
+            elif document.outcome is not None:
+                put_sequence(result.sequence, document.outcome, call.memory)
+            document.outcome = None
 
 
 class _CheckedParts(list[Any]):
@@ -251,8 +274,8 @@ def _image_weight(
         document.hashes[image] = _content_hash(part)
         document.parts[index] = size
         return weight
-    document.decodes = True
-    document.heavy = document.heavy or size.height * size.width > _HEAVY_PIXELS
+    heavy = document.pool == "heavy" or size.height * size.width > _HEAVY_PIXELS
+    document.pool = "heavy" if heavy else "image"
     weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
     return weight
 

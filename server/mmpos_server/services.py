@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmpos.rpc.positions import parameters, put_placeholders
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
-from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
 from mmpos_server.inference.models import InferenceModel, Positions, Rotate, Sequences
+from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
 from mmpos_server.sequence_service import SequenceService
 from mmpos_server.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
 
 __all__ = ["methods", "place_method"]
 
@@ -29,6 +33,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     rotary = RotaryService(profiles, limits)
     build = queried(sequences.build, "sequences")
     models: list[InferenceModel] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
+    service = f"{PACKAGE}.RotaryService"
     return [
         place_method(positions.place),
         Method(
@@ -37,31 +42,22 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             sequences_pb2.BuildRequest,
             sequences_pb2.BuildResponse,
             build,
-            streamed("StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse, build),
-            pool="image",
+            streamed(
+                "StreamBuild",
+                sequences_pb2.StreamBuildRequest,
+                sequences_pb2.StreamBuildResponse,
+                build,
+                side_by_side=True,
+            ),
         ),
-        Method(
-            f"{PACKAGE}.RotaryService",
-            "CosSin",
-            rotary_pb2.CosSinRequest,
-            rotary_pb2.CosSinResponse,
-            rotary.cos_sin,
-            pool="rotary",
-        ),
-        Method(
-            f"{PACKAGE}.RotaryService",
-            "Rotate",
-            rotary_pb2.RotateRequest,
-            rotary_pb2.RotateResponse,
-            rotary.rotate,
-            pool="rotary",
-        ),
+        Method(service, "CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse, rotary.cos_sin),
+        Method(service, "Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse, rotary.rotate),
         Method(
             f"{PACKAGE}.InfoService",
             "GetInfo",
             info_pb2.GetInfoRequest,
             info_pb2.GetInfoResponse,
-            _Info(profiles, limits, device(), memory).get_info,
+            _Info(profiles, limits, memory).get_info,
         ),
         *OpenInference(models, profiles, limits, memory).methods(),
     ]
@@ -84,19 +80,19 @@ def place_method(run: Run) -> Method:
 class _Info:
     profiles: Profiles
     limits: Limits
-    device: str
     memory: SharedMemory
 
-    async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
+    def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Answer GetInfo: version, schemes, limits, profiles, device and shared memory."""
         answer.version = version()
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)
         for name, value in self.limits.model_dump().items():
             setattr(answer.limits, name, value)
+        answer.limits.views = MAX_VIEWS
         for profile in self.profiles:
             _put_profile(answer.profiles.add(), profile)
-        answer.device = self.device
+        answer.device = device()
         answer.shared_memory_prefix = self.memory.prefix or ""
 
 
@@ -109,10 +105,8 @@ def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:
 
 def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
     builder = profile.builder
-    message.name, message.scheme = (
-        profile.name,
-        builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name,
-    )
+    message.name = profile.name
+    message.scheme = builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name
     markers = builder.marker_ids
     message.begin_token_id = -1 if markers.begin is None else markers.begin
     message.end_token_id = -1 if markers.end is None else markers.end

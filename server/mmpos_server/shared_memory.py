@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -200,7 +201,7 @@ class SharedMemory:
 
 
 class Regions:
-    """Regions that clients have registered by name; used from the event loop only.
+    """Regions that clients have registered by name; threads may share them.
 
     Args:
         memory: access of the server to shared memory.
@@ -209,6 +210,7 @@ class Regions:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._regions: dict[str, Region] = {}
+        self._lock = Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register a region.
@@ -221,11 +223,12 @@ class Regions:
         region = self._memory.open("region", key, offset, byte_size)
         if len(name) > MAX_NAME:
             raise LimitExceededError(f"region.name: got {len(name)} characters, want at most {MAX_NAME}")
-        if not name or name in self._regions:
-            raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
-        if len(self._regions) >= MAX_REGIONS:
-            raise LimitExceededError(f"regions: got {MAX_REGIONS} and one more, want at most {MAX_REGIONS}")
-        self._regions[name] = region
+        with self._lock:
+            if not name or name in self._regions:
+                raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
+            if len(self._regions) >= MAX_REGIONS:
+                raise LimitExceededError(f"regions: got {MAX_REGIONS} and one more, want at most {MAX_REGIONS}")
+            self._regions[name] = region
 
     def unregister(self, name: str) -> None:
         """Forget a region, or all regions if the name is empty; running reads go on."""
@@ -244,12 +247,13 @@ class Regions:
         Raises:
             InvalidInputError: no region has this name.
         """
-        if name not in self._regions:
+        region = self._regions.get(name)
+        if region is None:
             raise InvalidInputError(f"{where}: got region {name[:300]!r}, want one that is registered")
-        return self._regions[name]
+        return region
 
     def __iter__(self) -> Iterator[tuple[str, Region]]:
-        return iter(self._regions.items())
+        return iter(list(self._regions.items()))
 
 
 LEAST_BYTES = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +13,10 @@ import typer
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import TlsFiles
-from mmpos_server.launch import LaunchOptions, leave, supervise
+from mmpos_server.launch import LaunchOptions, leave
 from mmpos_server.launch import serve as serve_here
 from mmpos_server.listening import Listen, Uds
+from mmpos_server.workers import supervise
 
 __all__ = ["Flags", "app", "serve"]
 
@@ -85,7 +86,9 @@ class Flags:
     otel: Annotated[bool, _flag("Export OpenTelemetry spans, as the environment variables OTEL_… say.", "--otel")] = (
         False
     )
-    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
+    preload: Annotated[
+        bool, _flag("Import torch before listening, instead of with the first rotation.", "--preload")
+    ] = False
 
     def launch(self) -> LaunchOptions:
         """Check what flags say together, and return it as options of a launch.
@@ -98,7 +101,6 @@ class Flags:
             self.host,
             port,
             self._tls(),
-            reuse_port=self.worker,
             tcp=self.uds is None or self.port is not None,
             uds=self._uds(),
             token_file=self.token_file,
@@ -115,17 +117,8 @@ class Flags:
             log_format=self.log_format.value,
             otel=self.otel,
             shared_memory=self.shared_memory,
-            worker=self.worker,
+            preload=self.preload,
         )
-
-    def words(self) -> list[str]:
-        """Return the command line of a worker: the supervisor adds its own port, and shows the page of metrics."""
-        words = []
-        for flag in fields(self):
-            value = getattr(self, flag.name)
-            if value != flag.default and flag.name not in ("port", "workers", "metrics_host", "metrics_port"):
-                words += [f"--{flag.name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return words
 
     def _tls(self) -> TlsFiles | None:
         if self.tls_cert is not None and self.tls_key is not None:
@@ -163,15 +156,14 @@ def serve(**flags: Any) -> None:
     SIGTERM and SIGINT drain: health reports NOT_SERVING, calls that have arrived are answered, then the server exits.
     A second signal ends the server at once. SIGHUP rereads the settings.
     """
-    asked = Flags(**flags)
-    options = asked.launch()
+    options = Flags(**flags).launch()
     if options.otel:
         # A missing package is reported once, and not by every worker.
         import mmpos_server.tracing  # noqa: F401
     if options.workers == 1:
         serve_here(options)
     else:
-        supervise(options, asked.words())
+        supervise(options)
     leave()
 
 

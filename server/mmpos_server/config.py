@@ -344,7 +344,8 @@ def _tokenizer(setting: str, folder: Path) -> object:
 
 def _markers(settings: Mapping[str, Any]) -> Markers:
     _check_names(Markers, settings)
-    return Markers(**{name: None if marker == "" else marker for name, marker in settings.items()})
+    arguments: dict[str, Any] = {name: None if marker == "" else marker for name, marker in settings.items()}
+    return Markers(**arguments)
 
 
 def _images(settings: Mapping[str, Any]) -> ImageProcessor:

@@ -240,13 +240,8 @@ class _Supervisor:
             return
         if monotonic() - worker.began > _YOUNG_SECONDS:
             worker.pause = _FIRST_PAUSE
-        self._logs.error(
-            "worker died",
-            worker=worker.number,
-            exit_code=process.exitcode,
-            again_in_seconds=worker.pause,
-            **({"reason": worker.failure} if worker.failure else {}),
-        )
+        said = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
+        self._logs.error("worker died", None, **said, **({"reason": worker.failure} if worker.failure else {}))
         worker.due, worker.pause = monotonic() + worker.pause, min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
 from mmpos_server.config import ClientLimits, Concurrency, Connections, Limits, Profiles, load
-from mmpos_server.options import Flags, LogLevel
 
 
 @pytest.fixture
@@ -201,10 +199,3 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
         Profiles.from_config(load(file))
     want = 'want pip install "multimodal-positions[tokenizers]"'
     assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
-
-
-def test_workers_get_the_flags_of_their_server_but_those_of_its_ports() -> None:
-    own = Flags(port=1, workers=2, metrics_port=2, metrics_host="::1")
-    flags = replace(own, host="::", token_file=Path("t"), drain_seconds=0.5, log_level=LogLevel.ERROR, otel=True)
-    words = "--host :: --token-file t --drain-seconds 0.5 --log-level error --otel"
-    assert (own.words(), flags.words()) == ([], words.split())

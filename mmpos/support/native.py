@@ -89,6 +89,9 @@ class Core(Protocol):
     def runs(self, input_ids: Array, starts: Array, stops: Array, token: int, other: int, /) -> bytes | None:
         """Find every run of either token: document, first token, tokens, and whether of the other, as int64 bytes."""
 
+    def segments(self, raw: bytes, /) -> tuple[bytes, bytes, bytes] | None:
+        """Read kind, extents and segment offsets, unchecked, of a message of texts, grids, audio and padding."""
+
     def sound(self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, /) -> bool:
         """Check whether these are the arrays of a segment table without clips, thumbnails and tiles."""
 

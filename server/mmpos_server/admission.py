@@ -126,15 +126,16 @@ class Pool:
         Raises:
             ServiceOverloadedError: no slot is free, with the seconds after which to retry.
         """
+        most = self._short if monotonic() < self._overloaded_until else self.gate.limit
         try:
-            if self.gate.taken >= self._short and monotonic() < self._overloaded_until:
+            if self.gate.taken >= most < self.gate.limit:
                 raise ServiceOverloadedError(
-                    f"{self.gate.name}: got {self.gate.taken} taken of {self._short} under overload",
-                    self.gate.retry_after,
+                    f"{self.gate.name}: got {self.gate.taken} taken of {most} under overload", self.gate.retry_after
                 )
             self.gate.enter(client)
         except ServiceOverloadedError:
-            self._overloaded_until = monotonic() + _CALM
+            if self.gate.taken >= most:  # and not because the client has its share
+                self._overloaded_until = monotonic() + _CALM
             raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -110,6 +111,8 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     if message.name not in SCHEMES:
         raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     scheme = SCHEMES[message.name]
+    if message.ByteSize() == len(message.name) + 2:  # nothing but the name
+        return _default(scheme)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
@@ -117,6 +120,12 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
         rate = get_rational(path(name, parameter), values[parameter])
         values[parameter] = rate if rate.denominator > 1 else int(rate)
     return scheme(**values)
+
+
+@lru_cache(maxsize=64)
+def _default(scheme: type[Scheme]) -> Scheme:
+    """Return a scheme without parameters, one for all requests."""
+    return scheme()
 
 
 _LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens")

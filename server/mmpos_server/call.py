@@ -9,7 +9,7 @@ from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
-from mmpos_server.shared_memory import Exchange
+from mmpos_server.shared_memory import NO_MEMORY, Exchange
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -94,7 +94,7 @@ class Call:
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
         self.span: Span | None = None  # set by tracing
-        self.memory = Exchange()
+        self.memory: Exchange = NO_MEMORY
         self.request_bytes = 0  # size of its message
         self.answer_bytes = 0.0  # tensors of the answer, as far as their size is known before they exist
         self.held = 0  # bytes of the request, and of the shared memory that it names
@@ -132,7 +132,7 @@ class Call:
             ServiceTimeoutError: the deadline has passed.
             GoneError: the client has gone.
         """
-        if self.late:
+        if self._deadline is not None and self.late:
             raise ServiceTimeoutError("the deadline has passed before the answer was ready")
         if not self._context.is_active():
             raise GoneError
@@ -201,7 +201,10 @@ class Call:
         """
         line = self._admission.pools[pool]
         if line.gate not in self._slots:
-            self._patient(lambda: line.enter(self.client))
+            if self.item:
+                self._patient(lambda: line.enter(self.client))
+            else:
+                line.enter(self.client)
             self._slots.append(line.gate)
 
     def hold(self, size: int) -> None:
@@ -211,9 +214,11 @@ class Call:
             ServiceOverloadedError: there is no room, or the client holds its share.
             ServiceTimeoutError, GoneError: as ``checkpoint`` does.
         """
-        if size:
+        if self.item:
             self._patient(lambda: self._admission.bytes.enter(self.client, size, self.held))
-            self.held += size
+        else:
+            self._admission.bytes.enter(self.client, size, self.held)
+        self.held += size
 
     def of_item(self, number: int) -> Call:
         """Return the call of one item of this stream."""
@@ -231,7 +236,7 @@ class Call:
 
     def release(self) -> None:
         """Return the slots of the call, and close its shared memory; the room that it holds is returned by ``free``."""
-        self.memory = Exchange()
+        self.memory = NO_MEMORY
         seconds = self.seconds
         for gate in self._slots:
             gate.leave(self.client, 1, seconds)
@@ -244,11 +249,10 @@ class Call:
             self._admission.bytes.leave(self.client, held, self.seconds)
 
     def _patient(self, enter: Callable[[], None]) -> None:
+        """Enter a gate, when there is room."""
         while True:
             try:
                 return enter()
             except ServiceOverloadedError as error:
-                if not self.item:
-                    raise
                 sleep(min(error.retry_after, _LOOK_SECONDS))
                 self.checkpoint()

@@ -7,7 +7,8 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from time import monotonic
+from functools import lru_cache
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
@@ -41,6 +42,9 @@ _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a reque
 
 _SURELY_FEW = 2**15
 """Bytes of a message below which its elements are not counted: each has two bytes, or is a packed number."""
+
+_PREFIX = secrets.token_hex(5)
+"""Beginning of the request ids of this process."""
 
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -81,11 +85,7 @@ class Context(Caller, Transport, Protocol):
         """Return the seconds to the deadline; None is no deadline."""
 
 
-def _ids() -> Iterator[str]:
-    prefix = secrets.token_hex(5)
-    return (f"{prefix}-{number}" for number in itertools.count(1))
-
-
+@lru_cache(maxsize=4096)
 def host_of(peer: str) -> str:
     """Return the host in gRPC's name of a peer, such as ipv4:127.0.0.1:50051; of a unix socket "unix"."""
     kind, _, address = peer.partition(":")
@@ -108,7 +108,7 @@ class ServerContext:
         tokens: known tokens; None where no token is wanted.
         tracing: source of OpenTelemetry spans; None for none.
         shared_memory: access to shared memory of clients.
-        ids: ids of requests that came without one.
+        numbers: numbers of the requests that came without an id.
     """
 
     config: ServerConfig
@@ -120,7 +120,7 @@ class ServerContext:
     tokens: TokenFile | None = None
     tracing: Tracing | None = None
     shared_memory: SharedMemory = field(default_factory=SharedMemory)
-    ids: Iterator[str] = field(default_factory=_ids)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
         """Create the call of a context; returns it with the metadata that end the call."""
@@ -134,7 +134,7 @@ class ServerContext:
             elif key == _ATTEMPTS:
                 retried = ((RETRIED, str(value)),)
         if request_id is None:
-            request_id = next(self.ids)
+            request_id = f"{_PREFIX}-{next(self.numbers)}"
         return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id), *retried)
 
     def client(self, context: Context, *, open_to_all: bool = False) -> str:
@@ -176,8 +176,10 @@ class ServerContext:
         call.request_bytes = len(raw)
         if len(raw) > _SURELY_FEW:
             check_elements(kind, raw, limits)
-        with call.stage("decode"):
-            return kind.FromString(raw)
+        began = perf_counter()
+        message = kind.FromString(raw)
+        call.stages.append(("decode", perf_counter() - began))
+        return message
 
     def share(self, raw: bytes, request: Message, call: Call) -> None:
         """Open the shared memory that a request names for its call; its size is checked before any is read.
@@ -202,8 +204,9 @@ class ServerContext:
             OutputError: the tensors of the answer did not fit into shared memory.
         """
         call.checkpoint()
-        with call.stage("encode"):
-            raw = call.memory.serialize(response)
+        began = perf_counter()
+        raw = call.memory.serialize(response)
+        call.stages.append(("encode", perf_counter() - began))
         if len(raw) > self.config.limits.response_bytes:
             raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {self.config.limits.response_bytes}")
         return raw
@@ -219,19 +222,18 @@ class ServerContext:
 
     def ended(self, kind: str, call: Call, method: str, status: str, context: Context, **sizes: int) -> None:
         """Log the end of a request or stream, with further numbers in ``sizes``."""
-        if self.logs.requests:
-            self.logs.info(
-                kind,
-                request_id=call.request_id,
-                peer=context.peer(),
-                client=call.client,
-                method=method,
-                status=status,
-                milliseconds=round(1000 * call.seconds, 3),
-                **sizes,
-                **call.counts,
-                **call.trace,
-            )
+        self.logs.info(
+            kind,
+            request_id=call.request_id,
+            peer=context.peer(),
+            client=call.client,
+            method=method,
+            status=status,
+            milliseconds=round(1000 * call.seconds, 3),
+            **sizes,
+            **call.counts,
+            **call.trace,
+        )
 
 
 class Endpoint:
@@ -299,4 +301,5 @@ class Endpoint:
                 server.tracing.end(call, status, **sizes)
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, **sizes)
-            server.ended("request", call, method.name, status, context, **sizes)
+            if server.logs.requests:
+                server.ended("request", call, method.name, status, context, **sizes)

@@ -161,7 +161,7 @@ class Introspection:
             raw = server.transit.receive(requests, context.cancel)
             while raw is not None:
                 yield from answers(raw)
-                raw = server.transit.receive_at_leisure(requests)
+                raw = server.transit.receive(requests, None)
             return Answer()
         except (MmposError, DecodeError) as error:
             return self._failed(error, method)

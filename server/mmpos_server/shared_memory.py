@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from mmpos_server.config import Limits
 
-__all__ = ["Exchange", "Region", "Regions", "SharedMemory", "claimed", "mentions"]
+__all__ = ["NO_MEMORY", "Exchange", "Region", "Regions", "SharedMemory", "claimed", "mentions"]
 
 
 Data = npt.NDArray[np.uint8]
@@ -256,7 +256,7 @@ class Regions:
         return iter(list(self._regions.items()))
 
 
-LEAST_BYTES = 2**20
+LEAST_BYTES = 2**16
 """Least size of a large tensor."""
 
 # Stands in a message for a tensor; random, so that no client can send it.
@@ -359,6 +359,10 @@ class Exchange:
         if self._output is not None and end > self._output.byte_size:
             got = self._output.byte_size
             raise OutputError(f"{self._name}.byte_size: got {got}, want >= {end} for the answer", end)
+
+
+NO_MEMORY = Exchange()
+"""Exchange of a call before its request is read and after its answer is written."""
 
 
 def mentions(raw: bytes, memory: SharedMemory) -> bool:

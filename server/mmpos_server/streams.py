@@ -177,7 +177,8 @@ class StreamEndpoint:
                 gate.leave(client, 1, call.seconds)
             if server.tracing is not None:
                 server.tracing.end(call, status, items=stream.items)
-            server.ended("stream", call, self.name, status, context, items=stream.items)
+            if server.logs.requests:
+                server.ended("stream", call, self.name, status, context, items=stream.items)
 
     def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
         """Answer one item of a stream; an error of the item is in its answer.
@@ -292,10 +293,7 @@ class _Stream:
                 self._reading = True
                 if self._draining:
                     break
-                if self.items:
-                    raw = transit.receive_at_leisure(requests)
-                else:
-                    raw = transit.receive(requests, lambda: self._answers.put(late))
+                raw = transit.receive(requests, None if self.items else lambda: self._answers.put(late))
                 self._reading = False
                 if raw is None:
                     self._ended = True

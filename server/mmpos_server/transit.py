@@ -58,33 +58,24 @@ class Transit:
         """Shorten the time limit of incomplete requests to a second."""
         self._draining = True
 
-    def receive(self, requests: Iterator[bytes], late: Callable[[], None]) -> bytes | None:
+    def receive(self, requests: Iterator[bytes], late: Callable[[], None] | None) -> bytes | None:
         """Wait for the next message of a call; None after the last one.
 
         Args:
             requests: messages of the call.
-            late: called if the message takes too long, to end the call.
+            late: called if the message takes too long, to end the call; None lets it take its time.
 
         Raises:
             GoneError: the client has gone, or was too late.
         """
-        self._requests[requests] = monotonic(), late
-        try:
-            return self.receive_at_leisure(requests)
-        finally:
-            del self._requests[requests]
-
-    @staticmethod
-    def receive_at_leisure(requests: Iterator[bytes]) -> bytes | None:
-        """Wait for the next message of a stream, however long it takes; None after the last one.
-
-        Raises:
-            GoneError: the client has gone.
-        """
+        if late is not None:
+            self._requests[requests] = monotonic(), late
         try:
             return next(requests, None)
         except grpc.RpcError:
             raise GoneError from None
+        finally:
+            self._requests.pop(requests, None)
 
     def request(self, requests: Iterator[bytes], transport: Transport) -> bytes:
         """Wait for the one message of a call.
@@ -105,10 +96,10 @@ class Transit:
             ServiceOverloadedError: unread answers hold too many bytes.
         """
         call.hold(size)
-        self.sending(call, transport)
+        self._answers[call] = monotonic(), transport.cancel
 
         def ended() -> None:
-            self.sent(call)
+            self._answers.pop(call, None)
             call.free()
 
         if not transport.add_callback(ended):

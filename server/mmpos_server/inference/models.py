@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,28 +36,6 @@ if TYPE_CHECKING:
     from mmpos_server.inference import open_inference_pb2 as pb
 
 __all__ = ["InferenceModel", "Positions", "Rotate", "Sequences", "check_outputs"]
-
-
-class InferenceModel(Protocol):
-    """Model of the protocol; its versions are the profiles of the server."""
-
-    name: str
-    """Name of the model in requests."""
-    parameters: Mapping[str, Kind]
-    """Parameters of requests, with their kinds."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the packages that the model needs are installed."""
-
-    def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return the input tensors of a version."""
-
-    def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return the output tensors of a version."""
-
-    def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Fill the outputs of an answer; an exception becomes the status."""
 
 
 def _scheme(profile: Profile) -> Scheme:
@@ -454,3 +432,7 @@ def _array(tensor: Tensor) -> Array:
     host = tensor.cpu().contiguous()
     array: Array = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
     return array
+
+
+InferenceModel = Positions | Sequences | Rotate
+"""Model of the protocol: a name, parameters, tensors of a version, and ``infer``, whose exception is the status."""

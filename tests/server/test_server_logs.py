@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import make_certificate
 from server_program import Start
 from waiting import eventually
 
+import mmpos
 from mmpos.client import Client
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
@@ -103,6 +106,37 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert {(line["level"], line["logger"]) for line in server.lines()} == {wrong}
     server.process.terminate()
     assert server.end()[0] == 0
+
+
+def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
+        logs = Logs("info", file=full)
+        for _ in range(3):
+            logs.info("lost")
+        assert eventually(lambda: logs.dropped == 3)
+        os.dup2(file.fileno(), full.fileno())  # room again
+        assert eventually(lambda: (tmp_path / "log").stat().st_size > 0)
+        logs.info("kept")
+        logs.close()
+    said, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (said["event"], said["level"], said["lines"]) == ("lines of the log were dropped", "warning", 3)
+    assert kept["event"] == "kept"
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--log-format", "console"]])
+def test_a_log_that_nobody_reads_stops_neither_calls_nor_the_end(torchless: dict[str, str], flags: list[str]) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
+        try:
+            assert process.stdout is not None
+            with Client(process.stdout.readline().split()[-1]) as client:
+                for _ in range(500):  # a pipe takes the lines of about 200 calls
+                    client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

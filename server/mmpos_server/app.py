@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event, Thread
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -292,7 +292,7 @@ class _Unknown(grpc.GenericRpcHandler):
         return self._handler
 
 
-def _unary(answer: Callable[[Iterator[bytes], grpc.ServicerContext], Answer]) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _unary(answer: Callable[[Iterator[bytes], Any], Answer]) -> grpc.RpcMethodHandler[bytes, bytes]:
     """Return the handler of a unary endpoint."""
 
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -307,7 +307,7 @@ def _unary(answer: Callable[[Iterator[bytes], grpc.ServicerContext], Answer]) ->
 
 
 def _stream(
-    answers: Callable[[Iterator[bytes], grpc.ServicerContext], Generator[bytes, None, Answer]],
+    answers: Callable[[Iterator[bytes], Any], Generator[bytes, None, Answer]],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     """Return the handler of a streaming endpoint."""
 

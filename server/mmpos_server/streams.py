@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from threading import Condition
+from threading import Condition, Event
 from time import sleep
 from typing import TYPE_CHECKING
 
@@ -235,12 +235,13 @@ class _Stream:
         self._window = Window()
         # Answers in order, with the sizes of their items; an error ends the stream, None is its end.
         self._answers: SimpleQueue[tuple[bytes | Future[bytes], int] | BaseException | None] = SimpleQueue()
-        self._reading = self._draining = self._ended = False
+        self._draining = Event()
+        self._reading = self._ended = False
         self.items = 0
 
     def drain(self) -> None:
         """Stop reading."""
-        self._draining = True
+        self._draining.set()
         if self._reading:
             self._answers.put(None)
 
@@ -263,7 +264,7 @@ class _Stream:
                 yield raw
                 transit.sent(self)
                 self._window.leave(size + len(raw))
-            if self._draining and not self._ended:
+            if self._draining.is_set() and not self._ended:
                 raise ServiceUnavailableError(
                     "the server is about to stop, want a new stream for items without an answer"
                 )
@@ -291,14 +292,14 @@ class _Stream:
         try:
             while self._window.room():
                 self._reading = True
-                if self._draining:
+                if self._draining.is_set():
                     break
                 raw = transit.receive(requests, None if self.items else lambda: self._answers.put(late))
                 self._reading = False
                 if raw is None:
                     self._ended = True
                     break
-                if self._draining:
+                if self._draining.is_set():
                     break
                 self.items += 1
                 self._window.enter(len(raw))

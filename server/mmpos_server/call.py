@@ -9,7 +9,7 @@ from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
-from mmpos_server.shared_memory import NO_MEMORY, Exchange
+from mmpos_server.exchange import NO_MEMORY, Exchange
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

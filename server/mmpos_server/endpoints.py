@@ -15,9 +15,10 @@ from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
 from mmpos.rpc.errors import RETRIED, get_token
 from mmpos_server.access import OPEN
 from mmpos_server.call import Call, GoneError
+from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.limits import check, check_elements
 from mmpos_server.methods import Failure, failure, refused_by
-from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.transit import Transport
 

@@ -10,7 +10,8 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import InferenceModel, Positions, Rotate, Sequences
+from mmpos_server.inference.models import Positions, Sequences
+from mmpos_server.inference.rotate import Rotate
 from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.position_service import PositionService
@@ -30,7 +31,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     """Return all methods of a server with these profiles, limits and shared memory."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
-    models: list[InferenceModel] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
+    models = Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)
 
     def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         answer.version, answer.device = version(), device()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from time import time
@@ -19,7 +19,10 @@ from mmpos_server.shared_memory import Regions, SharedMemory
 if TYPE_CHECKING:
     from mmpos_server.call import Call
     from mmpos_server.config import Limits, Profile, Profiles
-    from mmpos_server.inference.models import InferenceModel
+    from mmpos_server.inference.models import Positions, Sequences
+    from mmpos_server.inference.rotate import Rotate
+
+    Model = Positions | Sequences | Rotate
 
 __all__ = ["SERVICE", "OpenInference"]
 
@@ -40,7 +43,7 @@ class OpenInference:
         memory: access to shared memory of clients.
     """
 
-    def __init__(self, models: list[InferenceModel], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
+    def __init__(self, models: Sequence[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
         self._models = {model.name: model for model in models}
         self._profiles, self._limits, self._memory = profiles, limits, memory
         self._regions = Regions(memory)
@@ -157,7 +160,7 @@ class OpenInference:
     def _unregister_memory(self, message: pb.SystemSharedMemoryUnregisterRequest, answer: object, call: Call) -> None:
         self._regions.unregister(message.name)
 
-    def _find(self, name: str, version: str) -> tuple[InferenceModel, Profile]:
+    def _find(self, name: str, version: str) -> tuple[Model, Profile]:
         """Return a model and its version; an empty version is the default one.
 
         Raises:

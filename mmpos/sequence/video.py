@@ -116,8 +116,13 @@ def refuse_crop(name: str, part: object) -> None:
 
 def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
     """Give the first token of every part and the total, (parts + 1,), from those of plain parts and their indices."""
-    edges = np.diff(np.asarray(indices, np.int64), prepend=-1, append=-1).nonzero()[0]
-    return np.asarray(offsets, np.int64).take(edges)
+    before = -1
+    edges = []
+    for n, index in enumerate(indices):
+        if index != before:
+            edges.append(n)
+        before = index
+    return np.asarray(offsets, np.int64).take([*edges, len(indices)])
 
 
 def _frames(frames: object) -> tuple[object, ...]:

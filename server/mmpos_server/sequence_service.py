@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceError
 from mmpos.images import ImageSize
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from mmpos_server.call import Call
 
 __all__ = ["PendingDocument", "SequenceService"]
-
-FloatArray = npt.NDArray[np.float64]
 
 _HEAVY_PIXELS = 16_000_000
 """Pixels from which an image is decoded by threads of its own kind, so that few take the memory that it may need."""
@@ -143,16 +140,16 @@ class SequenceService:
         """Read the documents, and check their sizes against the limits before anything is built."""
         with call.stage("read"):
             documents = read()
-            weight = np.zeros(4)
+            weight = _Weight()
             for document in documents:
                 call.checkpoint()
-                weight += _weight(document, builder, call, patches=patches)
-            pixels, tokens, reply, segments = weight.tolist()
-            call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
-            check("pixels", pixels, self._limits)
-            check("tokens", tokens, self._limits)
-            check_answer(0 if call.memory.answers else reply, self._limits, call)
-            check("segments", segments, self._limits)
+                weight.add(document, builder, call, patches=patches)
+            call.memory.expect([weight.patch_bytes])  # text is not tokenised yet, and its ids are few
+            check("pixels", weight.pixels, self._limits)
+            check("tokens", weight.tokens, self._limits)
+            reply = 0 if call.memory.answers else 4 * weight.tokens + weight.patch_bytes
+            check_answer(reply, self._limits, call)
+            check("segments", weight.frames, self._limits)
             return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[PendingDocument], call: Call) -> None:
@@ -171,6 +168,8 @@ class SequenceService:
             return error
         if sequence.input_ids.size > self._limits.tokens:
             return LimitExceededError(f"tokens: got {sequence.input_ids.size}, want at most {self._limits.tokens}")
+        if not document.hashes:
+            return sequence
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
@@ -220,64 +219,66 @@ def _read(message: pb.Document, call: Call) -> PendingDocument:
         return PendingDocument(outcome=error)
 
 
-def _weight(document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> FloatArray:
-    """Return (4,) source pixels, tokens, reply bytes and frames of a document, from headers.
+@dataclass
+class _Weight:
+    """Size of a request by the headers of its images: source pixels, tokens, bytes of patches, and frames."""
 
-    A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken image
-    counts as nothing: building it raises the error.
-    """
-    total = np.zeros(4)
-    count = 0
-    for i, part in enumerate(document.parts):
-        if isinstance(part, str):
-            total += _tokens(len(part))
-        elif isinstance(part, Grid):
-            total += _tokens(_grid_tokens(part, builder), part.frames)
-            count += 1
-        elif isinstance(part, Audio):
-            total += _tokens(part.length)
-        elif isinstance(part, Clip):
-            # Schemes may cut a clip before and after every token of audio.
-            total += _tokens(float(part.frames) * part.height * part.width + part.audio, part.frames + 2 * part.audio)
-            count += 1
-        elif isinstance(part, np.ndarray) and part.ndim == 1:
-            total += _tokens(part.size)
-        else:
-            call.checkpoint()
-            total += _image_weight(document, i, count, builder, patches=patches)
-            count += 1
-    return total
+    pixels: int = 0
+    tokens: int = 0
+    patch_bytes: int = 0
+    frames: int = 0
 
+    def add(self, document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> None:
+        """Add a document.
 
-def _tokens(tokens: float, frames: int = 0) -> FloatArray:
-    return np.array([0, tokens, 4 * tokens, frames])
+        A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken
+        image counts as nothing: building it raises the error.
+        """
+        images = 0
+        for i, part in enumerate(document.parts):
+            if isinstance(part, str):
+                self.tokens += len(part)
+            elif isinstance(part, Audio):
+                self.tokens += part.length
+            elif isinstance(part, np.ndarray) and part.ndim == 1:
+                self.tokens += part.size
+            else:
+                if isinstance(part, Grid):
+                    self._add_grid(part, builder)
+                elif isinstance(part, Clip):
+                    # Schemes may cut a clip before and after every token of audio.
+                    self.tokens += part.frames * part.height * part.width + part.audio
+                    self.frames += part.frames + 2 * part.audio
+                else:
+                    call.checkpoint()
+                    self._add_image(document, i, images, builder, patches=patches)
+                images += 1
 
+    def _add_grid(self, grid: Grid, builder: SequenceBuilder) -> None:
+        self.tokens += grid.frames * grid.height * (grid.width + (builder.markers.row is not None))
+        self.frames += grid.frames
 
-def _grid_tokens(grid: Grid, builder: SequenceBuilder) -> float:
-    return float(grid.frames) * grid.height * (grid.width + (builder.markers.row is not None))
-
-
-def _image_weight(
-    document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
-) -> FloatArray:
-    part, images = document.parts[index], builder.images
-    assert images is not None, "every profile has an image processor"
-    try:
-        size = images.inspect(part)
-        height, width = images.fit(*size)
-    except MmposError:
-        return np.zeros(4)
-    weight = _tokens(_grid_tokens(images.grid(*size), builder), 1)
-    if isinstance(part, ImageSize):
-        return weight
-    if not patches:
-        document.hashes[image] = _content_hash(part)
-        document.parts[index] = size
-        return weight
-    heavy = document.pool == "heavy" or size.height * size.width > _HEAVY_PIXELS
-    document.pool = "heavy" if heavy else "image"
-    weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
-    return weight
+    def _add_image(
+        self, document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
+    ) -> None:
+        part, images = document.parts[index], builder.images
+        assert images is not None, "every profile has an image processor"
+        try:
+            size = images.inspect(part)
+            height, width = images.fit(*size)
+        except MmposError:
+            return
+        self._add_grid(images.grid(*size), builder)
+        if isinstance(part, ImageSize):
+            return
+        if not patches:
+            document.hashes[image] = _content_hash(part)
+            document.parts[index] = size
+            return
+        heavy = document.pool == "heavy" or size.height * size.width > _HEAVY_PIXELS
+        document.pool = "heavy" if heavy else "image"
+        self.pixels += size.height * size.width
+        self.patch_bytes += height * width * 3 * np.dtype(images.dtype).itemsize
 
 
 def _content_hash(image: object) -> str:

@@ -238,8 +238,8 @@ def _tracing() -> Tracing:
 
 
 def _at_work() -> list[Thread]:
-    """Return the threads of the pools that have not ended."""
-    return [each for each in all_threads() if each.name.startswith("mmpos-") and not each.daemon]
+    """Return the threads of the pools that have not ended; pools number their threads."""
+    return [each for each in all_threads() if re.fullmatch(r"mmpos-\w+_\d+", each.name)]
 
 
 def _cut_off(logs: Logs) -> NoReturn:

@@ -209,7 +209,9 @@ class Logs:
         # A simple queue, since finalizers may log in the middle of its methods.
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._counting = threading.RLock()
-        self._dropped, self._torn = 0, b""
+        self.dropped = 0
+        """Lines that were dropped and of which no line says so yet."""
+        self._torn = b""
         self._seldom: dict[str, tuple[float, int]] = {}
         self._thread = threading.Thread(target=self._keep_writing, name="mmpos-log", daemon=True)
         self._thread.start()
@@ -256,7 +258,7 @@ class Logs:
 
     def _drop(self, lines: int) -> None:
         with self._counting:
-            self._dropped += lines
+            self.dropped += lines
 
     def _keep_writing(self) -> None:
         more = True
@@ -265,7 +267,7 @@ class Logs:
             more = None not in lines
             written = [line for line in lines if line is not None]
             with self._counting:
-                dropped = self._dropped
+                dropped = self.dropped
             if dropped:
                 event = {"event": "lines of the log were dropped", "lines": dropped, "level": "warning"}
                 written.insert(0, {**event, "timestamp": time()})
@@ -279,7 +281,7 @@ class Logs:
     def _gather(self) -> list[dict[str, Any] | None]:
         """Wait for lines; none come for a while after some were dropped, so that this is said."""
         try:
-            lines = [self._lines.get(timeout=1.0 if self._dropped else None)]
+            lines = [self._lines.get(timeout=1.0 if self.dropped else None)]
         except Empty:
             return []
         if not self._lines.qsize():

@@ -177,9 +177,9 @@ class _Supervisor:
             if worker.process is None:
                 continue
             worker.silent += 1
-            if worker.silent == _MOST_SILENCE + 1:
+            if worker.silent == _MOST_SILENCE:
                 self._logs.error("worker hangs", worker=worker.number, process=worker.process.pid)
-            if worker.silent > _MOST_SILENCE or monotonic() > self._ends:
+            if worker.silent >= _MOST_SILENCE or monotonic() > self._ends:
                 _kill(worker)
 
     def _start(self, worker: _Worker) -> None:

@@ -80,7 +80,7 @@ class Exchange:
         go to shared memory is kept for ``serialize``; nobody may write to its bytes afterwards.
         """
         if self._output is None:
-            if data.size < LEAST_BYTES:
+            if data.size < LEAST_BYTES or self is NO_MEMORY:
                 return False
             message.data = _MARK + _NUMBER.pack(len(self._large))
             self._large.append(data)
@@ -131,7 +131,7 @@ class Exchange:
 
 
 NO_MEMORY = Exchange()
-"""Exchange of a call before its request is read and after its answer is written."""
+"""Exchange of a call before its request is read and after its end, while a thread may be at work: it keeps nothing."""
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,15 @@ from open_inference import Infer, TritonClient, ask, config, given, refusal
 
 from mmpos import SCHEMES, LimitExceededError, SegmentTable, Text, place
 from mmpos.rpc.positions import parameters
-from mmpos_server.admission import Admission, Call, Clients
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
+from mmpos_server.config import Limits
+from mmpos_server.exchange import Exchange
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES, Request
 from mmpos_server.inference.models import check_outputs
 from mmpos_server.testing import running
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
-LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "views": 2, "response_bytes": 200_000}
+LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "response_bytes": 200_000}
 
 
 @pytest.fixture(scope="module")
@@ -397,8 +398,8 @@ BEYOND: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "views": (
         "positions",
         {"lengths": [1]},
-        {"views": '[{"decode": {}}, {"decode": {}}, {"decode": {}}]'},
-        "views: got 3, want at most 2",
+        {"views": json.dumps([{"decode": {}}] * 17)},
+        "views: got 17, want at most 16",
     ),
     "tokens": ("positions", {"lengths": [10_001]}, {}, "tokens: got 10001, want at most 10000"),
     "parts": ("sequences", {"parts": [b"a"] * 21}, {}, "segments: got 21, want at most 20"),
@@ -469,7 +470,7 @@ def test_outputs_are_weighed_if_they_are_wanted(small: TritonClient) -> None:
     # A table of 20 segments is small: that of more is asked of the function.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
-    asked = Call("a", Admission(Concurrency(), Pools()), Clients(ClientLimits()).lease("a"))
+    asked: Any = SimpleNamespace(memory=Exchange(), answer_bytes=0)
     for output in ("table", "table_documents", "cu_seqlens"):
         request = Request(profile, False, {}, {}, {output: None}, 0)
         if output == "cu_seqlens":

@@ -38,6 +38,7 @@ Claim = tuple[Callable[[], Any], str, str]
 def server(hardy: Victim) -> Victim:
     hardy.call("PositionService/Place", place(spans={"lengths": [1]}))
     hardy.call("SequenceService/Build", build({"text": "a"}))
+    hardy.call("RotaryService/CosSin", turn(head_dim=8))  # imports torch
     return hardy
 
 
@@ -333,7 +334,6 @@ def refused(server: Victim, method: str, claim: Claim) -> None:
 CLAIMS = {
     **{name: ("Position/Place", claim) for name, claim in PLACE.items()},
     **{f"{name} to build": ("Sequence/Build", claim) for name, claim in BUILD.items()},
-    # Even before torch is imported, which takes seconds.
     **{f"{name} to rotate": ("Rotary/CosSin", claim) for name, claim in TURN.items()},
     **{f"{name} elsewhere": claim for name, claim in SHARED.items()},
 }

@@ -316,4 +316,4 @@ def test_parts_become_ids_in_few_hops() -> None:
         sys.setprofile(hook)
         builder.build(parts)
         sys.setprofile(None)
-    assert len([code for code in seen if not code.co_name.startswith("<")]) <= 53
+    assert len([code for code in seen if not code.co_name.startswith("<")]) <= 40

@@ -71,7 +71,7 @@ def test_the_default_is_the_middle_of_the_first_image_in_its_middle_frame() -> N
     rotary = Rotary(12, axes=3)
     assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
     found = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
-    assert (found.query, found.patches.shape) == ((1, 2), (2, 4))
+    assert (found.query, found.patches.shape, found.patches[1, 2]) == ((1, 2), (2, 4), 1)
     same = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary, token=2 + 8 + 6)
     assert (found.patches == same.patches).all()
     assert (found.before == same.before).all()

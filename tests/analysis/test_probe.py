@@ -66,9 +66,7 @@ CASES = {
     "split": Case(Rotary(128, allocation="split"), blocks(32, 32), ladder(64, 1e4)),
     "axial": Case(Rotary(128, allocation="axial", pairing="adjacent"), blocks(32, 32), np.tile(ladder(32, 1e4), 2)),
     "pixtral": Case(
-        Rotary(128, allocation="pixtral"),
-        blocks(32, 32),
-        np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]]),
+        Rotary(128, allocation="pixtral"), blocks(32, 32), np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]])
     ),
     "sections": Case(
         Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24]), blocks(16, 24, 24), ladder(64, 1e6)

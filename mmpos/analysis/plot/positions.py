@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import (
-    COLOURS,
-    INK,
-    Style,
-    canvas,
-    panel_columns,
-    picture_path,
-    quiet_axes,
-)
+from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, panel_columns, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_TOKEN, NEXT_POSITION

@@ -170,7 +170,7 @@ class Ladder:
         return found
 
     def step(self, moved: Phasors, known: Float64Array) -> Float64Array:
-        """Tell (tokens,) steps by (tokens, fastest) phasors between neighbours: the known one that is nearest, refined."""
+        """Tell (tokens,) steps by (tokens, fastest) phasors between neighbours: the nearest known one, refined."""
         weight, inv_freq = self.weight[self.fastest], self.inv_freq[self.fastest]
         table, parts = self.phases(known, self.fastest) * weight, moved.view(np.float32)
         best = (parts @ table.view(np.float32).T).argmax(axis=1)

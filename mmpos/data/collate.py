@@ -52,7 +52,7 @@ class PackedCollator:
         """
         examples = _read(examples)
         lengths = np.array([example.num_tokens for example in examples])
-        padded = _round_up(lengths, self.multiple_of)
+        padded = -(-lengths // self.multiple_of) * self.multiple_of
         positions = PositionTable.concatenate([example.sequence.positions for example in examples])
         if (padded > lengths).any():
             positions = positions.pad(padded)
@@ -95,7 +95,7 @@ class PaddedCollator:
         """
         examples = _read(examples)
         lengths = np.array([example.num_tokens for example in examples])
-        seq = int(_round_up(lengths.max(keepdims=True), self.multiple_of)[0]) if self.length is None else self.length
+        seq = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of if self.length is None else self.length
         if (lengths > seq).any():
             i = int((lengths > seq).argmax())
             raise InvalidInputError(f"{_name(examples, i)}: got {lengths[i]} tokens, want at most {seq}")
@@ -190,10 +190,6 @@ def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
             )
     arrays = [patches for _, patches in numbered if patches is not None]
     return np.concatenate(arrays) if arrays else None
-
-
-def _round_up(lengths: IntArray, multiple_of: int) -> IntArray:
-    return -(-lengths // multiple_of) * multiple_of
 
 
 def _name(examples: Sequence[Example], i: int) -> str:

@@ -10,14 +10,11 @@ from fractions import Fraction
 from string import Formatter
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import Audio, Clip, Grid, Thumbnail, Tile, fraction, rational
-from mmpos.support.checks import INT32_MAX, IntArray, counted, written
+from mmpos.support.checks import INT32_MAX, counted, written
 
-__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "refuse_crop", "timestamps"]
+__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "plain_parts", "refuse_crop", "timestamps"]
 
 
 QWEN3_VL = "<{seconds:.1f} seconds>"
@@ -112,12 +109,6 @@ def refuse_crop(name: str, part: object) -> None:
             f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
             "which mmpos.from_hf_config(config).segments reads"
         )
-
-
-def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
-    """Give the first token of every part and the total, (parts + 1,), from those of plain parts and their indices."""
-    edges = np.diff(np.asarray(indices, np.int64), prepend=-1, append=-1).nonzero()[0]
-    return np.asarray(offsets, np.int64).take(edges)
 
 
 def _frames(frames: object) -> tuple[object, ...]:

@@ -298,6 +298,6 @@ def test_a_scheme_is_named_with_the_parameters_that_are_not_the_defaults(scheme:
     assert place(segments, scheme).scheme == label
     assert repr(place(segments, scheme)).endswith(f"scheme={label!r})")
     assert list(measure([scheme]).rows) == [label]
-    assert id_growth([scheme], [2]).schemes == (label,)
+    assert list(id_growth([scheme], [2])) == [label]
     ids = place(segments, scheme).dense()
     assert str(diagnose(ids, segments, scheme)) == f"All 3 tokens of 1 document have the ids of {label}."

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from oracle import settled
 from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, ROTARIES, heads, packed, table_of
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, cpu
 from mmpos.rotary.device import ids_on, rotation_of

@@ -197,43 +197,28 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
     Returns:
         the cursor before each text, before each grid, and after each document, over the units of their documents.
     """
-    kind, offsets, start = segments.kind, segments.segment_offsets, split.start
+    offsets, start, units = segments.segment_offsets, split.start, split.units
     of_text = scheme.advance_text(split.runs)
     of_grids = scheme.advance(split.grids) if split.grid.size else split.grid
-    if split.units is not None:
-        return _fine_cursors(scheme, segments, split, of_text, of_grids)
-    if native.core is not None:
-        cursors, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
-        if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
+    if native.core is not None and units is None:
+        cursors, end = np.empty((2, split.lengths.size), np.int64), np.empty(start.size, np.int64)
+        if native.core.cursors(segments.kind, offsets, start, of_text, of_grids, cursors, end):
             return cursors[0, : split.text.size], cursors[1, : split.grid.size], end
-    advance = np.zeros(kind.size, np.int64)
+    advance = np.zeros(split.lengths.size, np.int64)
     advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
+    if units is not None:
+        own, scale = scheme.unit(split.grids), units[split.document]
+        assert own is not None
+        scale[split.grid] //= own
+        if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
+            raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
+        advance, start = advance * scale, start * units
     after = advance.cumsum()
-    before = after - advance
-    base = start - before[offsets[:-1]]
-    # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
-    before = np.maximum(np.minimum(before + base[split.document], INT32_MAX + 1), INT32_MIN - 1)
-    return before[split.text], before[split.grid], after[offsets[1:] - 1] + base
-
-
-def _fine_cursors(
-    scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, of_text: IntArray, of_grids: IntArray | int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Sum up over segments in the units of their documents."""
-    assert split.units is not None
-    own = scheme.unit(split.grids)
-    assert own is not None
-    units, offsets = split.units[split.document], segments.segment_offsets
-    scale = units.copy()
-    scale[split.grid] //= own
-    advance = np.zeros(units.size, np.int64)
-    advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
-    if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
-        raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
-    after = (advance * scale).cumsum()
-    before = after - advance * scale
-    base = split.start * split.units - before[offsets[:-1]]
-    before += base[split.document]
+    base = start - (after - advance)[offsets[:-1]]
+    before = after - advance + base[split.document]
+    if units is None:
+        # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
+        before = before.clip(INT32_MIN - 1, INT32_MAX + 1)
     return before[split.text], before[split.grid], after[offsets[1:] - 1] + base
 
 

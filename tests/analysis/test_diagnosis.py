@@ -170,7 +170,7 @@ MROPE: dict[str, Any] = {"scheme": "mrope"}
 FLATTEN: dict[str, Any] = {"scheme": "flatten"}
 
 
-def cols_of_v2(*cols: int) -> list[list[float]]:
+def cols_of_v2(*cols: int) -> list[list[int]]:
     """Whole numbers in place of rows 5 and 6 and columns 4.5, 5.5, 6.5."""
     return [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, *cols, *cols, 9, 10]]
 
@@ -179,7 +179,7 @@ def after_grid(*after: int) -> list[list[int]]:
     return [[0, 4, 4, 4, 8, 8, 8, *after], [0, 3, 6, 9, 3, 6, 9, *after]]
 
 
-def frames(times: list[float], after: list[int]) -> list[list[float]]:
+def frames(times: list[int], after: list[int]) -> list[list[int]]:
     """Three text tokens, three frames of one patch at these times, and text."""
     return [[0, 1, 2, *times, *after], *[[0, 1, 2, 3, 3, 3, *after]] * 2]
 

@@ -67,6 +67,12 @@ def unturned(seed: int = 0) -> npt.NDArray[np.float32]:
     return turned(0 * IDS[:, :1], seed)[0]
 
 
+def save_reference(*keys: npt.NDArray[np.float32]) -> None:
+    """Write the keys of layers before their rotation beside the config."""
+    arrays: dict[str, Any] = {str(layer): key for layer, key in enumerate(keys)}
+    np.savez("reference.npz", **arrays)
+
+
 def heads(*parts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """The kv heads of several keys, each in its place."""
     return np.concatenate([part[:, head : head + 1] for head, part in enumerate(parts)], axis=1)
@@ -213,11 +219,11 @@ def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(run: R
     np.savez("keys.npz", **dump)
     code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, out.splitlines()[-1][: len(UNJUDGED)]) == (0, UNJUDGED)
-    np.savez("reference.npz", **{"0": unturned(), "1": unturned(1)})
+    save_reference(unturned(), unturned(1))
     code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, UNJUDGED in out) == (3, False)
     assert "cos and sin are multiplied by 1.1, not by 1." in out
-    np.savez("reference.npz", **{"0": unturned(1), "1": unturned(1)})  # the first is of other weights
+    save_reference(unturned(1), unturned(1))  # the first is of other weights
     _, layers = judged("--spec", SPEC, **dump)
     assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(False, False), (False, True)]
     assert [OTHER in one["message"] for one in layers.values()] == [True, False]
@@ -230,7 +236,7 @@ def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(run: R
 def test_a_reference_shows_what_all_ids_have_too_much(run: Run) -> None:
     np.savez("keys.npz", layer0=turned(IDS + 3))
     assert run("keys.npz", "--spec", SPEC)[0] == 0
-    np.savez("reference.npz", **{"0": unturned()})
+    save_reference(unturned())
     code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out) == (3, True)
     np.savez("keys.npz", layer0=turned(IDS + 3), layer1=turned(IDS + 3, seed=1))  # the second has no reference
@@ -335,7 +341,7 @@ def test_each_head_is_judged_by_its_own_row_of_the_reference(
     keys: npt.NDArray[np.float32], wrong: list[int], factor: bool, said: list[str], judged: Layers
 ) -> None:
     Path("config.json").write_text(json.dumps(QWEN3))
-    np.savez("reference.npz", **{"0": unturned()})
+    save_reference(unturned())
     code, layers = judged("--spec", "6", layer0=keys)
     layer = layers["layer0"]
     assert (code, layer["equal"], layer["wrong_heads"], layer["factor_judged"]) == (3, False, wrong, factor)
@@ -345,7 +351,7 @@ def test_each_head_is_judged_by_its_own_row_of_the_reference(
 
 def test_a_reference_of_heads_that_were_turned_apart_is_theirs(run: Run) -> None:
     Path("config.json").write_text(json.dumps(QWEN3))
-    np.savez("reference.npz", **{"0": unturned()})
+    save_reference(unturned())
     np.savez("keys.npz", layer0=shifted(0, 300))
     code, out, _ = run("keys.npz")
     assert (code, UNJUDGED in out, OTHER in out, "Kv heads were not turned alike." in out) == (3, False, False, True)
@@ -358,7 +364,7 @@ def test_keys_that_were_never_written_are_wrong_from_the_first(
     empty: float, reference: bool, since: int, judged: Layers
 ) -> None:
     if reference:
-        np.savez("reference.npz", **{str(layer): unturned() for layer in range(4)})
+        save_reference(*[unturned()] * 4)
     keys = turned(IDS)
     head, late = keys.copy(), keys.copy()
     head[:, 1], late[since:] = empty, empty
@@ -393,8 +399,8 @@ def test_keys_before_their_rotation_are_one_key_where_few_pairs_tell_no_ids(judg
         np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
         for pairs in (key * np.exp(1j * turns)[:, None] for turns in (angle, 0 * angle))
     )
-    for reference in ({}, {str(layer): still[0] for layer in range(3)}):
-        np.savez("reference.npz", **reference)
+    for references in ([], [still[0]] * 3):
+        save_reference(*references)
         code, layers = judged("--spec", SPEC, layer0=right, layer1=heads(right, still), layer2=still)
         assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[], [1], []])
         assert [one["message"].count(ONE_KEY) for one in layers.values()] == [0, 1, 1]

@@ -84,9 +84,9 @@ def plot_positions(
                 entries.setdefault(label, handle)
         for axes in panels.flat[len(planes) :]:
             axes.remove()
-        figure.legend(
-            entries.values(), entries, ncols=min(len(entries), 5), loc="outside lower left", frameon=False, fontsize=9
-        )
+        place: Style = {"loc": "outside lower left", "ncols": min(len(entries), 5), "frameon": False, "fontsize": 9}
+        for handle in figure.legend(entries.values(), entries, **place).get_lines():
+            handle.set_markersize(5)
     return figure
 
 

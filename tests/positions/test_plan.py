@@ -75,7 +75,12 @@ def test_threads_share_a_plan() -> None:
 def test_a_scheme_is_asked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     consumed = RopeTie.consumed
-    monkeypatch.setattr(RopeTie, "consumed", lambda self, sides: asked.append(sides) or consumed(self, sides))
+
+    def recorded(self: RopeTie, sides: Any) -> Any:
+        asked.append(sides)
+        return consumed(self, sides)
+
+    monkeypatch.setattr(RopeTie, "consumed", recorded)
     for _ in range(3):
         place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2), Grid(2, 3), Text(1)]]))
     assert len(asked) == 1

@@ -122,12 +122,6 @@ def test_ids_are_the_same_in_any_form_of_out(case: tuple[Case, list[Document]], 
     both(dense)
 
 
-def test_ids_in_columns_of_memory_are_the_same() -> None:
-    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
-    out = np.zeros((positions.num_tokens, 2), np.int32).T
-    assert positions.dense(out=out).tolist() == positions.dense().tolist()
-
-
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.data())
 def test_any_part_of_a_grid_is_the_same(height: int, width: int, skip: int, tokens: int, data: st.DataObject) -> None:
     steps = st.integers(-9, 9)

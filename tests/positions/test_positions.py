@@ -127,13 +127,6 @@ def test_tables_beyond_one_block_of_expansion(scheme: str, way: str, monkeypatch
     np.testing.assert_array_equal(numerators / denominators, want)
 
 
-def test_rationals_are_exact() -> None:
-    numerators, denominators = placed([Text(1), Grid(1, 2), Text(1)], "rope-tie-v2").rationals()
-    assert numerators.tolist() == [[0, 3, 3, 3], [0, 2, 4, 3]]
-    assert denominators.tolist() == [1, 2, 2, 1]
-    assert numerators.dtype == denominators.dtype == np.int64
-
-
 def test_ids_at_both_ends_of_int32() -> None:
     top = placed([Text(4), Grid(1, 1), Text(3)], "flatten", INT32_MAX - 7)
     assert top.dense().tolist() == [list(range(INT32_MAX - 7, INT32_MAX + 1))]

@@ -61,29 +61,18 @@ class Core(Protocol):
         """
 
     def rotate(
-        self,
-        tensors: tuple[Array, ...],
-        source: tuple[object, ...],
-        norm: tuple[object, ...] | None,
-        first: int,
-        stop: int,
-        adjacent: bool,
-        conjugate: bool,
-        wide: bool,
-        /,
-    ) -> bool:
+        self, tensors: tuple[object, ...], source: tuple[object, ...], norm: tuple[object, ...] | None, first: int,
+        stop: int, flags: int, /,
+    ) -> bool:  # fmt: skip
         """Normalise and rotate tokens first to stop of q, and of k, into their outs; False, and nothing written, else.
 
         Args:
-            tensors: (q, q_out) or (q, q_out, k, k_out), each (batch, seq, heads, head_dim) of float32, or of int16
-                that hold bfloat16; an out may be what it comes from.
-            source: (cos, sin), or positions, frequencies and coefficients, as csrc/rotate.c has them.
+            tensors: (q, q_out) or (q, q_out, k, k_out), capsules of DLPack; an out may be what it comes from.
+            source: positions and what turns by them, or cos and sin, as csrc/rotate.c has them.
             norm: None, or eps and, for each of q and k, (head_dim,) float32 weights or None.
             first: a token, from 0 to batch · seq.
             stop: likewise.
-            adjacent: whether pair j is channels (2j, 2j + 1).
-            conjugate: rotate backwards.
-            wide: by the widest vectors of the CPU instead of those that all have; the bits are the same.
+            flags: those of csrc/rotate.c.
         """
 
     def runs(self, input_ids: Array, starts: Array, stops: Array, token: int, other: int, /) -> bytes | None:

@@ -213,8 +213,9 @@ def picture(kept: Mapping[str, Any], path: Path) -> None:
             panel.set(xlim=(-4, 104), xlabel="correct answers, %", ylim=(len(schemes) - 0.4, -0.6))
             panel.set(yticks=range(len(schemes)), yticklabels=list(schemes))
             quiet_axes(panel)
-        panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False, fontsize=9)
-        figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False, fontsize=9
+        )
 
 
 def main(arguments: Sequence[str] | None = None, *toy: int) -> None:

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 def check(
     ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
     documents: Annotated[
-        list[str],
-        typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each."),
+        list[str], typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each.")
     ],
     scheme: SchemeName = None,
     config: Annotated[
@@ -164,9 +163,7 @@ def compare(
         typer.Argument(metavar="[NAME...]", help="Only these.", show_default=False, autocompletion=_complete),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Also the smallest counterexample of every ✗.")] = False,
-    define: Annotated[bool, typer.Option("--define", help="Also what every property means.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, counterexamples included.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
 ) -> None:
     """Measure which scheme and which encoding has which property."""
     matrices = _measured(names or [])
@@ -177,14 +174,7 @@ def compare(
     for i, matrix in enumerate(matrices):
         if i:
             out.print()
-        if markdown:
-            typer.echo(matrix.to_markdown(), nl=False)
-        else:
-            out.out(matrix.to_text(out.width), highlight=False)
-        if define:
-            out.print()
-            for each in matrix.properties:
-                out.print(f"{each.title}: {each.definition}", soft_wrap=True)
+        out.out(matrix.to_text(out.width), highlight=False)
         if why:
             out.print()
             for name, each, reason in matrix.reasons:
@@ -204,10 +194,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
     schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names] + made
     encodings = [name for name in ENCODINGS if not names or name in names]
-    return [
-        *([measure(schemes)] if schemes else []),
-        *([measure_encodings(encodings)] if encodings else []),
-    ]
+    return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 
 
 plot = group("plot", "Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf.")
@@ -219,7 +206,6 @@ Output = Annotated[
     ),
 ]
 SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Give several to compare them. ")]
-Title = Annotated[str | None, typer.Option(help="Above the picture.", show_default="what is drawn")]
 HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two to a pair.")]
 Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
 
@@ -266,7 +252,6 @@ def ids(
     scheme: SchemeNames = None,
     start: Start = 0,
     axes: Axes = None,
-    title: Title = None,
     own_scale: Annotated[
         bool, typer.Option("--own-scale", help="Every scheme on a scale of its own, not all on one.")
     ] = False,
@@ -278,7 +263,7 @@ def ids(
     tables = [each.positions for each in placed]
     drawn = tables[0] if len(tables) == 1 else tables
     segments = placed[0].segments
-    _write(output, lambda path: plot_positions(drawn, path, title, segments=segments, same_scale=not own_scale))
+    _write(output, lambda path: plot_positions(drawn, path, segments=segments, same_scale=not own_scale))
 
 
 @plot.command(
@@ -293,11 +278,9 @@ def attention(
     scheme: SchemeNames = None,
     axes: Axes = None,
     token: Annotated[
-        int | None,
-        typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image"),
+        int | None, typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image")
     ] = None,
     rotation: RotationFlags,
-    title: Title = None,
 ) -> None:
     """Draw what one patch sees by its position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
@@ -308,17 +291,17 @@ def attention(
         for table in (each.positions for each in _placed([document], scheme, 0, axes))
         for rotary in rotation.rotaries(table.axes)
     ]
-    _write(output, lambda path: plot_attention(kernels, path, title))
+    _write(output, lambda path: plot_attention(kernels, path))
 
 
 @plot.command()
-def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0, title: Title = None) -> None:
+def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
     """Draw how far phases are from the truth, over ids: float32 angles, those of Transformers, and integer turns."""
-    from mmpos.analysis.plot import phase_errors, plot_phase_error
+    from mmpos.analysis.plot import plot_phase_error
     from mmpos.rotary import Rotary
 
-    errors = phase_errors(Rotary(head_dim, theta, axes=1))
-    _write(output, lambda path: plot_phase_error(errors, path, title))
+    rotary = Rotary(head_dim, theta, axes=1)
+    _write(output, lambda path: plot_phase_error(rotary, path))
 
 
 @plot.command()
@@ -327,13 +310,12 @@ def growth(
     scheme: Annotated[
         list[str] | None, scheme_option("all with a next position", "Give several to compare them. ")
     ] = None,
-    title: Title = None,
 ) -> None:
     """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
-    from mmpos.analysis.plot import id_growth, plot_growth
+    from mmpos.analysis.plot import plot_growth
 
-    counts = id_growth([make_scheme(words) for words in scheme] if scheme else None)
-    _write(output, lambda path: plot_growth(counts, path, title))
+    schemes = [make_scheme(words) for words in scheme] if scheme else None
+    _write(output, lambda path: plot_growth(schemes, path))
 
 
 def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:

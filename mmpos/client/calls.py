@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
+import numpy as np
 from google.protobuf.message import EncodeError, Message
 
 from mmpos.client.info import ServerInfo, get_info
@@ -25,7 +26,6 @@ from mmpos.rpc.sequences import Sent, get_sequence, put_parts
 from mmpos.rpc.tensors import aligned, get_torch, put_tensor
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.video import part_offsets
 from mmpos.support.checks import boolean, integer, naming, one_of
 from mmpos.support.extras import needed_for
 
@@ -396,7 +396,9 @@ def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Lease | 
         offsets, want = sequence.part_offsets, len(sent.origins) + 1
         if offsets.size != want:
             raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-        return replace(sequence, part_offsets=part_offsets(offsets, sent.origins))
+        # A Video has gone as its plain parts: the first of each part counts, and the total.
+        edges = np.diff(sent.origins, prepend=-1, append=-1).nonzero()[0]
+        return replace(sequence, part_offsets=offsets[edges])
 
 
 def _of_part(error: MmposError, names: list[str]) -> MmposError | None:

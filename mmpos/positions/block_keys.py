@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,13 +76,14 @@ def block_keys(
     digests = None if image_hashes is None else _digests(image_hashes, segments.kind[_with_content(segments)])
     full = positions.lengths // size
     chains = _checked_chains(known, full)
-    blocks = Blocks(size, np.array([len(keys) for keys in chains], np.int64), full)
-    if not blocks.counts.any():
+    known_blocks = np.array([len(keys) for keys in chains], np.int64)
+    counts = full - known_blocks
+    if not counts.any():
         return chains
     settings = struct.pack("<4q", size, positions.axes, ids is not None, digests is not None)
     root = sha256(_ROOT + settings + _encoded("salt", salt)).digest()
-    hashed = _contents(segments, positions, ids, digests, blocks)
-    for keys, count in zip(chains, blocks.counts.tolist(), strict=True):
+    hashed = _contents(segments, positions, ids, digests, size, known_blocks, full)
+    for keys, count in zip(chains, counts.tolist(), strict=True):
         key = keys[-1] if keys else root
         for _ in range(count):
             key = sha256(key + next(hashed)).digest()
@@ -157,41 +158,14 @@ def _listed(name: str, values: Iterable[_T]) -> list[_T]:
 Bytes = npt.NDArray[np.uint8]
 
 
-class Blocks(NamedTuple):
-    """Blocks of documents, document after document.
-
-    Args:
-        size: tokens of a block.
-        first: (documents,) first block of each document that is wanted.
-        stop: (documents,) one past the last.
-    """
-
-    size: int
-    first: IntArray
-    stop: IntArray
-
-    @property
-    def counts(self) -> IntArray:
-        """(documents,) blocks of each document."""
-        return self.stop - self.first
-
-
-class Touches(NamedTuple):
-    """Every pair of a block and a grid with a token in it.
-
-    Args:
-        block: (pairs,) index of the block, ascending.
-        grid: (pairs,) index of the grid.
-        start: (pairs,) first token of the grid, counted from the block's first token.
-    """
-
-    block: IntArray
-    grid: IntArray
-    start: IntArray
-
-
 def _contents(
-    segments: SegmentTable, positions: PositionTable, ids: IntArray | None, digests: Bytes | None, blocks: Blocks
+    segments: SegmentTable,
+    positions: PositionTable,
+    ids: IntArray | None,
+    digests: Bytes | None,
+    size: int,
+    first: IntArray,
+    stop: IntArray,
 ) -> Iterator[bytes]:
     """Yield the bytes of each block that are hashed, the same on every machine.
 
@@ -207,27 +181,24 @@ def _contents(
         positions: their table.
         ids: (tokens,) of the table.
         digests: (grids, 32) of the content of each grid.
-        blocks: the blocks to hash, at least one.
+        size: tokens of a block.
+        first: (documents,) first block of each document that is wanted.
+        stop: (documents,) one past the last; there is one block at least.
     """
-    count = int(blocks.counts.sum())
-    starts = positions.documents[FIRST_TOKEN] + blocks.first * blocks.size
-    wanted = positions.take(starts, starts + blocks.counts * blocks.size)
+    counts = stop - first
+    count = int(counts.sum())
+    starts = positions.documents[FIRST_TOKEN] + first * size
+    wanted = positions.take(starts, starts + counts * size)
     whole, fractions = _split(wanted)
     pieces = [_by_block(whole.astype("<i4"), count)]
     if ids is not None:
         _, tokens = ragged_arange(wanted.lengths, starts)
         pieces.append(_by_block(ids[None, tokens].astype("<i8"), count))
-    fine = _by_block(fractions.astype("<i8"), count)
-    touches = _touches(segments, blocks)
-    edges = touches.block.searchsorted(np.arange(count + 1))
-    fractional = (fine != 0).any(axis=1)
-    pieces.append(_by_block(np.array([fractional, np.diff(edges)], "<i8"), count))
-    fixed = np.concatenate(pieces, axis=1)
-    grids, offsets = _entries(segments, digests, touches)
-    stops = offsets[edges].tolist()
-    for b in range(count):
+    fixed, fine = np.concatenate(pieces, axis=1), _by_block(fractions.astype("<i8"), count)
+    fractional: list[bool] = np.any(fine, axis=1).tolist()
+    for b, (grids, entries) in enumerate(zip(*_grids_in(segments, digests, size, first, stop), strict=True)):
         rest = fine[b].tobytes() if fractional[b] else b""
-        yield fixed[b].tobytes() + rest + grids[stops[b] : stops[b + 1]]
+        yield fixed[b].tobytes() + struct.pack("<2q", fractional[b], grids) + rest + entries
 
 
 def _split(positions: PositionTable) -> tuple[Array, IntArray]:
@@ -247,40 +218,33 @@ def _by_block(values: Array, count: int) -> Bytes:
     return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)
 
 
-def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
-    (grid,) = _with_content(segments).nonzero()
+def _grids_in(
+    segments: SegmentTable, digests: Bytes | None, size: int, first: IntArray, stop: IntArray
+) -> tuple[list[int], list[bytes]]:
+    """Count the grids with a token in each wanted block, and write what its key holds of them."""
+    count = int((stop - first).sum())
+    grids, entries = [0] * count, [b""] * count
     lengths, offsets = segments.lengths, segments.segment_offsets
     before = lengths.cumsum() - lengths
-    document = np.arange(blocks.first.size).repeat(np.diff(offsets))[grid]
-    start = before[grid] - before[offsets[document]]
-    first = np.maximum(start // blocks.size, blocks.first[document])
-    stop = np.minimum((start + lengths[grid] - 1) // blocks.size + 1, blocks.stop[document])
-    count = np.maximum(stop - first, 0)
-    owner, block = ragged_arange(count, first)
-    counted = blocks.counts.cumsum() - blocks.counts - blocks.first  # from a document's blocks to those of all
-    return Touches(block + counted[document[owner]], owner, start[owner] - block * blocks.size)
+    (grid,) = _with_content(segments).nonzero()
+    document = offsets.searchsorted(grid, side="right") - 1
+    starts = before[grid] - before[offsets[document]]
+    shift = ((stop - first).cumsum() - stop).tolist()  # from a document's blocks to those of all
+    for i, (s, d, start) in enumerate(zip(grid.tolist(), document.tolist(), starts.tolist(), strict=True)):
+        separated = segments.row_separator is not None and bool(segments.row_separator[s])
+        kind = int(segments.kind[s])
+        entry = struct.pack("<4q", *segments.extents[:, s], separated if kind == GRID else kind)
+        if kind >= CLIP:
+            entry += struct.pack("<q", 0 if segments.extra_tokens is None else segments.extra_tokens[s])
+        if digests is not None:
+            entry += digests[i].tobytes()
+        last = (start + int(lengths[s]) - 1) // size
+        for block in range(max(start // size, int(first[d])), min(last + 1, int(stop[d]))):
+            grids[shift[d] + block] += 1
+            entries[shift[d] + block] += struct.pack("<q", start - block * size) + entry
+    return grids, entries
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
     """(segments,) whether a segment has a content that its tokens do not tell: grids, audio, clips, crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))
-
-
-def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> tuple[bytes, IntArray]:
-    """Join what keys hold of each pair of a block and a grid; returns it and (pairs + 1,) its first bytes."""
-    (grid,) = _with_content(segments).nonzero()
-    owner = grid[touches.grid]
-    kind = segments.kind[owner]
-    numbers = np.zeros((owner.size, 6 if digests is None else 6 + _KEY_BYTES // 8), "<i8")
-    numbers[:, 0] = touches.start
-    numbers[:, 1:4] = segments.extents[:, owner].T
-    numbers[:, 4] = np.where(kind == GRID, 0, kind)
-    if segments.row_separator is not None:
-        numbers[:, 4] += segments.row_separator[owner]
-    if segments.extra_tokens is not None:
-        numbers[:, 5] = segments.extra_tokens[owner]
-    if digests is not None:
-        numbers[:, 6:] = digests.view("<i8")[touches.grid]
-    held = np.ones(numbers.shape, bool)
-    held[:, 5] = kind >= CLIP
-    return numbers[held].tobytes(), np.append(0, held.sum(axis=1).cumsum()) * numbers.itemsize

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, TEXT
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad
 
@@ -50,24 +50,30 @@ def layout(
     documents = _documents(documents, offsets.size, lengths.size)
     kinds = np.full(offsets.size, GRID, np.uint8) if kind is None else kind
     tokens = span_tokens("grid_thw", grid_thw, separators, kinds, extra_tokens)
-    before = _gaps_before(lengths, offsets, tokens, documents)
-
-    # Every document is (gap, span) (gap, span) … gap: span k of document d is candidate 2k + d + 1.
-    num_spans, num_documents = offsets.size, lengths.size
-    at = 2 * np.arange(num_spans) + documents + 1
-    last = 2 * np.cumsum(np.bincount(documents, minlength=num_documents)) + np.arange(num_documents)
-    extents = np.ones((3, 2 * num_spans + num_documents), np.int64)
-    extents[:, at] = grid_thw.T
-    extents[2, at - 1] = before
-    used = np.bincount(documents, weights=tokens + before, minlength=num_documents).astype(np.int64)
-    extents[2, last] = lengths - used
-    kind = np.zeros(extents.shape[1], np.uint8)
-    kind[at] = kinds
-
-    keep = extents[2] > 0
-    new_index = np.concatenate([[0], np.cumsum(keep)])
-    segment_offsets = new_index[np.concatenate([[0], last + 1])] if num_documents else new_index[:1]
-    return SpanSegments(kind[keep], extents[:, keep], segment_offsets, new_index[at])
+    starts, stops = offsets.tolist(), (offsets + tokens).tolist()
+    edges = documents.searchsorted(np.arange(lengths.size + 1)).tolist()
+    columns: list[tuple[int, ...]] = []  # kind, frames, height and width of every segment
+    of_spans, first_segments = [], [0]
+    for d, length in enumerate(lengths.tolist()):
+        end = 0  # of the span before
+        for i in range(edges[d], edges[d + 1]):
+            if starts[i] < end:
+                want = f">= {end}, the end of the span before it"
+                raise InvalidInputError(f"offsets[{i}]: got {starts[i]} in document {d}, want {want}")
+            if stops[i] > length:
+                got, want = f"{tokens[i]} tokens ends at {stops[i]}", f"<= {length}, the length of document {d}"
+                raise InvalidInputError(f"offsets[{i}]: the span of {got}, want {want}")
+            if starts[i] > end:
+                columns.append((TEXT, 1, 1, starts[i] - end))
+            of_spans.append(len(columns))
+            columns.append((int(kinds[i]), *grid_thw[i].tolist()))
+            end = stops[i]
+        if end < length:
+            columns.append((TEXT, 1, 1, length - end))
+        first_segments.append(len(columns))
+    table = np.array(columns, np.int64).reshape(-1, 4).T
+    firsts, index = np.array(first_segments, np.int64), np.array(of_spans, np.int64)
+    return SpanSegments(table[0].astype(np.uint8), table[1:], firsts, index)
 
 
 def span_tokens(
@@ -133,23 +139,3 @@ def _documents(documents: IntArray | None, num_spans: int, num_documents: int) -
         i = int((np.diff(documents) < 0).argmax()) + 1
         raise InvalidInputError(f"documents[{i}]: got {documents[i]} after {documents[i - 1]}, want ascending")
     return documents
-
-
-def _gaps_before(lengths: IntArray, offsets: IntArray, tokens: IntArray, documents: IntArray) -> IntArray:
-    stops = offsets + tokens
-    previous = np.zeros_like(stops)
-    previous[1:] = np.where(documents[1:] == documents[:-1], stops[:-1], 0)
-    gaps = offsets - previous
-    if (gaps < 0).any():
-        i = int((gaps < 0).argmax())
-        raise InvalidInputError(
-            f"offsets[{i}]: got {offsets[i]} in document {documents[i]}, "
-            f"want >= {previous[i]}, the end of the span before it"
-        )
-    if (stops > lengths[documents]).any():
-        i = int((stops > lengths[documents]).argmax())
-        raise InvalidInputError(
-            f"offsets[{i}]: the span of {tokens[i]} tokens ends at {stops[i]}, "
-            f"want <= {lengths[documents[i]]}, the length of document {documents[i]}"
-        )
-    return gaps

@@ -24,7 +24,8 @@ from mmpos.segments.kinds import (
     AUDIO,
     AUDIO_TOKEN,
     CLIP,
-    CLIP_MARKERS,
+    GRID,
+    PATCH,
     TEXT,
     THUMBNAIL,
     TILE,
@@ -35,9 +36,9 @@ from mmpos.segments.kinds import (
     Text,
 )
 from mmpos.segments.placeholders import Placeholders
-from mmpos.segments.table import SegmentTable, separator_tokens
+from mmpos.segments.table import SegmentTable
 from mmpos.sequence.tokenizers import ByteTokenizer, Tokenizer, adapt
-from mmpos.sequence.video import part_offsets, plain_parts, refuse_crop
+from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support import checks
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
@@ -81,26 +82,19 @@ class MarkerIds(NamedTuple):
         rows = None if self.row is None or last_row is None else (self.row, last_row)
         return Placeholders(self.patch, self.video, self.audio, rows)
 
-    def write(
-        self, input_ids: IntArray, image_spans: IntArray, separators: IntArray, audio_spans: IntArray | None = None
-    ) -> None:
-        """Put the markers around and between patches, and around audio.
+    def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
+        """Put the markers around and between patches.
 
         Args:
             input_ids: (tokens,), changed in place.
             image_spans: (images, 2) first token of each image's patches and one past the last, separators included.
             separators: (separators,) the tokens that end rows.
-            audio_spans: (audios, 2) first token of each run of audio, or what is merged in a clip, and one past the
-                last; None for none.
         """
-        sound = image_spans[:0] if audio_spans is None else audio_spans
         for token_id, tokens in (
             (self.begin, image_spans[:, 0] - 1),
             (self.end, image_spans[:, 1]),
             (self.row, separators),
             (self.last_row, image_spans[:, 1] - 1),
-            (self.audio_begin, sound[:, 0] - 1),
-            (self.audio_end, sound[:, 1]),
         ):
             if token_id is not None:
                 input_ids[tokens] = token_id
@@ -265,40 +259,36 @@ class SequenceBuilder:
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         contents = _Contents(self.marker_ids)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
-            if n in ahead:
-                with naming(name):
-                    contents.add_image(index, ahead.pop(n).result())  # popped, so that patches are held once
-                continue
-            content = self._read(name, part)
-            if isinstance(content, np.ndarray):
-                contents.add_text(index, content)
-            elif isinstance(content, Audio | Clip):
-                contents.add_audio(index, content)
+            if index == len(contents.parts):
+                contents.parts.append(contents.tokens)
+            if isinstance(part, str):
+                contents.add_text(self._encode(name, part))
+            elif is_ids(part):
+                contents.add_text(self._checked(name, part))
             else:
-                contents.add_image(index, content)
+                self.check_components(name, part)
+                if isinstance(part, Grid):
+                    contents.add_image(part)
+                elif isinstance(part, Audio):
+                    contents.add_audio(part)
+                elif isinstance(part, Clip):
+                    contents.add_clip(part)
+                else:
+                    assert self.images is not None
+                    with naming(name):  # popped, so that patches are held once
+                        image = ahead.pop(n).result() if n in ahead else self.images.process(part)
+                    contents.add_image(image.grid, image)
         return contents.sequence(self.scheme, self.start)
 
-    def _read(self, name: str, part: object) -> IntArray | Audio | Clip | ProcessedImage:
-        """Read a part as token ids, as audio, or as an image."""
-        if isinstance(part, str):
-            return self._encode(name, part)
-        if is_ids(part):
-            ids = _token_ids(name, part)
-            for marker in ("patch", "video", "audio"):
-                token_id = getattr(self.marker_ids, marker)
-                if token_id is not None and (ids == token_id).any():
-                    want = "Audio or a Clip as parts" if marker == "audio" else "images as parts"
-                    raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
-            return ids
-        refuse_crop(name, part)
-        self.check_components(name, part)
-        if isinstance(part, Audio | Clip):
-            return part
-        if isinstance(part, Grid):
-            return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
-        assert self.images is not None
-        with naming(name):
-            return self.images.process(part)
+    def _checked(self, name: str, part: object) -> IntArray:
+        """Check token ids, which may hold any marker but those that stand for patches and audio."""
+        ids = _token_ids(name, part)
+        for marker in ("patch", "video", "audio"):
+            token_id = getattr(self.marker_ids, marker)
+            if token_id is not None and (ids == token_id).any():
+                want = "Audio or a Clip as parts" if marker == "audio" else "images as parts"
+                raise InvalidInputError(f"{name}: got the {marker} marker's id {token_id}, want {want}")
+        return ids
 
     def check_components(self, name: str, part: object) -> None:
         """Check that the builder has the ImageProcessor and the Markers that a part needs, whatever the part holds.
@@ -321,10 +311,11 @@ class SequenceBuilder:
                 raise UnsupportedError(
                     f"{name}: got a grid with row separators, want one without, or a builder with Markers(row=…)"
                 )
-        elif self.images is None and not isinstance(part, str) and not is_ids(part):
-            raise UnsupportedError(
-                f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
-            )
+        elif not isinstance(part, str) and not is_ids(part):
+            refuse_crop(name, part)
+            if self.images is None:
+                want = "text or token ids, or a builder with images=ImageProcessor(…)"
+                raise UnsupportedError(f"{name}: got {type(part).__name__}, want {want}")
 
     def _encode(self, name: str, text: str) -> IntArray:
         """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
@@ -505,62 +496,73 @@ class _Contents:
     """The contents of a sequence that is being built.
 
     Args:
-        marker_ids: of the tokens around and inside images and audio.
-        texts: first token and ids of every part that is text.
+        markers: ids of the tokens around and inside images and audio.
+        ids: of every plain part, with its markers.
+        parts: first token of each part, of which a Video is one.
         document: its text, with markers, its grids, audio and clips.
-        images: in order.
+        images: those with grids, in order; None where only the size is known.
         spans: of images, as InterleavedSequence has them.
-        audio_spans: first token of each run of audio, or of what is merged in a clip, and one past the last.
-        offsets: first token of each plain part, then of what comes next.
-        indices: the part that each plain part is of, among those that build takes.
+        tokens: so far.
         text: tokens since the last grid, audio or clip.
     """
 
-    marker_ids: MarkerIds
-    texts: list[tuple[int, IntArray]] = field(default_factory=list)
+    markers: MarkerIds
+    ids: list[IntArray] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
     document: list[Segment] = field(default_factory=list)
-    images: list[ProcessedImage] = field(default_factory=list)
+    images: list[ProcessedImage | None] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    audio_spans: list[tuple[int, int]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=lambda: [0])
-    indices: list[int] = field(default_factory=list)
+    tokens: int = 0
     text: int = 0
 
-    def add_text(self, index: int, ids: IntArray) -> None:
+    def add_text(self, ids: IntArray) -> None:
         """Add a part of text."""
-        self.indices.append(index)
-        self.texts.append((self.offsets[-1], ids))
-        self.offsets.append(self.offsets[-1] + ids.size)
+        self.ids.append(ids)
+        self.tokens += ids.size
         self.text += ids.size
 
-    def add_image(self, index: int, image: ProcessedImage) -> None:
-        """Add an image, with its markers."""
-        grid = replace(image.grid, row_separator=True) if self.marker_ids.row is not None else image.grid
-        tokens = grid.frames * grid.height * (grid.width + grid.row_separator)
+    def add_image(self, grid: Grid, image: ProcessedImage | None = None) -> None:
+        """Add an image with its markers, or one of which only the grid is known."""
+        markers = self.markers
+        before, after = markers.margins
+        columns = grid.width + (markers.row is not None)
+        patch = markers.patch if grid.frames == 1 or markers.video is None else markers.video
+        ids = np.full(before + grid.frames * grid.height * columns + after, patch, np.int64)
+        stop = ids.size - after
+        if markers.row is not None:
+            ids[before + grid.width : stop : columns] = markers.row
+            ids[stop - 1] = markers.row if markers.last_row is None else markers.last_row
+            grid = replace(grid, row_separator=True)
+        if markers.begin is not None:
+            ids[0] = markers.begin
+        if markers.end is not None:
+            ids[-1] = markers.end
         self.images.append(image)
-        self.spans.append(self._add(index, grid, tokens, self.marker_ids.margins))
+        self.spans.append((self.tokens + before, self.tokens + stop))
+        self._add(grid, ids, before, after)
 
-    def add_audio(self, index: int, part: Audio | Clip) -> None:
-        """Add a run of audio with its markers, or a clip, which holds its own."""
-        if isinstance(part, Audio):
-            self.audio_spans.append(self._add(index, part, part.length, self.marker_ids.audio_margins))
-            return
-        grid = Grid(part.height, part.width, frames=part.frames)
-        tokens = grid.frames * grid.height * grid.width + part.audio + 2 * CLIP_MARKERS
-        first, stop = self._add(index, part, tokens, (0, 0))
-        self.images.append(ProcessedImage(patches=None, grid=grid, size=None, source_size=None, content_hash=None))
-        self.spans.append((first + 1, stop - 1))
-        self.audio_spans.append((first + CLIP_MARKERS, stop - CLIP_MARKERS))
+    def add_audio(self, audio: Audio) -> None:
+        """Add a run of audio with its markers."""
+        markers = (self.markers.audio_begin, *[self.markers.audio] * audio.length, self.markers.audio_end)
+        ids = np.array([token_id for token_id in markers if token_id is not None], np.int64)
+        self._add(audio, ids, *self.markers.audio_margins)
 
-    def _add(self, index: int, segment: Segment, tokens: int, margins: tuple[int, int]) -> tuple[int, int]:
-        """Add a segment of so many tokens between markers; gives its first token and one past the last."""
-        before, after = margins
-        first = self.offsets[-1] + before
-        self.indices.append(index)
+    def add_clip(self, clip: Clip) -> None:
+        """Add a clip, which holds its markers; the scheme says later which of its tokens are audio."""
+        markers = self.markers
+        patch = markers.patch if markers.video is None else markers.video
+        merged = [patch] * (clip.frames * clip.height * clip.width + clip.audio)
+        ids = np.array([markers.begin, markers.audio_begin, *merged, markers.audio_end, markers.end], np.int64)
+        self.images.append(None)
+        self.spans.append((self.tokens + 1, self.tokens + ids.size - 1))
+        self._add(clip, ids, 0, 0)
+
+    def _add(self, segment: Segment, ids: IntArray, before: int, after: int) -> None:
+        """Add the ids of a segment, of which so many before and after it are text."""
         self.document += [Text(self.text + before), segment] if self.text + before else [segment]
-        self.offsets.append(first + tokens + after)
+        self.ids.append(ids)
+        self.tokens += ids.size
         self.text = after
-        return first, first + tokens
 
     def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
         """Make the arrays, the segments and the positions of the contents."""
@@ -569,43 +571,42 @@ class _Contents:
             raise InvalidInputError("parts: got no tokens, want at least one")
         segments = SegmentTable.from_documents([document])
         patches = join_patches("parts", self.images)
-        positions = place(segments, scheme, start)
-        spans = np.array(self.spans, np.int64).reshape(-1, 2)
-        markers = self.marker_ids
-        input_ids = np.full(self.offsets[-1], markers.patch, np.int64)
-        if markers.video is not None:
-            video = (segments.kind == CLIP) | (segments.extents[0] > 1)
-            input_ids[video.repeat(segments.lengths)] = markers.video
-        types = positions.token_types(segments)
-        if markers.audio is not None and self.audio_spans:
+        positions, markers = place(segments, scheme, start), self.markers
+        input_ids = np.concatenate(self.ids)
+        if CLIP in segments.kind:  # whose scheme knows how patches and audio take turns
+            assert markers.audio is not None, "checked with the clip"
+            types = positions.token_types(segments)
             input_ids[types == AUDIO_TOKEN] = markers.audio
-        for first, ids in self.texts:
-            input_ids[first : first + ids.size] = ids
-        sound = np.array(self.audio_spans, np.int64).reshape(-1, 2)
-        markers.write(input_ids, spans, separator_tokens(segments), sound)
+        else:  # texts hold none of these ids
+            types = (input_ids == markers.patch).view(np.uint8)
+            if markers.video is not None:
+                types[input_ids == markers.video] = PATCH
+            if markers.audio is not None:
+                types[input_ids == markers.audio] = AUDIO_TOKEN
+        pictures = (segments.kind == GRID) | (segments.kind == CLIP)
         return InterleavedSequence(
             input_ids=input_ids,
             token_type_ids=types,
             segments=segments,
             positions=positions,
             patches=patches,
-            grid_thw=np.array([image.grid.extents for image in self.images], np.int64).reshape(-1, 3),
-            image_spans=spans,
-            image_hashes=tuple(image.content_hash for image in self.images),
-            part_offsets=part_offsets(self.offsets, self.indices),
+            grid_thw=segments.extents[:, pictures].T.copy(),
+            image_spans=np.array(self.spans, np.int64).reshape(-1, 2),
+            image_hashes=tuple(None if image is None else image.content_hash for image in self.images),
+            part_offsets=np.array([*self.parts, self.tokens]),
             image_margins=markers.margins,
             audio_margins=markers.audio_margins,
         )
 
 
-def join_patches(name: str, images: Sequence[ProcessedImage]) -> Array | None:
+def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | None:
     """Concatenate the patches of images; None where only their sizes are known. One image's are not copied.
 
     Args:
         name: of the images, for errors.
-        images: all with pixels, or all without.
+        images: all with pixels, or all without; None is one without.
     """
-    pixels = [image.patches for image in images if image.patches is not None]
+    pixels = [image.patches for image in images if image is not None and image.patches is not None]
     if pixels and len(pixels) < len(images):
         raise InvalidInputError(f"{name}: got images with and without pixels, want all of one sort")
     if len(pixels) == 1:

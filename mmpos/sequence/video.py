@@ -10,14 +10,11 @@ from fractions import Fraction
 from string import Formatter
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import Audio, Clip, Grid, Thumbnail, Tile, fraction, rational
-from mmpos.support.checks import INT32_MAX, IntArray, counted, written
+from mmpos.support.checks import INT32_MAX, counted, written
 
-__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "refuse_crop", "timestamps"]
+__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "plain_parts", "refuse_crop", "timestamps"]
 
 
 QWEN3_VL = "<{seconds:.1f} seconds>"
@@ -112,17 +109,6 @@ def refuse_crop(name: str, part: object) -> None:
             f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
             "which mmpos.from_hf_config(config).segments reads"
         )
-
-
-def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
-    """Give the first token of every part and the total, (parts + 1,), from those of plain parts and their indices."""
-    before = -1
-    edges = []
-    for n, index in enumerate(indices):
-        if index != before:
-            edges.append(n)
-        before = index
-    return np.asarray(offsets, np.int64).take([*edges, len(indices)])
 
 
 def _frames(frames: object) -> tuple[object, ...]:

@@ -13,21 +13,13 @@ import pytest
 from pictures import pixels, table, texts
 from PIL import Image
 
-from mmpos.analysis.plot import (
-    PhaseErrors,
-    attention_kernel,
-    id_growth,
-    plot_attention,
-    plot_growth,
-    plot_phase_error,
-    plot_positions,
-)
+from mmpos.analysis.plot import attention_kernel, plot_attention, plot_growth, plot_phase_error, plot_positions
 from mmpos.analysis.plot.canvas import COLOURS
 from mmpos.analysis.plot.positions import read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.place import place
 from mmpos.rotary import Rotary
-from mmpos.schemes import SCHEMES, Grid2D, TMRope
+from mmpos.schemes import SCHEMES, TMRope
 from mmpos.segments.kinds import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
@@ -51,27 +43,28 @@ def test_the_plane_holds_columns_right_and_rows_down() -> None:
     assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
     (image,) = plane.images
     assert image.points.tolist() == [[5, 8, 11, 5, 8, 11], [6, 6, 6, 10, 10, 10]]
-    assert (image.sides, image.square, image.upright, image.spacing) == ((1, 2, 3), (2, 14), True, 3)
+    assert (image.sides, image.square, image.upright, image.spacing.tolist()) == ((2, 3), (2, 14), True, [3, 4])
     assert image.gaps == ((Fraction(4), Fraction(3)),) * 2
     assert plane.end.tolist() == [[16], [16]]
     assert plane.bounds.tolist() == [[0, 16], [0, 16]]
 
 
 @pytest.mark.parametrize(
-    ("spec", "scheme", "label", "square"),
+    ("spec", "scheme", "gaps", "square"),
     [
-        ("3,2x3,2", "rope-tie", "2×3\ngap (4, 3) on both sides", (2, 14)),
-        ("1,2x3,2", "rope-tie-fractional", "2×3\ngap (7/3, 7/4) on both sides", (0, 7)),
-        ("4,4x10,4", "naive-2d", "4×10\ngaps (1, 1) and (7, 1)", (3, 14)),
-        ("3,2x3", "rope-tie", "2×3\ngap (4, 3) on both sides", (2, 14)),  # up to the next position
-        ("2x3,2", "rope-tie", "2×3", None),
-        ("1,2x2,1", "rows", "2×2", None),  # its text is off the diagonal
-        ("1,2x1x3,1", "mrope", "2×1×3\ngaps (1, 1) and (3, 1)", (0, 4)),
+        ("3,2x3,2", "rope-tie", ["gap (4, 3) on both sides"], (2, 14)),
+        ("1,2x3,2", "rope-tie-fractional", ["gap (7/3, 7/4) on both sides"], (0, 7)),
+        ("4,4x10,4", "naive-2d", ["gaps (1, 1) and (7, 1)"], (3, 14)),
+        ("3,2x3", "rope-tie", ["gap (4, 3) on both sides"], (2, 14)),  # up to the next position
+        ("2x3,2", "rope-tie", [], None),
+        ("1,2x2,1", "rows", [], None),  # its text is off the diagonal
+        ("1,2x1x3,1", "mrope", ["gaps (1, 1) and (3, 1)"], (0, 4)),
+        ("1,2x2,1x2,1", "mrope", [], None),  # two without text between
     ],
 )
-def test_sides_and_gaps_of_an_image_are_named(spec: str, scheme: str, label: str, square: Any) -> None:
-    (image,) = read_plane(table(spec, scheme=scheme), 0).images
-    assert (image.label, image.square) == (label, square)
+def test_gaps_of_an_image_are_named(spec: str, scheme: str, gaps: list[str], square: Any) -> None:
+    plane = read_plane(table(spec, scheme=scheme), 0)
+    assert (plane.notes[:-1], plane.images[0].square) == (gaps, square)
 
 
 def test_one_axis_is_drawn_over_tokens() -> None:
@@ -100,12 +93,15 @@ def test_every_token_of_every_scheme_is_drawn(scheme: str) -> None:
 
 
 def test_a_png_holds_every_part_in_its_colour(tmp_path: Path) -> None:
-    plot_positions(table("20,24x24,10,16x36,12"), tmp_path / "ids.png")
+    red = np.zeros((8, 8, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
+    plot_positions(table("20,24x24,10,16x36,12,4x4,2"), tmp_path / "ids.png", pictures=[red])
     with Image.open(tmp_path / "ids.png") as picture:
-        assert (picture.format, picture.size) == ("PNG", (1600, 1160))
+        assert (picture.format, picture.size) == ("PNG", (1320, 1360))
         assert "Software" not in picture.info
     found = colours(tmp_path / "ids.png")
     assert [found.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
+    reddish = sum(n for (r, g, b), n in found.items() if r > 240 and 40 < g == b < 90)
+    assert reddish > 20_000  # under the first image
 
 
 def test_rows_go_down_where_they_are_ids() -> None:
@@ -113,19 +109,6 @@ def test_rows_go_down_where_they_are_ids() -> None:
         (axes,) = plot_positions(table("3,2x3", scheme=scheme)).axes
         assert axes.yaxis_inverted() == downwards
         assert not axes.xaxis_inverted()
-
-
-def test_a_document_alone_has_all_in_its_legend(tmp_path: Path) -> None:
-    plot_positions(table("3,2x3,2"), tmp_path / "ids.svg", title="Three words")
-    words = texts(tmp_path / "ids.svg")
-    row, between = "row id (downwards, as in an image)", ["from the text before", "to the text after"]
-    lines = ["column id", row, "text: 5 tokens", "image 1: 2×3", "gap (4, 3) on both sides", *between]
-    assert {*lines, "next position: 16", "Three words"} <= {*words}
-    plot_positions(table(",".join(["9,8x8"] * 12), scheme="mrope"), tmp_path / "many.svg")
-    words = texts(tmp_path / "many.svg")
-    assert {"mrope: 876 tokens", "and 5 more images", "(frame ids are not drawn)"} <= {*words}
-    plot_positions(table("3", "2").take([3], [5]), tmp_path / "view.svg")
-    assert "document 1, rope-tie" in texts(tmp_path / "view.svg")
 
 
 def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller(tmp_path: Path) -> None:
@@ -142,23 +125,9 @@ def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller
         assert not any(word in data for word in (b"dc:date", b"CreationDate"))
 
 
-def test_points_that_would_melt_together_are_a_block() -> None:
-    for text, blocks in ((9, 0), (900, 1)):
-        (axes,) = plot_positions(table(f"{text},8x8,9", scheme="rope-tie-v2")).axes
-        assert len(axes.collections) == blocks
-        assert sum(len(np.asarray(line.get_xdata())) == 64 for line in axes.lines) == 1 - blocks
-
-
-def test_pictures_lie_under_their_images(tmp_path: Path) -> None:
-    red = np.zeros((8, 8, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
-    plot_positions(table("3,4x4,3"), tmp_path / "ids.png", pictures=[red])
-    reddish = sum(n for (r, g, b), n in colours(tmp_path / "ids.png").items() if r > 240 and 40 < g == b < 90)
-    assert reddish > 20_000
-
-
 def test_panels_have_their_names_gaps_and_next_positions(tmp_path: Path) -> None:
     schemes = ("rope-tie", "naive-2d", "flatten", "rows", "mrope")
-    plot_positions([table("4,4x6,4", scheme=scheme) for scheme in schemes], tmp_path / "ids.svg", "Five")
+    plot_positions([table("4,4x6,4", scheme=scheme) for scheme in schemes], tmp_path / "ids.svg")
     words = texts(tmp_path / "ids.svg")
     notes = {
         "rope-tie": ["gap (7, 5) on both sides", "next position 42"],
@@ -169,8 +138,7 @@ def test_panels_have_their_names_gaps_and_next_positions(tmp_path: Path) -> None
     }
     for scheme, lines in notes.items():
         assert words[words.index(scheme) + 1 :][: len(lines)] == lines
-    assert words[-5:] == ["text", "image", "from text to text", "next position", "(frame ids are not drawn)"]
-    assert words.count("Five") == 1
+    assert words[-5:] == ["text", "from text to text", "image", "next position", "(frame ids are not drawn)"]
 
 
 def test_documents_stand_together_under_all_schemes(tmp_path: Path) -> None:
@@ -183,7 +151,7 @@ def test_documents_stand_together_under_all_schemes(tmp_path: Path) -> None:
         "gaps equal on both sides",
         "gaps not equal on both sides",
     ]
-    assert words[words.index("text") + 1 :][:2] == ["image 1", "image 2"]
+    assert [word for word in words if word.startswith("image")] == ["image 1", "image 2"]
 
 
 def test_panels_of_one_kind_share_their_scale_unless_told() -> None:
@@ -193,13 +161,6 @@ def test_panels_of_one_kind_share_their_scale_unless_told() -> None:
         assert [
             round(axes.get_xlim()[1] - max(0.8, end * 0.05)) for axes, end in zip(figure.axes, ends, strict=True)
         ] == ends
-
-
-@pytest.mark.parametrize(("count", "height"), [(2, 4.78), (3, 3.447), (4, 9.16), (7, 9.54)])
-def test_panels_fill_the_width_of_a_page(count: int, height: float) -> None:
-    figure = plot_positions([table("1,2x2,1")] * count)
-    assert figure.get_size_inches().tolist() == [8.0, pytest.approx(height, abs=1e-3)]
-    assert plot_positions(table(*["1,2x2,1"] * count)).get_size_inches().tolist() == figure.get_size_inches().tolist()
 
 
 @pytest.mark.parametrize(
@@ -219,28 +180,11 @@ def test_what_cannot_be_drawn(tmp_path: Path, positions: Any, path: str, error: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("title", "message"),
-    [
-        ("\ud800", "title: got text with a lone surrogate"),
-        ("a\0b", "title: got 'a.x00b', want text without control characters"),
-        (3, "title: got int, want text"),
-    ],
-)
-def test_a_title_that_cannot_be_written(tmp_path: Path, title: object, message: str) -> None:
-    target = tmp_path / "a.svg"
-    for draw in DRAWS:
-        with pytest.raises(InvalidInputError, match=f"^{message}"):
-            draw(target, title)
-    assert not target.exists()
-
-
-DRAWS: list[Callable[[Path | None, Any], Any]] = [
-    lambda path, title: plot_positions(table("3,2x3,2"), path, title),
-    lambda path, title: plot_positions([table("3"), table("3", scheme="mrope")], path, title),
-    lambda path, title: plot_attention([attention_kernel(table("1,2x2,1"), Rotary(8))], path, title),
-    lambda path, title: plot_phase_error(PhaseErrors(np.array([1, 10]), *np.ones((3, 2))), path, title),
-    lambda path, title: plot_growth(id_growth(["rope-tie"], [1, 2]), path, title),
+DRAWS: list[Callable[[Path | None], Any]] = [
+    lambda path: plot_positions(table("3,2x3,2"), path),
+    lambda path: plot_attention([KERNEL], path),
+    lambda path: plot_phase_error(Rotary(8, axes=1), path),
+    lambda path: plot_growth(["rope-tie"], path),
 ]
 
 
@@ -250,20 +194,15 @@ def test_a_picture_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: 
     from mmpos.analysis.plot.picture import Picture
 
     monkeypatch.chdir(tmp_path)
-    figure, *others = [draw(None, "Hello") for draw in DRAWS]
+    figure, *others = [draw(None) for draw in DRAWS]
     assert all(isinstance(each, Picture) for each in (figure, *others))
     assert list(tmp_path.iterdir()) == []
-    assert DRAWS[0](Path("a.png"), "Hello").png() == figure.png() == Path("a.png").read_bytes()
+    assert [each.png() == each.png() for each in others] == [True] * 3
+    assert DRAWS[0](Path("a.png")).png() == figure.png() == Path("a.png").read_bytes()
     with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
         shown = figure._repr_png_()
     with Image.open(BytesIO(shown)) as small, Image.open("a.png") as large:
         assert (small.format, small.size) == ("PNG", (large.width // 2, large.height // 2))
-
-
-def test_a_title_is_text_and_no_formula(tmp_path: Path) -> None:
-    for title in ("$\\frac{$", "a $x$ and $y$", "costs 5$"):
-        plot_positions(table("3"), tmp_path / "a.svg", title)
-        assert title in texts(tmp_path / "a.svg")
 
 
 TABLE = "want a PositionTable, as mmpos.place gives it"
@@ -273,9 +212,8 @@ TABLE = "want a PositionTable, as mmpos.place gives it"
     ("draw", "message"),
     [
         (lambda: plot_positions(SEGMENTS), f"positions: got SegmentTable, {TABLE}"),
-        (lambda: plot_positions(OTHER), f"positions: got int, {TABLE}"),
-        (lambda: plot_positions([OTHER]), f"positions[0]: got int, {TABLE}"),
         (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
+        (lambda: plot_positions(PLACED, segments=SEGMENTS), "segments: got 9 tokens, want 4"),
         (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
         (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
         (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
@@ -284,8 +222,7 @@ TABLE = "want a PositionTable, as mmpos.place gives it"
             lambda: plot_attention([KERNEL, PLACED]),
             "kernels[1]: got PositionTable, want a Kernel, as attention_kernel gives it",
         ),
-        (lambda: plot_growth(PLACED), "growth: got PositionTable, want a Growth, as id_growth gives it"),
-        (lambda: plot_phase_error(OTHER), "errors: got int, want a PhaseErrors, as phase_errors gives it"),
+        (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
     ],
 )
 def test_things_of_other_kinds_are_refused_by_name(draw: Any, message: str) -> None:
@@ -297,6 +234,7 @@ def test_things_of_other_kinds_are_refused_by_name(draw: Any, message: str) -> N
 SPOKEN = SegmentTable.from_documents(
     [[Text(2), Audio(2), Clip(1, 2, frames=2, audio=3, seconds_per_frame=1), Text(1), Grid(1, 2), Text(1)]]
 )
+TILED = SegmentTable.from_documents([[Text(3), Thumbnail(4, 4), Tile(3, 3), Tile(3, 3, tokens_after=1), Text(3)]])
 
 
 def test_segments_tell_audio_and_clips_apart() -> None:
@@ -305,7 +243,7 @@ def test_segments_tell_audio_and_clips_apart() -> None:
     assert plane.text.tolist() == [[0, 1, 4, 4, 8, 8, 9, 12]] * 2
     assert plane.audio.tolist() == [[2, 3, 5, 6, 7]] * 2
     clip, image = plane.images
-    assert (clip.noun, clip.sides, clip.label, clip.square) == ("clip", (2, 1, 2), "2×1×2", None)
+    assert (clip.noun, clip.sides, clip.square) == ("clip", (1, 2), None)
     assert clip.points.tolist() == [[5, 6, 5, 6], [5, 5, 5, 5]]
     assert (image.noun, image.square) == ("image", (9, 12))
 
@@ -317,27 +255,12 @@ def test_audio_of_one_axis_is_told_apart_in_each_document() -> None:
     assert [plane.audio.tolist() for plane in planes] == [[[], []], [[0, 2, 3], [0, 2, 3]]]
 
 
-def test_legends_name_audio_and_clips(tmp_path: Path) -> None:
-    path = tmp_path / "ids.svg"
-    placed = place(SPOKEN, "tmrope")
-    plot_positions(placed, path, segments=SPOKEN)
-    words = texts(path)
-    assert words[words.index("text: 8 tokens") :][:3] == ["text: 8 tokens", "audio: 5 tokens", "clip 1: 2×1×2"]
-    plot_positions([placed, place(SPOKEN, "tmrope-qwen3")], path, segments=SPOKEN)
-    names = ["text", "audio", "clip 1", "image 2"]
-    assert [word for word in texts(path) if word in names] == names
-
-
-TILED = SegmentTable.from_documents([[Text(3), Thumbnail(4, 4), Tile(3, 3), Tile(3, 3, tokens_after=1), Text(3)]])
-
-
 def test_segments_tell_thumbnails_and_tiles_apart() -> None:
     plane = read_plane(place(TILED, "mrope-canvas"), 0, TILED)
     thumbnail, left, right = plane.images
-    names = [(image.noun, image.label, image.square, image.upright) for image in plane.images]
-    assert names == [("thumbnail", "4×4", None, True), *[("tile", "3×3", None, True)] * 2]
+    names = [(image.noun, image.sides, image.square, image.upright) for image in plane.images]
+    assert names == [("thumbnail", (4, 4), None, False), *[("tile", (3, 3), None, True)] * 2]
     assert thumbnail.points.tolist() == [[3, 5, 6, 8] * 4, [*[3] * 4, *[4] * 8, *[5] * 4]]
-    assert (thumbnail.column.tolist(), thumbnail.row.tolist()) == ([5 / 3, 0], [0, 2 / 3])
     assert left.points.tolist() == [[3, 4, 5] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
     assert right.points.tolist() == [[6, 7, 8] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
     # Markers of the thumbnail, of each tile, and the token after the last.
@@ -348,51 +271,24 @@ def test_segments_tell_thumbnails_and_tiles_apart() -> None:
 def test_a_video_in_pieces_is_one_image_with_its_segments() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=3, seconds_per_frame=1), Text(1)]])
     placed = place(segments, "tmrope")
-    assert [image.label for image in read_plane(placed, 0).images] == ["1×2"] * 3
+    assert [image.sides for image in read_plane(placed, 0).images] == [(1, 2)] * 3
     (image,) = read_plane(placed, 0, segments).images
-    assert (image.noun, image.label, image.points.tolist()) == ("image", "3×1×2", [[1, 2] * 3, [1, 1] * 3])
+    assert (image.noun, image.sides, image.points.tolist()) == ("image", (1, 2), [[1, 2] * 3, [1, 1] * 3])
 
 
-def test_patches_in_blocks_are_read_by_blocks() -> None:
-    segments = SegmentTable.from_documents([[Grid(2, 4)]])
-    placed = place(segments, Grid2D(order="merged", spatial_merge_size=2))
-    (band,) = read_plane(placed, 0, segments).images
-    assert (band.label, band.points.tolist()) == ("2×2×2", [[0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 1, 1] * 2])
-
-
-def test_a_thumbnail_is_rings_around_the_patches_of_its_tiles(tmp_path: Path) -> None:
-    figure = plot_positions(place(TILED, "mrope-canvas"), tmp_path / "ids.svg", segments=TILED)
-    words = texts(tmp_path / "ids.svg")
-    assert words[words.index("thumbnail 1: 4×4") :][:3] == ["thumbnail 1: 4×4", "tile 2: 3×3", "tile 3: 3×3"]
-    (axes,) = figure.axes
-    drawn = {len(np.asarray(line.get_xdata())): line for line in axes.lines if line.get_marker() == "o"}
+def test_legends_name_audio_clips_and_tiles_whose_thumbnail_is_rings(tmp_path: Path) -> None:
+    path = tmp_path / "ids.svg"
+    plot_positions(place(SPOKEN, "tmrope"), path, segments=SPOKEN)
+    assert [word for word in texts(path) if word in ("text", "audio", "clip 1", "image 2")] == [
+        "text",
+        "audio",
+        "clip 1",
+        "image 2",
+    ]
+    figure = plot_positions(place(TILED, "mrope-canvas"), path, segments=TILED)
+    assert {"thumbnail 1", "tile 2", "tile 3"} <= set(texts(path))
+    drawn = {len(np.asarray(line.get_xdata())): line for line in figure.axes[0].lines if line.get_marker() == "o"}
     ring, dots = drawn[16], drawn[9]
     assert (ring.get_markerfacecolor(), dots.get_markerfacecolor()) == ("none", COLOURS[2])
     assert ring.get_markersize() > dots.get_markersize()
     assert ring.get_zorder() > dots.get_zorder()
-    plot_positions([place(TILED, "mrope-canvas"), place(TILED, "mrope-canvas", 5)], tmp_path / "b.svg", segments=TILED)
-    names = ["thumbnail 1", "tile 2", "tile 3"]
-    assert [word for word in texts(tmp_path / "b.svg") if word in names] == names
-
-
-def test_a_thumbnail_too_fine_for_rings_hides_no_tile(tmp_path: Path) -> None:
-    segments = SegmentTable.from_documents([[Text(900), Thumbnail(8, 8), Tile(8, 8), Text(9)]])
-    figure = plot_positions(place(segments, "mrope-canvas"), tmp_path / "ids.svg", segments=segments)
-    (axes,) = figure.axes
-    rings = [line for line in axes.lines if len(np.asarray(line.get_xdata())) == 64]
-    assert (len(axes.collections), [line.get_markerfacecolor() for line in rings]) == (1, ["none"])  # a block: the tile
-
-
-def test_the_legend_of_panels_stays_on_the_page() -> None:
-    figure = plot_positions([place(SPOKEN, "tmrope"), place(SPOKEN, "tmrope-qwen3")], segments=SPOKEN)
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == 7
-    assert legend.get_window_extent().x1 <= figure.bbox.x1
-    boxes = [axes.get_tightbbox() for axes in figure.axes]
-    assert legend.get_window_extent().y1 <= min(box.y0 for box in boxes if box is not None)
-
-
-def test_segments_of_other_documents_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"^segments: got 9 tokens, want 4$"):
-        plot_positions(PLACED, segments=SEGMENTS)

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, assert_type
 
 import datasets
@@ -25,16 +27,16 @@ from results import same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import ImageProcessor, SequenceBuilder
+from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import HFImages, Pairs
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import SkipLimit, read_quarantine
+from mmpos.data.quarantine import Quarantine, SkipLimit, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.data.stream import START, Feed, Split
+from mmpos.data.stream import START, BatchStream, Feed, Portion, Split, Stages
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
@@ -682,11 +684,48 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
     assert all(message.startswith("rank: got a dataset made before torch.distributed") for _, message in found)
 
 
+# Walks
+
+
+def walked(work: Callable[[], object]) -> int:
+    """Functions of ours that a call walks through once it is warm: who reads it reads no more."""
+    ours, seen = str(Path(str(resources.files("mmpos")))), set()
+
+    def profile(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours) and not frame.f_code.co_name.startswith("<"):
+            seen.add(frame.f_code)
+
+    work()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+def test_parts_become_ids_and_records_batches_in_few_hops() -> None:
+    grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
+    assert walked(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 39
+    (row,) = records(0, 1)
+
+    def batch() -> None:
+        feed, quarantine = Feed((One("a", 1),), (Portion(0),), 1, (0, 0, 0)), Quarantine("raise", None, SkipLimit())
+        (made,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
+        assert len(made.grid_thw) == 1
+
+    class One(MadeShard):
+        def make(self, i: int) -> Any:
+            return row
+
+    assert walked(batch) <= 132
+
+
 # Memory
 
 _MEMORY = """
 import resource, sys
-from mmpos import ImageProcessor, SequenceBuilder
+from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Pairs, Preprocess, shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(

@@ -144,7 +144,7 @@ def test_every_operator_is_called() -> None:
 
 
 @pytest.mark.parametrize("tokens", [FEW, pytest.param(sized(5000, 21), marks=later)])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FIRST)
 def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
     """Nothing depends on the order of programs, nor on what memory held before."""
     bench, (_, call) = Bench(tokens), CALLS[name]
@@ -162,7 +162,7 @@ def tables(tokens: int) -> list[PositionTable]:
 
 
 @pytest.mark.parametrize("tokens", [sized(256, 9), pytest.param(MANY, marks=later)])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FIRST)
 def test_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
     """A graph that was captured once gives the bits of a call with each table, and neither refresh nor replay waits."""
     chosen = tables(tokens)

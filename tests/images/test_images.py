@@ -789,6 +789,8 @@ def test_a_processor_checks_itself(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode.torchvision.cache_clear()
+    decode.pillow.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
         ImportError, match=r'\(backend="pillow" works without torch\): torch is .* "multimodal-positions\[all\]"$'

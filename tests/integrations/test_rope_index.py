@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from mmpos import InvalidInputError, MmposError, UnsupportedError
+from mmpos import InvalidInputError, MmposError, Placeholders, UnsupportedError
 from mmpos.integrations.hf import (
     canvas_rope_index,
     generating_rope_index,
@@ -37,7 +37,6 @@ from mmpos.integrations.hf import (
 )
 from mmpos.integrations.hf.get_rope_index import (
     CanvasRopeIndex,
-    FloatOmniRopeIndex,
     GeneratingRopeIndex,
     OmniRopeIndex,
     RopeIndex,
@@ -151,8 +150,9 @@ CANVAS = CanvasRopeIndex(CROPS, 4)
 BEGIN, END = 16384, 16385
 GENERATING = GeneratingRopeIndex(BEGIN, END)
 PATCH, FRAME, AUDIO, SOUND, SOUND_END, VISION_END = 151655, 151656, 151646, 151647, 151648, 151653
-OMNI_25 = OmniRopeIndex(PATCH, FRAME, AUDIO, 2, 25, VISION, SOUND, 50)
-OMNI_3 = FloatOmniRopeIndex(PATCH, FRAME, AUDIO, 2, 13, VISION, SOUND, 100)
+OMNI_TOKENS = Placeholders(PATCH, FRAME, AUDIO)
+OMNI_25 = OmniRopeIndex(OMNI_TOKENS, 2, 25, VISION, SOUND, tokens_per_chunk=50)
+OMNI_3 = OmniRopeIndex(OMNI_TOKENS, 2, 13, VISION, SOUND, audio_chunk=100)
 
 
 def changed(model: str, **changes: Any) -> Any:
@@ -686,10 +686,10 @@ CALLS: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
     "Qwen2-VL": (PLAIN.__call__, FILM, get_rope_index, ""),
     "Qwen2.5-VL": (TIMED.__call__, {**FILM, "second_per_grid_ts": torch.tensor([0.5])}, get_rope_index, ""),
     "HunYuan-VL": (XD.__call__, ROWS, get_rope_index, "xd"),
-    "GLM-Image": (GENERATING.with_generated, PROMPTS, generating_rope_index, "generating"),
-    "MiniCPM-V": (CANVAS.__call__, pictures(), canvas_rope_index, "canvas"),
-    "Qwen2.5-Omni": (OMNI_25.__call__, CLIP, omni_rope_index, "omni"),
-    "Qwen3-Omni": (OMNI_3.__call__, CLIP, omni_rope_index, "float_omni"),
+    "GLM-Image": (GENERATING.with_generated, PROMPTS, generating_rope_index, ""),
+    "MiniCPM-V": (CANVAS.__call__, pictures(), canvas_rope_index, ""),
+    "Qwen2.5-Omni": (OMNI_25.__call__, CLIP, omni_rope_index, ""),
+    "Qwen3-Omni": (OMNI_3.__call__, CLIP, omni_rope_index, ""),
 }
 
 

@@ -2,13 +2,12 @@
 
 import copy
 import math
-import re
-import subprocess
-import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import assert_refused
 from sections_engine import EngineRotary, step_ids
 from tolerance import EXACT, assert_within
 
@@ -16,7 +15,6 @@ import mmpos
 from mmpos import Grid, SegmentTable, Text
 from mmpos.integrations.sections import (
     Sections,
-    batch_positions,
     draft_positions,
     install_cache,
     qk_channels,
@@ -24,7 +22,7 @@ from mmpos.integrations.sections import (
     window_positions,
 )
 from mmpos.positions.table import PositionTable
-from mmpos.rotary import Linear, Rotary, YaRN, apply_rotary
+from mmpos.rotary import Rotary, YaRN, apply_rotary
 
 DOCUMENT: list[Text | Grid] = [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)]
 SECTIONS = Sections(Rotary(head_dim=16), max_position=64, permuted=True)
@@ -77,13 +75,6 @@ def test_an_engine_turns_sorted_channels_as_mmpos_turns_the_models_own_bit_for_b
     assert torch.equal(got_k, want_k[..., channels])
 
 
-def test_pairs_come_evens_then_odds_and_the_rows_are_row_row_column() -> None:
-    sections = Sections(Rotary(head_dim=16), 8, permuted=True)
-    assert sections.order.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert qk_channels(sections.rotary).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert (sections.mrope_section, sections.rows) == ((0, 4, 4), (0, 0, 1))
-
-
 @pytest.mark.parametrize(
     ("name", "section", "rows"),
     [
@@ -102,43 +93,6 @@ def test_sections_count_the_pairs_of_every_axis(name: str, section: tuple[int, .
 @pytest.mark.parametrize("name", ["axial", "one axis", "qwen2-vl", "split"])
 def test_contiguous_allocations_need_no_permutation(name: str) -> None:
     assert Sections(ROTARIES[name], 8).order.tolist() == list(range(ROTARIES[name].num_pairs))
-
-
-@pytest.mark.parametrize("name", ["adjacent", "columns first", "hunyuan", "qwen3-vl", "three axes"])
-def test_other_allocations_are_refused_without_it(name: str) -> None:
-    want = "want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
-    with pytest.raises(mmpos.UnsupportedError, match=re.escape(want)):
-        Sections(ROTARIES[name], 8)
-
-
-def test_axes_of_heads_are_refused() -> None:
-    rotary = Rotary(16, allocation="heads", head_axes=[0, 1, 2])
-    for call in (lambda: Sections(rotary, 8, permuted=True), lambda: qk_channels(rotary)):
-        with pytest.raises(mmpos.UnsupportedError, match="rotary: got one with head_axes, want one for all heads"):
-            call()
-
-
-@pytest.mark.parametrize("room", ["mmpos.integrations.sections", "mmpos.integrations.sglang"])
-def test_without_torch_the_error_names_the_command(room: str) -> None:
-    code = f"import sys; sys.modules['torch'] = None; import {room}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = 'mmpos.integrations.sections: torch is not installed, want pip install "multimodal-positions[all]"'
-    assert done.stderr.endswith(f"ImportError: {said}\n")
-
-
-def test_what_is_no_description_is_refused() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match="got 4 axes, want at most 3"):
-        Sections(Rotary(head_dim=16, axes=4), 8, permuted=True)
-    with pytest.raises(mmpos.InvalidInputError, match="rotary: got dict, want a Rotary"):
-        Sections({}, 8)  # type: ignore[arg-type]
-    with pytest.raises(mmpos.InvalidInputError, match="max_position: got 0, want >= 1"):
-        Sections(Rotary(head_dim=16), 0, permuted=True)
-    with pytest.raises(mmpos.InvalidInputError, match=r"dtype: got torch\.int64, want a floating dtype"):
-        SECTIONS.cos_sin_cache(torch.int64)
-    with pytest.raises(mmpos.InvalidInputError, match="rotary: got Sections, want a Rotary"):
-        qk_channels(SECTIONS)  # type: ignore[arg-type]
-    with pytest.raises(mmpos.InvalidInputError, match="permuted: got 1, want True or False"):
-        Sections(Rotary(head_dim=16), 8, permuted=1)  # type: ignore[arg-type]
 
 
 def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_than_one_block() -> None:
@@ -161,13 +115,13 @@ def test_the_config_gives_an_engine_the_same_rotary_dim(head_dim: int, rotary_di
     assert found == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["hunyuan", "yarn"])
-def test_a_cache_that_grows_is_exact_and_keeps_the_attention_factor(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("hunyuan", torch.bfloat16), ("yarn", torch.float32)])
+def test_a_cache_is_shared_and_grows_exactly_with_its_dtype_and_attention_factor(name: str, dtype: torch.dtype) -> None:
     sections = Sections(ROTARIES[name], 64, permuted=True)
-    module = engine(sections, dtype)
-    install_cache(module, sections)
+    module, other = (engine(sections, dtype) for _ in range(2))
+    assert install_cache(torch.nn.ModuleList([module, torch.nn.Linear(2, 2), other]), sections) == 2
     first = module.cos_sin_cache
+    assert first is other.cos_sin_cache
     module._ensure_cos_sin_cache_length(63)
     assert module.cos_sin_cache is first
     copied = copy.deepcopy(module)
@@ -176,18 +130,6 @@ def test_a_cache_that_grows_is_exact_and_keeps_the_attention_factor(name: str, d
     rows = len(copied.cos_sin_cache)
     assert rows > 64
     assert torch.equal(copied.cos_sin_cache, Sections(sections.rotary, rows, permuted=True).cos_sin_cache(dtype))
-
-
-def test_a_cache_keeps_its_dtype_and_is_shared_by_the_modules_of_a_model() -> None:
-    sections = Sections(Rotary(head_dim=16, scaling=Linear(2.0)), 64, permuted=True)
-    model = torch.nn.ModuleList(
-        [engine(sections, torch.bfloat16), torch.nn.Linear(2, 2), engine(sections, torch.bfloat16)]
-    )
-    assert install_cache(model, sections) == 2
-    first, _, second = (getattr(module, "cos_sin_cache", None) for module in model)
-    assert first is second
-    assert first is not None
-    assert torch.equal(first, sections.cos_sin_cache(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +148,7 @@ def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: object,
     module = engine(SECTIONS)
     setattr(module, field, value)
     before = module.cos_sin_cache
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape(message)):
-        install_cache(module, SECTIONS)
+    assert_refused(message, lambda: install_cache(module, SECTIONS))
     assert module.cos_sin_cache is before
 
 
@@ -233,7 +174,7 @@ def test_every_step_of_an_engine_is_a_window_of_the_table(ends: list[Grid]) -> N
     document = [*DOCUMENT, *ends]
     positions = table([Text(2)], document)
     sections = Sections(SECTIONS.rotary, 128, permuted=True)
-    _, (prompt, delta) = batch_positions(positions, sections)
+    prompt, delta = request_positions(table(document), sections)
     ids = whole(document, 6)
     length = prompt.shape[1]
     for computed in range(length + 4):
@@ -279,12 +220,6 @@ def test_drafts_of_one_depth_share_one_id() -> None:
     assert got.dtype == torch.int64
 
 
-def test_no_documents_and_empty_windows_are_empty() -> None:
-    assert batch_positions(table(), SECTIONS) == []
-    assert window_positions(table(DOCUMENT), SECTIONS, [], [], []).shape == (3, 0)
-    assert draft_positions(table(DOCUMENT), SECTIONS, 20, []).shape == (3, 0)
-
-
 LENGTH = 16  # tokens of DOCUMENT
 CURSOR = 3 + 11 + 2 + 9 + 1
 
@@ -299,58 +234,63 @@ def test_ids_and_cursors_up_to_the_last_row_of_the_cache_are_accepted() -> None:
     draft_positions(positions, SECTIONS, LENGTH + 63 - CURSOR, [0])
 
 
-def test_what_reaches_beyond_the_cache_is_refused() -> None:
-    positions = table([Text(1)], DOCUMENT)
-    short = Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
-    message = f"documents[1]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, the rows of the cos/sin cache"
-    with pytest.raises(mmpos.LimitExceededError, match=re.escape(message)):
-        batch_positions(positions, short)
-    message = (
-        f"documents[1]: got cursor {CURSOR} and max_new_tokens {65 - CURSOR}, want at most max_position 64 in all, "
-        "the rows of the cos/sin cache"
-    )
-    with pytest.raises(mmpos.LimitExceededError, match=re.escape(message)):
-        batch_positions(positions, SECTIONS, max_new_tokens=[0, 65 - CURSOR])
-    with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
-        window_positions(positions, SECTIONS, [1, 0, 1], [0, 0, LENGTH], [0, 1, 65 - CURSOR])
-    with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
-        draft_positions(positions, SECTIONS, LENGTH + 63 - CURSOR, [0, 1], document=1)
+TWO = table([Text(1)], DOCUMENT)
+ROWS = "the rows of the cos/sin cache"
+NO_RUN = mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rows")
+FRACTIONS = mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rope-tie-v2")
+NEGATIVE = mmpos.place(SegmentTable.from_documents([[Grid(8, 8)]]), "videorope")
+make: Any = Sections
+request: Any = request_positions
+window: Any = window_positions
+draft: Any = draft_positions
+BY_HEADS = Rotary(16, allocation="heads", head_axes=[0, 1, 2])
+PERMUTE = ", want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
+REFUSED: dict[str, Any] = {
+    "rotary: got 4 axes, want at most 3": lambda: make(Rotary(head_dim=16, axes=4), 8, permuted=True),
+    "rotary: got dict, want a Rotary": lambda: make({}, 8),
+    "rotary: got Sections, want a Rotary": lambda: qk_channels(SECTIONS),  # type: ignore[arg-type]
+    "rotary: got one with head_axes, want one for all heads, as": lambda: make(BY_HEADS, 8, permuted=True),
+    "rotary: got one with head_axes, want one for all heads": lambda: qk_channels(BY_HEADS),
+    **{
+        f"rotary: got allocation {ROTARIES[name].allocation!r}{PERMUTE}": lambda name=name: make(ROTARIES[name], 8)
+        for name in ("adjacent", "columns first", "qwen3-vl", "three axes")
+    },
+    "max_position: got 0, want >= 1": lambda: make(Rotary(head_dim=16), 0, permuted=True),
+    "permuted: got 1, want True or False": lambda: make(Rotary(head_dim=16), 8, permuted=1),
+    "dtype: got torch.int64, want a floating dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
+    f"documents[0]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, {ROWS}": lambda: request(
+        table(DOCUMENT), Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
+    ),
+    f"documents[0]: got cursor {CURSOR} and max_new_tokens {65 - CURSOR}, want at most max_position 64": (
+        lambda: request(table(DOCUMENT), SECTIONS, max_new_tokens=65 - CURSOR)
+    ),
+    "documents[1]: got id 64, want < max_position 64, the": lambda: window(
+        TWO, SECTIONS, [1, 0, 1], [0, 0, LENGTH], [0, 1, 65 - CURSOR]
+    ),
+    "documents[1]: got id 64, want < max_position 64": lambda: draft(
+        TWO, SECTIONS, LENGTH + 63 - CURSOR, [0, 1], document=1
+    ),
+    "positions: got scheme 'rope-tie-v2', whose ids may be fractions, want integers": lambda: request(
+        FRACTIONS, SECTIONS
+    ),
+    "documents[0]: got id -3, want >= 0": lambda: request(
+        NEGATIVE, Sections(ROTARIES["three axes"], 64, permuted=True)
+    ),
+    "next_positions: got document 0 of rows, whose end is not one whole id": lambda: request(NO_RUN, SECTIONS),
+    "positions: got ndarray, want a PositionTable": lambda: request(TWO.dense(), SECTIONS),
+    "sections: got Rotary, want Sections": lambda: window(TWO, SECTIONS.rotary, [0], [0], [1]),
+    "positions: got 2 documents, want 1": lambda: request(TWO, SECTIONS),
+    "positions: got 3 axes, want 2 as in rotary": lambda: request(table(DOCUMENT, axes=3), SECTIONS),
+    "positions: got padding, want a table without": lambda: request(table(DOCUMENT).pad(20), SECTIONS),
+    "max_new_tokens: got -1, want >= 0": lambda: request(table(DOCUMENT), SECTIONS, max_new_tokens=-1),
+    "computed: got -2, want >= 0": lambda: request(table(DOCUMENT), SECTIONS, computed=-2),
+    f"start: got 3, want >= {LENGTH}": lambda: draft(table(DOCUMENT), SECTIONS, 3, [0]),
+    f"start: got {2**63}, want <= {2**31 - 1}": lambda: draft(table(DOCUMENT), SECTIONS, 2**63, [0]),
+    "depths[0]: got 2147483648, want <= 2147483647": lambda: draft(table(DOCUMENT), SECTIONS, LENGTH, [2**31]),
+    "depths[1]: got -1, want >= 0": lambda: draft(table(DOCUMENT), SECTIONS, LENGTH, [0, -1]),
+}
 
 
-def test_what_has_no_row_in_the_cache_is_refused() -> None:
-    fractional = mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rope-tie-v2")
-    with pytest.raises(
-        mmpos.UnsupportedError, match="whose ids may be fractions, want integers: an id is a row of the"
-    ):
-        request_positions(fractional, SECTIONS)
-    negative = mmpos.place(SegmentTable.from_documents([[Text(9)], [Grid(8, 8)]]), "videorope")
-    three = Sections(Rotary(head_dim=16, axes=3), 64, permuted=True)
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("documents[1]: got id -3, want >= 0")):
-        batch_positions(negative, three)
-    with pytest.raises(mmpos.UnsupportedError, match="document 0 of rows, whose end is not one whole id"):
-        request_positions(mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rows"), SECTIONS)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(mmpos.InvalidInputError, match="positions: got ndarray, want a PositionTable"):
-        request_positions(table(DOCUMENT).dense(), SECTIONS)  # type: ignore[arg-type]
-    with pytest.raises(mmpos.InvalidInputError, match="sections: got Rotary, want Sections"):
-        window_positions(table(DOCUMENT), SECTIONS.rotary, [0], [0], [1])  # type: ignore[arg-type]
-    with pytest.raises(mmpos.InvalidInputError, match="positions: got 2 documents, want 1; see batch_positions"):
-        request_positions(table([Text(1)], [Text(1)]), SECTIONS)
-    with pytest.raises(mmpos.InvalidInputError, match="positions: got 3 axes, want 2 as in rotary"):
-        request_positions(table(DOCUMENT, axes=3), SECTIONS)
-    with pytest.raises(mmpos.InvalidInputError, match="positions: got padding, want a table without"):
-        request_positions(table(DOCUMENT).pad(20), SECTIONS)
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("max_new_tokens: got -1, want >= 0")):
-        request_positions(table(DOCUMENT), SECTIONS, max_new_tokens=-1)
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("computed[1]: got -2, want >= 0")):
-        batch_positions(table(DOCUMENT, DOCUMENT), SECTIONS, computed=[0, -2])
-    with pytest.raises(mmpos.InvalidInputError, match=f"start: got 3, want >= {LENGTH}"):
-        draft_positions(table(DOCUMENT), SECTIONS, 3, [0])
-    with pytest.raises(mmpos.InvalidInputError, match=f"start: got {2**63}, want <= {2**31 - 1}"):
-        draft_positions(table(DOCUMENT), SECTIONS, 2**63, [0])
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape(f"depths[0]: got {2**63 - 1}, want <= {2**31 - 1}")):
-        draft_positions(table(DOCUMENT), SECTIONS, LENGTH, [2**63 - 1])
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("depths[1]: got -1, want >= 0")):
-        draft_positions(table(DOCUMENT), SECTIONS, LENGTH, [0, -1])
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused(message: str) -> None:
+    assert_refused(message, REFUSED[message], mmpos.MmposError)

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from refusals import assert_refused
 from sections_engine import EngineRotary
 from tolerance import assert_within, gamma, rounding
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import mmpos
 import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text
-from mmpos.integrations.sections import Sections, install_cache, permute_qk, qk_channels, request_positions
+from mmpos.integrations.sections import Sections, install_cache, permute_qk, request_positions
 from mmpos.rotary import Rotary
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 24
@@ -112,13 +114,6 @@ def test_an_iterator_gives_one_tensor_at_a_time_and_the_inverse_gives_all_back()
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
 
-def test_pairs_of_neighbours_move_together() -> None:
-    rotary = Rotary(head_dim=8, pairing="adjacent")
-    weights = {f"layers.0.{name}_proj.weight": torch.arange(16.0) for name in "qk"}
-    got = permute_qk(weights, rotary)["layers.0.q_proj.weight"]
-    assert got.tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
-
-
 @pytest.mark.parametrize("fused", ["grouped", "stacked"])
 def test_q_and_k_of_a_fused_projection_are_sorted_and_v_is_not(fused: str) -> None:
     weights = layer()
@@ -195,9 +190,7 @@ BESIDE = ["per_dim_scale", "norm.weight"]  # no known parts of attention
 def test_what_may_hold_channels_of_q_or_k_is_refused_until_it_is_told(name: str, first: bool) -> None:
     norm = {f"{LAYER}{name}": torch.rand(12)}
     weights = {**norm, **layer()} if first else {**layer(), **norm}
-    with pytest.raises(mmpos.InvalidInputError) as refused:
-        permute_qk(weights, ROTARY)
-    assert str(refused.value) == f"{LAYER}{name}: got (12,), {UNKNOWN}"
+    assert_refused(f"{LAYER}{name}: got (12,), {UNKNOWN}", lambda: permute_qk(weights, ROTARY))
     part = re.escape(name)
     found = permute_qk(weights, ROTARY, norms=part)
     assert torch.equal(found[f"{LAYER}{name}"], norm[f"{LAYER}{name}"][ORDER])
@@ -214,7 +207,6 @@ def test_what_holds_no_whole_head_or_is_known_beside_q_is_passed_on() -> None:
         f"{LAYER}{name}": torch.rand(shape)
         for name, shape in {
             "o_proj.weight": (WIDTH, 12 * HEADS),
-            "o_proj.bias": (WIDTH,),
             "v_norm.weight": (12,),
             "g_proj.weight": (12 * HEADS, WIDTH),
             "sinks": (12,),
@@ -228,13 +220,6 @@ def test_what_holds_no_whole_head_or_is_known_beside_q_is_passed_on() -> None:
     assert all(found[name] is tensor for name, tensor in others.items())
 
 
-def test_what_is_left_is_not_sorted_whatever_its_name() -> None:
-    weights = {**layer("resampler."), **layer()}
-    found = permute_qk(weights, ROTARY, leave="^resampler")
-    for name, tensor in weights.items():
-        assert (found[name] is tensor) == (name.startswith("resampler") or "v_proj" in name)
-
-
 @pytest.mark.parametrize("tower", ["audio_tower.", "model.visual.", "thinker.vision_model.encoder.", "vit."])
 def test_towers_keep_their_order_unless_named(tower: str) -> None:
     weights = {**layer(f"{tower}layers.0.attn."), **layer()}
@@ -246,80 +231,45 @@ def test_towers_keep_their_order_unless_named(tower: str) -> None:
     assert named[f"{LAYER}q_proj.weight"] is weights[f"{LAYER}q_proj.weight"]
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({}, "weights: got no q_proj, k_proj or qkv_proj of a language model, want at least one; see names"),
-        ({"visual.q_proj.weight": torch.ones(12)}, "weights: got no q_proj, k_proj or qkv_proj"),
-        ({"a.q_proj.weight": torch.ones(12)}, "weights: got a.q_proj.weight alone, want a.k_proj.weight too"),
-        ({"a.k_norm.weight": torch.ones(12)}, "weights: got a.k_norm.weight alone, want a.q_norm.weight too"),
-        ({"a.key_layernorm.weight": torch.ones(12)}, "want a.query_layernorm.weight too"),
-        ({"a.q_proj.weight": torch.ones(18)}, "a.q_proj.weight: got 18 rows, want a multiple of head_dim 12"),
-        ({"a.q_norm.weight": torch.ones(12, 18)}, "a.q_norm.weight: got 18 rows, want a multiple of head_dim 12"),
-        ({"qkv_proj.weight": torch.ones(48)}, "num_heads: got None, want it and num_kv_heads to tell q, k and v"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(weights: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape(message)):
-        permute_qk(weights, ROTARY)
+Q, OUTPUT = f"{LAYER}q_proj.", f"{LAYER}o_proj.weight"
+FUSED = {"a.qkv_proj.weight": torch.ones(96, 2)}
+GATED = {**layer(), f"{Q}weight": torch.ones(24 * HEADS, WIDTH), OUTPUT: torch.ones(WIDTH, 12 * HEADS)}
+NONE = "weights: got no q_proj, k_proj or qkv_proj of a language model, want at least one; see names"
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    (NONE, {}, {}),
+    (NONE, {"visual.q_proj.weight": torch.ones(12)}, {}),
+    ("weights: got a.q_proj.weight alone, want a.k_proj.weight too", {"a.q_proj.weight": torch.ones(12)}, {}),
+    ("weights: got a.k_norm.weight alone, want a.q_norm.weight too", {"a.k_norm.weight": torch.ones(12)}, {}),
+    ("weights: got a.key_layernorm.weight alone, want a.query", {"a.key_layernorm.weight": torch.ones(12)}, {}),
+    ("a.q_proj.weight: got 18 rows, want a multiple of head_dim 12", {"a.q_proj.weight": torch.ones(18)}, {}),
+    ("a.q_norm.weight: got 18 rows, want a multiple of head_dim 12", {"a.q_norm.weight": torch.ones(12, 18)}, {}),
+    (f"{Q}weight: got 96 rows beside 48 columns of o_proj, want no gates", GATED, {}),
+    *(
+        (f"{Q}{leaf}: got {each.dtype} {tuple(each.shape)}, want weights with a row per", {f"{Q}{leaf}": each}, {})
+        for leaf, each in (
+            ("qweight", torch.ones(6, 48, dtype=torch.int32)),
+            ("weight", torch.ones(48, 6, dtype=torch.int8)),
+            ("weight_scale", torch.ones(12, 2)),
+        )
+    ),
+    ("weights: got Identity, want a mapping, or", nn.Identity(), {}),
+    ("weights: got str, want a mapping, or", "model.safetensors", {}),
+    ("a.q_proj.weight: got list, want a tensor", {"a.q_proj.weight": [1.0]}, {}),
+    ("num_heads: got None, want it and num_kv_heads to tell q, k and v in a.qkv_proj.weight", FUSED, {}),
+    ("a.qkv_proj.weight: got 96 rows, want 120 for q, k", FUSED, {"num_heads": 6, "num_kv_heads": 2}),
+    ("num_heads: got 5, want a multiple of num_kv_heads 2", FUSED, {"num_heads": 5, "num_kv_heads": 2}),
+    ("num_kv_heads: got None, want an integer", FUSED, {"num_heads": 6}),
+    ("fused: got 'packed', want one of 'stacked', 'grouped'", FUSED, {"fused": "packed"}),
+    ("names: got '(', want a regular expression", FUSED, {"names": "("}),
+    ("norms: got '[', want a regular expression", FUSED, {"norms": "["}),
+    ("leave: got 1, want a regular expression", FUSED, {"leave": 1}),
+    ("inverse: got 1, want True or False", FUSED, {"inverse": 1}),
+]
 
 
-@pytest.mark.parametrize(
-    ("leaf", "tensor"),
-    [
-        ("qweight", torch.ones(6, 48, dtype=torch.int32)),
-        ("weight", torch.ones(48, 6, dtype=torch.int8)),
-        ("weight_scale", torch.ones(12, 2)),
-        ("weight_scale_inv", torch.ones(12, 2)),
-        ("weight_packed", torch.ones(48, 3, dtype=torch.int32)),
-    ],
-)
-def test_packed_weights_are_refused(leaf: str, tensor: Tensor) -> None:
-    got = f"{LAYER}q_proj.{leaf}: got {tensor.dtype} {tuple(tensor.shape)}"
-    with pytest.raises(mmpos.UnsupportedError, match=re.escape(got) + ".*; permute before quantising"):
-        permute_qk({f"{LAYER}q_proj.{leaf}": tensor}, ROTARY)
-
-
-def test_gates_beside_q_are_refused_since_they_belong_to_channels_of_v() -> None:
-    weights = layer()
-    q, output = f"{LAYER}q_proj.weight", f"{LAYER}o_proj.weight"
-    permute_qk({output: torch.ones(WIDTH, 12 * HEADS), **weights}, ROTARY)
-    gated = {**weights, q: weights[q].repeat(2, 1), output: torch.ones(WIDTH, 12 * HEADS)}
-    message = f"{q}: got {24 * HEADS} rows beside {12 * HEADS} columns of o_proj, want no gates"
-    with pytest.raises(mmpos.UnsupportedError, match=re.escape(message)):
-        permute_qk(gated, ROTARY)
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(mmpos.InvalidInputError, match="weights: got Identity, want a mapping, or"):
-        permute_qk(nn.Identity(), ROTARY)  # type: ignore[call-overload]
-    with pytest.raises(mmpos.InvalidInputError, match="weights: got str, want a mapping, or"):
-        permute_qk("model.safetensors", ROTARY)  # type: ignore[arg-type]
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("a.q_proj.weight: got ndarray, want a tensor")):
-        permute_qk({"a.q_proj.weight": torch.ones(12).numpy()}, ROTARY)  # type: ignore[dict-item]
-    fused = {"a.qkv_proj.weight": torch.ones(12 * 8, 2)}
-    with pytest.raises(
-        mmpos.InvalidInputError, match=re.escape("a.qkv_proj.weight: got 96 rows, want 120 for q, k and v")
-    ):
-        permute_qk(fused, ROTARY, num_heads=6, num_kv_heads=2)
-    with pytest.raises(mmpos.InvalidInputError, match="num_heads: got 5, want a multiple of num_kv_heads 2"):
-        permute_qk(fused, ROTARY, num_heads=5, num_kv_heads=2)
-    with pytest.raises(mmpos.InvalidInputError, match="num_kv_heads: got None, want an integer"):
-        permute_qk(fused, ROTARY, num_heads=6)
-    with pytest.raises(mmpos.InvalidInputError, match="fused: got 'packed', want one of 'stacked', 'grouped'"):
-        permute_qk(fused, ROTARY, fused="packed")  # type: ignore[call-overload]
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("names: got '(', want a regular expression")):
-        permute_qk(fused, ROTARY, names="(")
-    with pytest.raises(mmpos.InvalidInputError, match=re.escape("norms: got '[', want a regular expression")):
-        permute_qk(fused, ROTARY, norms="[")
-    with pytest.raises(mmpos.InvalidInputError, match="leave: got 1, want a regular expression"):
-        permute_qk(fused, ROTARY, leave=1)  # type: ignore[call-overload]
-    with pytest.raises(mmpos.InvalidInputError, match="inverse: got 1, want True or False"):
-        permute_qk(fused, ROTARY, inverse=1)  # type: ignore[call-overload]
-
-
-def test_the_order_of_this_file_is_the_one_of_the_rotary() -> None:
-    assert torch.equal(torch.from_numpy(qk_channels(ROTARY)), ORDER)
+@pytest.mark.parametrize(("message", "weights", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_fit_is_refused(message: str, weights: Any, told: dict[str, Any]) -> None:
+    assert_refused(message, lambda: permute_qk(weights, ROTARY, **told), mmpos.MmposError)
 
 
 class Fixed(nn.Module):

@@ -4,7 +4,6 @@ The formulas are those of SGLang 0.5.23, written from reading it; tests of its o
 """
 
 import os
-import re
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import assert_refused
 from torch import Tensor
 
 import mmpos
@@ -64,25 +64,6 @@ def test_its_steps_are_the_windows_of_the_table() -> None:
     assert torch.equal(verified(delta, LENGTH + 4 + depths), draft_positions(PLACED, SECTIONS, LENGTH + 4, depths))
 
 
-def test_a_prompt_that_ends_in_patches_is_refused_since_retraction_goes_on_from_its_last_id() -> None:
-    positions = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
-    message = (
-        "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: a retracted request goes on"
-    )
-    with pytest.raises(mmpos.UnsupportedError, match=re.escape(message)):
-        mrope_positions(positions, SECTIONS)
-    with pytest.raises(mmpos.UnsupportedError, match="positions: got no tokens, want a prompt that ends in text"):
-        mrope_positions(PLACED.slice(0, 0), SECTIONS)
-
-
-def test_the_limit_is_checked_with_what_may_be_generated() -> None:
-    mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 26)
-    with pytest.raises(
-        mmpos.LimitExceededError, match="got cursor 26 and max_new_tokens 231, want at most max_position"
-    ):
-        mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
-
-
 def item(*offsets: tuple[int, int], **grids: object) -> SimpleNamespace:
     return SimpleNamespace(offsets=list(offsets) or None, **grids)
 
@@ -115,43 +96,34 @@ def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
     assert item_segments(4, []).extents.T.tolist() == [[1, 1, 4]]
 
 
-@pytest.mark.parametrize(
-    ("items", "error", "message"),
-    [
-        ([item((0, 3))], mmpos.UnsupportedError, "mm_items[0]: got neither image_grid_thw nor video_grid_thw"),
-        ([item(image_grid_thw=[1, 2, 2])], mmpos.InvalidInputError, "mm_items[0].offsets: got 0 pairs, want 1"),
-        (
-            [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])],
-            mmpos.InvalidInputError,
-            "mm_items[1].offsets: got 1 pairs, want 2, one per grid",
-        ),
-        (
-            [item((0, 3), image_grid_thw=[1, 2, 3])],
-            mmpos.InvalidInputError,
-            "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging",
-        ),
-        (
-            [item((0, 3), image_grid_thw=[1, 2.0, 2])],
-            mmpos.InvalidInputError,
-            "mm_items[0].grid_thw: got dtype float64",
-        ),
-        (
-            [item((0, 3), image_grid_thw=torch.ones(1, 3, device="meta"))],
-            mmpos.InvalidInputError,
-            "mm_items[0].grid_thw: got Tensor on meta, want an array of numbers on the host",
-        ),
-    ],
-)
-def test_items_that_do_not_fit_are_refused(items: list[object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        item_segments(20, items)
+CUT = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
+TWICE = [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])]
+META = torch.ones(1, 3, device="meta")
+REFUSED: dict[str, Any] = {
+    "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: a retracted request": (
+        lambda: mrope_positions(CUT, SECTIONS)
+    ),
+    "positions: got no tokens, want a prompt that ends": lambda: mrope_positions(PLACED.slice(0, 0), SECTIONS),
+    "documents[0]: got cursor 26 and max_new_tokens 231, want at most max_position": (
+        lambda: mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
+    ),
+    "mm_items[0]: got neither image_grid_thw nor video_grid_thw": lambda: item_segments(20, [item((0, 3))]),
+    "mm_items[0].offsets: got 0 pairs, want 1": lambda: item_segments(20, [item(image_grid_thw=[1, 2, 2])]),
+    "mm_items[1].offsets: got 1 pairs, want 2, one per grid": lambda: item_segments(20, TWICE),
+    "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging": (
+        lambda: item_segments(20, [item((0, 3), image_grid_thw=[1, 2, 3])])
+    ),
+    "mm_items[0].grid_thw: got dtype float64": lambda: item_segments(20, [item((0, 3), image_grid_thw=[1, 2.0, 2])]),
+    "mm_items[0].grid_thw: got Tensor on meta, want": lambda: item_segments(20, [item((0, 3), image_grid_thw=META)]),
+    "mm_items[0]: got grid [1, 3, 4], want sides that are": (
+        lambda: item_segments(20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
+    ),
+}
 
 
-def test_sides_that_do_not_merge_are_refused() -> None:
-    with pytest.raises(
-        mmpos.InvalidInputError, match=re.escape("mm_items[0]: got grid [1, 3, 4], want sides that are")
-    ):
-        item_segments(20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused(message: str) -> None:
+    assert_refused(message, REFUSED[message], mmpos.MmposError)
 
 
 def assert_turned(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import vllm_stand_in
+from refusals import assert_refused
 from test_vllm import CONFIG, ids, image, span
 from tolerance import EXACT, assert_within
 
 import mmpos
 import mmpos.integrations.vllm
-from mmpos import InvalidInputError, UnsupportedError
+from mmpos import MmposError, UnsupportedError
 from mmpos.integrations.vllm import Sections, ServedModel
 from mmpos.rotary import Rotary
 
@@ -49,39 +51,42 @@ def test_a_served_model_checks_itself() -> None:
         ((tie, permuted, 2, 1), "permute: got 1, want True or False"),
         ((tie, split, 2, True), "permute: got True, want False for sections that are not permuted"),
     ):
-        with pytest.raises(InvalidInputError, match=message):
-            ServedModel(*given)
+        assert_refused(message, partial(ServedModel, *given))
 
 
 def rope(**values: object) -> dict[str, Any]:
     return {"rope_scaling": {"type": "mrope", **values}}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"mmpos": None}, InvalidInputError, "config.mmpos: got None, want a mapping with scheme"),
-        ({"mmpos": {}}, InvalidInputError, "config.mmpos: got {}, want a mapping with scheme"),
-        ({"mmpos": {"scheme": "rope-tie", "axes": 2}}, InvalidInputError, "config.mmpos: got 'axes', want one of"),
-        ({"mmpos": {"scheme": "rope-ti"}}, InvalidInputError, "scheme: got 'rope-ti', want"),
-        ({"mmpos": {"scheme": "rope-tie", "allocation": "axial"}}, InvalidInputError, "allocation: got 'axial', want"),
-        ({"mmpos": {"scheme": "rope-tie", "precision": "fp16"}}, InvalidInputError, "precision: got 'fp16', want"),
-        ({"mmpos": {"scheme": "rope-tie", "permuted": 1}}, InvalidInputError, "permuted: got 1, want True or False"),
-        ({"mmpos": {**SPLIT["mmpos"], "permuted": True}}, InvalidInputError, "got True for allocation 'split'"),
-        ({"mmpos": {"scheme": "mrope"}}, UnsupportedError, "scheme: got 'mrope' of 3 axes, want one of two"),
-        ({"mmpos": {"scheme": "rope-tie-v2"}}, UnsupportedError, "may be fractions"),
-        ({"mmpos": {"scheme": "rows"}}, UnsupportedError, "rows"),
-        ({"mmpos": {"scheme": "grid-2d"}}, UnsupportedError, "grid-2d"),
-        (rope(mrope_section=[2, 3, 3]), InvalidInputError, r"mrope_section: got \[2, 3, 3\], want \[0, 4, 4\]"),
-        (rope(), InvalidInputError, r"mrope_section: got None, want \[0, 4, 4\]"),
-        (rope(mrope_section=[0, 4, 4], mrope_interleaved=True), InvalidInputError, "mrope_interleaved: got True"),
-        ({"vision_config": {}}, InvalidInputError, "config.vision_config.spatial_merge_size: got None"),
-        ({"vision_config": None}, InvalidInputError, "config.vision_config.spatial_merge_size: got None"),
-    ],
-)  # fmt: skip
-def test_configs_that_cannot_be_served_are_refused_with_the_field(change: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        ServedModel.from_config({**CONFIG, **change}, max_model_len=100)
+SECTION = "rope_parameters.mrope_section: got"
+OF_MMPOS: dict[str, dict[str, Any] | None] = {
+    "config.mmpos: got None, want a mapping with scheme": None,
+    "config.mmpos: got {}, want a mapping with scheme": {},
+    "config.mmpos: got 'axes', want one of": {"scheme": "rope-tie", "axes": 2},
+    "scheme: got 'rope-ti', want": {"scheme": "rope-ti"},
+    "config.mmpos.allocation: got 'axial', want": {"scheme": "rope-tie", "allocation": "axial"},
+    "precision: got 'fp16', want": {"scheme": "rope-tie", "precision": "fp16"},
+    "config.mmpos.permuted: got 1, want True or False": {"scheme": "rope-tie", "permuted": 1},
+    "config.mmpos.permuted: got True for allocation 'split'": {**SPLIT["mmpos"], "permuted": True},
+    "scheme: got 'mrope' of 3 axes, want one of two": {"scheme": "mrope"},
+    "positions: got scheme 'rope-tie-v2', whose ids may be fractions": {"scheme": "rope-tie-v2"},
+    "next_positions: got document 0 of rows": {"scheme": "rows"},
+    "documents[0][0]: got text, want": {"scheme": "grid-2d"},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    **{message: {"mmpos": options} for message, options in OF_MMPOS.items()},
+    f"{SECTION} [2, 3, 3], want [0, 4, 4]": rope(mrope_section=[2, 3, 3]),
+    f"{SECTION} None, want [0, 4, 4]": rope(),
+    "rope_parameters.mrope_interleaved: got True": rope(mrope_section=[0, 4, 4], mrope_interleaved=True),
+    "config.vision_config.spatial_merge_size: got None": {"vision_config": {}},
+    "config.vision_config.spatial_merge_size: got None, want": {"vision_config": None},
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_configs_that_cannot_be_served_are_refused_with_the_field(message: str) -> None:
+    changed = {**CONFIG, **CHANGES[message]}
+    assert_refused(message, lambda: ServedModel.from_config(changed, max_model_len=100), MmposError)
 
 
 def test_importing_the_room_and_its_plugin_imports_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,27 +183,26 @@ def test_a_rotation_of_another_kind_is_not_replaced(
     model_class: Any, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_stand_in.Model.shared, field, value)
-    with pytest.raises(UnsupportedError, match=rf"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding of"):
-        model_class(vllm_config=vllm_config())
+    message = f"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding of"
+    assert_refused(message, lambda: model_class(vllm_config=vllm_config()), UnsupportedError)
     other = SimpleNamespace(head_size=16, rotary_dim=16, is_neox_style=True)
     monkeypatch.setattr(vllm_stand_in.Model, "shared", other)
-    with pytest.raises(UnsupportedError, match=r"SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"):
-        model_class(vllm_config=vllm_config())
+    message = "SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"
+    assert_refused(message, lambda: model_class(vllm_config=vllm_config()), UnsupportedError)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("message", "change"),
     [
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "method: got 'eagle3', want ngram"),
-        ({"embeds": True}, "enable_mm_embeds: got True, want False"),
-        ({"pruning": True}, "multimodal pruning: got it enabled"),
-        ({"lora_config": SimpleNamespace()}, "lora_config: got one, want none"),
-        ({"quant_config": SimpleNamespace()}, "quant_config: got SimpleNamespace, want none"),
+        ("speculative_config.method: got 'mtp', want ngram", {"speculative_config": SimpleNamespace(method="mtp")}),
+        ("enable_mm_embeds: got True, want False", {"embeds": True}),
+        ("multimodal pruning: got it enabled", {"pruning": True}),
+        ("lora_config: got one, want none", {"lora_config": SimpleNamespace()}),
+        ("quant_config: got SimpleNamespace, want none", {"quant_config": SimpleNamespace()}),
     ],
 )  # fmt: skip
 def test_what_would_be_served_wrongly_is_refused_at_the_start(model_class: Any, change: Any, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        model_class(vllm_config=vllm_config(**change))
+    assert_refused(message, lambda: model_class(vllm_config=vllm_config(**change)), UnsupportedError)
 
 
 def test_what_does_no_harm_is_served(model_class: Any) -> None:
@@ -210,10 +214,10 @@ def test_what_does_no_harm_is_served(model_class: Any) -> None:
 def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
     processor, info, _ = model_class.factories
     known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
-    with pytest.raises(InvalidInputError, match=r"config\.mmpos: got None, want a mapping with scheme"):
-        processor(info(SimpleNamespace())).apply({}, "timing")
+    plain = processor(info(SimpleNamespace()))
+    assert_refused("config.mmpos: got None, want a mapping with scheme", lambda: plain.apply({}, "timing"))
     assert known.get_supported_mm_limits() == {"image": None, "video": 0}
     apart = {"image": [span(1, 4), span(6, 1)]}
     assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}
-    with pytest.raises(InvalidInputError, match="right after an image"):
-        processor(known).apply({"image": [span(1, 4), span(5, 1)]}, "timing")
+    touching = {"image": [span(1, 4), span(5, 1)]}
+    assert_refused("mm_placeholders: got an image at", lambda: processor(known).apply(touching, "timing"))

@@ -2,10 +2,8 @@
 
 import dataclasses
 import io
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -302,18 +300,3 @@ def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
 
 def test_repr_says_what_is_in_it() -> None:
     assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 token, 0 images, patches=None)"
-
-
-def test_parts_become_ids_in_few_hops() -> None:
-    """Functions of ours that a build calls, once it is warm: whoever reads it reads no more."""
-    builder, parts, seen = SequenceBuilder(), ["A photo of ", Grid(2, 3), " at dusk"], set()
-
-    def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and "/mmpos/" in frame.f_code.co_filename:
-            seen.add(frame.f_code)
-
-    for hook in (None, profile):
-        sys.setprofile(hook)
-        builder.build(parts)
-        sys.setprofile(None)
-    assert len([code for code in seen if not code.co_name.startswith("<")]) <= 53

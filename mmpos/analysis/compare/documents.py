@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mmpos.analysis.compare.matrix import PropertyValue
 from mmpos.positions.place import place
+from mmpos.positions.table_rows import DELTA
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
@@ -23,9 +24,6 @@ Document = Sequence[Text | Grid]
 
 STARTS = (0, 1, 1000)
 """First ids of documents."""
-
-SHIFTS = (1, 1000)
-"""By how much documents are moved."""
 
 
 def _smallest_first(grid: Grid) -> tuple[int, int, int]:
@@ -53,31 +51,9 @@ def grids(scheme: Scheme) -> tuple[Grid, ...]:
     return STILLS + VIDEOS if scheme.frames else STILLS
 
 
-def small_grids(scheme: Scheme) -> tuple[Grid, ...]:
-    """Those of at most 16 patches and without times, for what takes longer to measure."""
-    return tuple(g for g in grids(scheme) if g.frames * g.height * g.width <= 16 and g.seconds_per_frame is None)
-
-
 def around(scheme: Scheme, grid: Grid, before: int = 1, after: int = 1) -> Document:
     """The grid between two runs of text, or alone where the scheme takes no text."""
     return [Text(before), grid, Text(after)] if scheme.text else [grid]
-
-
-def spec(document: Document) -> str:
-    """The document as the command line has it.
-
-    >>> spec([Text(1), Grid(2, 3), Text(2)]), spec([Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 4))])
-    ('1,2x3,2', '2x1x1 (1/4 s per frame)')
-    """
-    times = {part.seconds_per_frame for part in document if isinstance(part, Grid)} - {None}
-    return ",".join(map(_part, document)) + "".join(f" ({seconds} s per frame)" for seconds in times)
-
-
-def _part(part: Text | Grid) -> str:
-    if isinstance(part, Text):
-        return str(part.length)
-    sides = part.extents if part.frames > 1 else part.extents[1:]
-    return "x".join(map(str, sides))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,20 +64,23 @@ class PlacedDocument:
         document: what was placed.
         values: (axes, tokens) ids times denominator, as Python integers where ids may be fractions.
         denominator: the common one of all ids.
+        delta: of decoding; 0 where the document ends between two ids.
     """
 
     document: Document
     values: npt.NDArray[Any]
     denominator: int
+    delta: int
 
     @property
     def spec(self) -> str:
-        """The document as the command line has it."""
-        return spec(self.document)
-
-    def tokens_from(self, begin: int) -> PlacedDocument:
-        """The tokens from one on."""
-        return PlacedDocument(self.document, self.values[:, begin:], self.denominator)
+        """The document as the command line has it, with the times of a video."""
+        parts = []
+        for part in self.document:
+            sides = [part.length] if isinstance(part, Text) else part.extents[1 if part.frames == 1 else 0 :]
+            parts.append("x".join(map(str, sides)))
+        times = {part.seconds_per_frame for part in self.document if isinstance(part, Grid)} - {None}
+        return ",".join(parts) + "".join(f" ({seconds} s per frame)" for seconds in times)
 
     def at(self, token: int) -> str:
         """The position of a token as people write it."""
@@ -119,13 +98,14 @@ def placed(scheme: Scheme, documents: Sequence[Document], start: int = 0) -> lis
     numerators, denominators = table.rationals()
     if table.fractional:
         numerators, denominators = numerators.astype(object), denominators.astype(object)
+    deltas = np.where(table.resumable, table.documents[DELTA], 0).tolist()
     whole = []
-    for document, (begin, stop) in zip(documents, pairwise(table.cu_seqlens.tolist()), strict=True):
+    for document, delta, (begin, stop) in zip(documents, deltas, pairwise(table.cu_seqlens.tolist()), strict=True):
         values, common = numerators[:, begin:stop], 1
         if table.fractional:
             common = lcm(*set(denominators[begin:stop]))
             values = values * (common // denominators[begin:stop])
-        whole.append(PlacedDocument(document, values, common))
+        whole.append(PlacedDocument(document, values, common, delta))
     return whole
 
 
@@ -146,28 +126,23 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
 """Properties that images may have in common for which a property of a scheme holds."""
 
 
-def verdict(tried: Sequence[Grid], failures: Iterable[tuple[int, str]]) -> PropertyValue:
+def verdict(failures: Iterable[tuple[int, str]]) -> PropertyValue:
     """Sum up: all grids passed, or the words for the smallest that did not, and which images passed.
 
     Args:
-        tried: the grids, the smallest first.
-        failures: index of a grid and words for its failure, of every way in which grids were tried.
+        failures: index in ``grids`` of one and words for its failure, of every way in which grids were tried.
     """
     failed: dict[int, str] = {}
     for i, words in failures:
         failed.setdefault(i, words)
     if not failed:
         return PropertyValue(True)
-    images, words = set(STILLS), failed[min(failed)]
-    passed = {grid: i not in failed for i, grid in enumerate(tried) if grid in images}
-    holds = sum(passed.values())
-    if not holds:
+    words = failed[min(failed)]
+    passed = [i not in failed for i in range(len(STILLS))]
+    if not any(passed):
         return PropertyValue(False, words)
-    if holds == len(passed):
+    if all(passed):
         return PropertyValue(False, f"{words}; holds for every image")
-    shapes = (
-        f", those with {name}"
-        for name, shape in _SHAPES.items()
-        if all(shape(grid) == one for grid, one in passed.items())
-    )
-    return PropertyValue(False, f"{words}; holds for {holds} of {counted(len(passed), 'image')}{next(shapes, '')}")
+    alike = (name for name, shape in _SHAPES.items() if [shape(grid) for grid in STILLS] == passed)
+    shapes = "".join(f", those with {name}" for name in alike)
+    return PropertyValue(False, f"{words}; holds for {sum(passed)} of {counted(len(STILLS), 'image')}{shapes}")

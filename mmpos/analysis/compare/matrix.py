@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import getdoc
@@ -118,10 +117,10 @@ class Matrix:
         Args:
             width: of the text, in characters; a column has a table of its own where two are wider.
         """
-        names = ["", self.subject, *self.rows]
+        names = [self.subject, *self.rows]
         tables: list[list[list[str]]] = []
         for i, each in enumerate(self.properties):
-            column = [*_title(each), *(findings[i].cell for findings in self.rows.values())]
+            column = [each.title, *(findings[i].cell for findings in self.rows.values())]
             if not tables or max(map(len, _lines([*tables[-1], column]))) > width:
                 tables.append([names])
             tables[-1].append(column)
@@ -159,16 +158,10 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     return Matrix(subject, tuple(properties), rows)
 
 
-def _title(each: Property) -> list[str]:
-    """Two lines, cut at a space or after a hyphen; the first is empty where there is none."""
-    words = re.split(r" |(?<=-)(?=[a-z])", each.title, maxsplit=1)
-    return words if len(words) == 2 else ["", *words]
-
-
 def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: the title in two lines, a rule, and the rows."""
+    """The lines of a table: the titles, a rule, and the rows."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     lines = ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "─" * (sum(widths) + 3 * (len(widths) - 1))
-    return [*filter(None, lines[:2]), rule, *lines[2:]]
+    return [lines[0], rule, *lines[1:]]

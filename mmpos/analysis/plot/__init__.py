@@ -1,13 +1,11 @@
 """Pictures of ids, attention, precision and growth; matplotlib is needed only when one is drawn."""
 
 from mmpos.analysis.plot.attention import Kernel, attention_kernel, plot_attention
-from mmpos.analysis.plot.curves import Growth, PhaseErrors, id_growth, phase_errors, plot_growth, plot_phase_error
+from mmpos.analysis.plot.curves import id_growth, phase_errors, plot_growth, plot_phase_error
 from mmpos.analysis.plot.positions import plot_positions
 
 __all__ = [
-    "Growth",
     "Kernel",
-    "PhaseErrors",
     "attention_kernel",
     "id_growth",
     "phase_errors",

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.plot.canvas import (
-    INK,
     canvas,
     draw_curves,
+    draw_map,
+    panel_columns,
     picture_path,
-    picture_title,
     quiet_axes,
     scheme_styles,
 )
@@ -25,8 +25,7 @@ from mmpos.rotary import Rotary
 from mmpos.support.checks import counted, instance, integer
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
+    from matplotlib.figure import SubFigure
 
     from mmpos.analysis.plot.picture import Picture
 
@@ -135,13 +134,9 @@ def _texts(positions: PositionTable, segment: int) -> tuple[slice, slice]:
 
 
 _MAX_KERNELS = 6
-_LEFT, _GAP = 0.66, 0.42  # inches before the first map, and between two
-_TALLEST = 2.9  # inches of a map
 
 
-def plot_attention(
-    kernels: Sequence[Kernel], path: str | PathLike[str] | None = None, title: str | None = None
-) -> Picture:
+def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None = None) -> Picture:
     """Draw kernels of the same document: maps side by side on one scale of colours, all curves below them.
 
     Path, result and errors are as for ``plot_positions``.
@@ -149,13 +144,12 @@ def plot_attention(
     Args:
         kernels: 1 to 6, of ``attention_kernel``.
         path: where to write.
-        title: above the picture; None says what is drawn.
 
     Raises:
         InvalidInputError: no kernel.
         LimitExceededError: more kernels than fit a picture.
     """
-    target, title = picture_path(path), picture_title(title)
+    target = picture_path(path)
     if isinstance(kernels, Kernel) or not isinstance(kernels, Sequence):
         raise InvalidInputError(f"kernels: got {type(kernels).__name__}, want a list of Kernel")
     if not kernels:
@@ -164,79 +158,47 @@ def plot_attention(
         raise LimitExceededError(f"kernels: got {len(kernels)}, want at most {_MAX_KERNELS}")
     for i, kernel in enumerate(kernels):
         instance(f"kernels[{i}]", kernel, Kernel, "attention_kernel")
-    columns = min(len(kernels), 2 if len(kernels) in (2, 4) else 3)
-    width = (7.28 - _LEFT - _GAP * (columns - 1)) / columns
-    ratios = [np.divide(*kernel.patches.shape) for kernel in kernels]
-    tall = min(width * max(ratios), _TALLEST)
-    # A map of a tall image is as wide as its name at least.
-    width = min(width, max(tall / min(ratios), 0.07 * max(len(kernel.label) for kernel in kernels)))
-    below = 0.66 - (-len(kernels) // columns) * (tall + 0.74)
+    columns = panel_columns(len(kernels))
+    rows = -(-len(kernels) // columns)
+    tall = 6.6 / columns * max(np.divide(*kernel.patches.shape) for kernel in kernels)
     sides = [side for side in ("before", "after") if any(getattr(kernel, side).size for kernel in kernels)]
-    with canvas(target, 8.0, below + (3.0 if sides else 0.1)) as figure:
-        figure.words(0.12, 0.3, title or "What a patch sees by its position alone", fontsize=13, color=INK)
-        words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
-        figure.words(0.12, 0.54, words, fontsize=9, color="#555555")
+    heights = [rows * (min(max(tall, 1.4), 3.2) + 0.8), *([2.9] if sides else [])]
+    words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
+    with canvas(target, 8.0, sum(heights) + 0.7, "What a patch sees by its position alone") as figure:
+        parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
+        parts[0].suptitle(words, x=0.015, ha="left", fontsize=9, color="#555555")
+        maps = parts[0].subplots(rows, columns, squeeze=False)
         low = min(float(kernel.patches.min()) for kernel in kernels)
-        for i, kernel in enumerate(kernels):
-            left, top = _LEFT + i % columns * (width + _GAP), 0.94 + i // columns * (tall + 0.74)
-            axes = figure.box(left, top, width, tall)
-            image = draw_map(axes, kernel, low)
-            size = min(10.0, 10 * (width + _GAP) / (0.07 * (len(kernel.label) + 1)))
-            axes.set_title(kernel.label, loc="left", fontsize=size, pad=5)
-            axes.set_ylabel("" if i % columns else "row", fontsize=9, labelpad=2)
-        bar = figure.box(_LEFT + columns * (width + _GAP) - 0.3, 0.94, 0.13, tall)
-        figure.colorbar(image, cax=bar)
-        quiet_axes(bar)
-        bar.tick_params(labelsize=8.5)
-        bar.spines[:].set_visible(False)
-        _draw_texts(figure, kernels, sides, below + 0.36)
+        for axes, kernel in zip(maps.flat, kernels, strict=False):
+            image = draw_map(axes, kernel.patches, kernel.query, (low, 1.0))
+            axes.set_title(kernel.label, loc="left", fontsize=10)
+            axes.set_xlabel("column", fontsize=9)
+        for axes in maps.flat[len(kernels) :]:
+            axes.set_axis_off()
+        maps[0, 0].set_ylabel("row", fontsize=9)
+        bar = parts[0].colorbar(image, ax=maps, fraction=0.04)
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(labelsize=8.5, length=0, colors="#444444")
+        if sides:
+            _draw_texts(parts[1], kernels, sides)
     return figure
 
 
-def draw_map(axes: Axes, kernel: Kernel, low: float) -> AxesImage:
-    """Draw patches in colours from the least cosine of all kernels to 1, with a cross at the query."""
-    from matplotlib.ticker import MaxNLocator
-
-    image = axes.imshow(kernel.patches, cmap="cividis", vmin=low, vmax=1, interpolation="nearest")
-    row, column = kernel.query
-    for colour, size, edge in (("white", 9, 3.2), (INK, 8, 1.5)):
-        axes.plot([column], [row], "x", color=colour, markersize=size, markeredgewidth=edge)
-    axes.set_anchor("W")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.tick_params(length=0, colors="#444444", labelsize=8.5)
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("column", fontsize=9, labelpad=2)
-    return image
-
-
-def _draw_texts(figure: Picture, kernels: Sequence[Kernel], sides: Sequence[str], top: float) -> None:
+def _draw_texts(part: SubFigure, kernels: Sequence[Kernel], sides: Sequence[str]) -> None:
     """The curves towards the text: before the image to the left, nearest last, and after it; one scale of cosines."""
-    from matplotlib.ticker import MaxNLocator
-
-    width = (7.19 - 0.4 * (len(sides) - 1)) / max(1, len(sides))
-    values = np.concatenate([each for kernel in kernels for each in (kernel.before, kernel.after)])
+    panels = part.subplots(1, len(sides), sharey=True, squeeze=False)[0]
     styles = scheme_styles([kernel.label for kernel in kernels])
-    for i, side in enumerate(sides):
-        axes = figure.box(_LEFT + i * (width + 0.4), top, width, 2.1)
+    for axes, side in zip(panels, sides, strict=True):
         count = max(getattr(kernel, side).size for kernel in kernels)
         curves = [(getattr(each, side), each.label, style) for each, style in zip(kernels, styles, strict=True)]
+        quiet_axes(axes)
         draw_curves(axes, np.arange(1, count + 1), curves)
         axes.set_xlim(*((count + 0.5, 0.5) if side == "before" else (0.5, count + 0.5)))
-        margin = 0.06 * max(float(np.ptp(values)), 0.1)
-        axes.set_ylim(values.min() - margin, values.max() + margin)
-        quiet_axes(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axes.tick_params(labelsize=8.5, labelleft=not i)
+        axes.locator_params(axis="x", nbins=6, integer=True)
         axes.set_xlabel(f"tokens {side} the image", fontsize=9)
-        axes.set_ylabel("the image" if i else "mean cosine", fontsize=9, color="#555555" if i else INK)
-        if len(kernels) > 1 and not i:
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(0, 1.01),
-                ncols=3,
-                frameon=False,
-                fontsize=9,
-                borderaxespad=0,
-                handlelength=3.2,
-            )
+    panels[0].set_ylabel("mean cosine", fontsize=9)
+    if len(sides) == 2:
+        panels[1].set_ylabel("the image", fontsize=9, color="#555555")
+    if len(kernels) > 1:
+        entries = panels[0].get_legend_handles_labels()
+        part.legend(*entries, loc="outside upper left", ncols=3, frameon=False, fontsize=9, handlelength=3.2)

@@ -14,20 +14,17 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES
-from mmpos.support.checks import text
 from mmpos.support.extras import needed_for
 from mmpos.support.files import local_path, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
     from mmpos.analysis.plot.picture import Picture
 
 Style = dict[str, Any]
 """Keyword arguments of matplotlib."""
-
-SUFFIXES = (".png", ".svg", ".pdf")
-"""The suffixes that a picture's file may have."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -45,24 +42,9 @@ def picture_path(path: str | PathLike[str] | None) -> Path | None:
     if path is None:
         return None
     target = local_path("path", path)
-    if target.suffix.lower() not in SUFFIXES:
+    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     return target
-
-
-def picture_title(title: str | None) -> str | None:
-    """Check a title, and escape it for matplotlib.
-
-    Raises:
-        InvalidInputError: no text, a lone surrogate, or a control character.
-    """
-    if title is None:
-        return None
-    if not isinstance(title, str):
-        raise InvalidInputError(f"title: got {type(title).__name__}, want text")
-    if any(ord(character) < 32 and character not in "\t\n\r" for character in text("title", title)):
-        raise InvalidInputError(f"title: got {title!r}, want text without control characters")
-    return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
 
 
 def line_style(i: int) -> Style:
@@ -94,7 +76,7 @@ def quiet_axes(axes: Axes) -> None:
     """Draw faint lines behind the data, and no ticks, as all panels have them."""
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors="#444444", which="both")
+    axes.tick_params(length=0, colors="#444444", which="both", labelsize=9)
     axes.spines[:].set_color("#bbbbbb")
 
 
@@ -112,14 +94,35 @@ def draw_curves(axes: Axes, x: npt.ArrayLike, curves: Sequence[tuple[npt.ArrayLi
         axes.plot(np.asarray(x)[: drawn.size], drawn, label=label, **common | style)
 
 
+def draw_map(
+    axes: Axes, values: npt.NDArray[np.float64], cross: tuple[int, int], bounds: tuple[float, float]
+) -> AxesImage:
+    """Draw (rows, columns) values in colours between bounds, with a cross at a row and column."""
+    low, high = bounds
+    image = axes.imshow(values, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
+    row, column = cross
+    for colour, size, edge in (("white", 9, 3.2), (INK, 8, 1.5)):
+        axes.plot([column], [row], "x", color=colour, markersize=size, markeredgewidth=edge)
+    axes.locator_params(nbins=5, integer=True)
+    axes.tick_params(length=0, colors="#444444", labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def panel_columns(count: int) -> int:
+    """The columns in which so many panels are laid out."""
+    return min(count, 2 if count in (2, 4) else 3)
+
+
 @contextmanager
-def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
-    """Open a figure to draw on, which is written when the block ends without an error.
+def canvas(target: Path | None, width: float, height: float, title: str = "") -> Iterator[Picture]:
+    """Open a figure to draw on, which arranges its panels and is written when the block ends without an error.
 
     Args:
         target: of `picture_path`; None writes nothing.
         width: inches.
         height: inches.
+        title: above the picture; none if empty.
 
     Raises:
         OSError: the file cannot be written.
@@ -131,15 +134,12 @@ def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture
     except ValueError as error:  # settings of its own that it refuses, as in MPLBACKEND
         raise ImportError(f"matplotlib cannot be imported: {error}") from error
     with style():
-        figure = Picture(figsize=(width, height), facecolor="white")
+        figure = Picture(figsize=(width, height), facecolor="white", layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.015, ha="left", fontsize=13, color=INK)
         yield figure
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # drawn again, it would move by a little
         if target is not None:
-            _save(figure, target)
-
-
-def _save(figure: Picture, target: Path) -> None:
-    from mmpos.analysis.plot.picture import DPI, METADATA
-
-    kind = target.suffix.lower()[1:]
-    with whole_file(target) as file:
-        figure.savefig(file, format=kind, dpi=DPI, metadata=METADATA[kind])
+            with whole_file(target) as file:
+                figure.write(file, target.suffix.lower()[1:])

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any
+from typing import IO, Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-__all__ = ["DPI", "METADATA", "Picture", "style"]
 
 DPI = 200
 """Pixels per inch of a file."""
@@ -23,49 +20,38 @@ METADATA: dict[str, dict[str, None]] = {
 }
 """The metadata to leave out of each kind of file, so that the same data gives the same bytes."""
 
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "mmpos",  # fixed ids of elements, for the same bytes
+    "svg.fonttype": "none",  # text that can be searched
+    "pdf.fonttype": 42,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.hspace": 0.04,
+}
+
 
 @contextmanager
 def style() -> Iterator[None]:
     """Draw as if there were no matplotlibrc: a reader's own must not change the picture."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Fixed ids of elements, for the same bytes; text stays text that can be searched.
-        matplotlib.rcParams.update(
-            {
-                "svg.hashsalt": "mmpos",
-                "svg.fonttype": "none",
-                "pdf.fonttype": 42,
-                "font.size": 10.0,
-                "font.family": "sans-serif",
-            }
-        )
+        matplotlib.rcParams.update(SETTINGS)
         yield
 
 
 class Picture(Figure):
-    """A figure that notebooks show, also where pyplot was never imported, and that is laid out in inches."""
+    """A figure that notebooks show, also where pyplot was never imported."""
+
+    def write(self, file: IO[bytes], kind: str, dpi: float = DPI) -> None:
+        """Write a file of this kind: png, svg or pdf."""
+        with style():
+            self.savefig(file, format=kind, dpi=dpi, metadata=METADATA[kind])
 
     def png(self, dpi: float = DPI) -> bytes:
         """The bytes of a .png file."""
         data = BytesIO()
-        with style():
-            self.savefig(data, format="png", dpi=dpi, metadata=METADATA["png"])
+        self.write(data, "png", dpi)
         return data.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.png(dpi=100)
-
-    def box(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Add axes, in inches from the left and from the top of the page."""
-        x, y = self.place(left, top + height)
-        page_width, page_height = self.get_size_inches()
-        return self.add_axes((x, y, width / page_width, height / page_height))
-
-    def words(self, left: float, top: float, words: str, **options: Any) -> None:
-        """Write words at a place in inches, from the left and from the top of the page."""
-        self.text(*self.place(left, top), words, **options)
-
-    def place(self, left: float, top: float) -> tuple[float, float]:
-        """Convert inches from the left and from the top of the page to matplotlib's coordinates of the figure."""
-        width, height = self.get_size_inches()
-        return left / width, 1 - top / height

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
+from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, on_host, shapes
@@ -78,11 +79,11 @@ class CanvasRopeIndex:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
         own = self.crop_markers
         markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
-        ids: Ids = _CANVAS_OPERATOR(*named.values(), markers, merge)
+        ids: Ids = _OPERATOR(*named.values(), markers, merge)
         return ids
 
 
-def _compute_canvas(
+def _compute(
     input_ids: Tensor,
     mm_token_type_ids: Tensor,
     target_sizes: Tensor | None,
@@ -115,13 +116,8 @@ def _grids(tokens: TokenTypes, name: str, sizes: Tensor | None, kind: int, merge
     return None if used is None else np.insert(used, 0, 1, axis=1)
 
 
-def _canvas_shapes(input_ids: Tensor, *_: object) -> Ids:
+def _shapes(input_ids: Tensor, *_: object) -> Ids:
     return shapes(input_ids.long())
 
 
-_CANVAS_OPERATOR = define_operator(
-    "canvas_rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? target_sizes, Tensor? target_sizes_videos, "
-    "Tensor? attention_mask, int[] markers, int spatial_merge_size) -> (Tensor, Tensor)",
-    _compute_canvas,
-    _canvas_shapes,
-)
+_OPERATOR = define_operator("canvas_rope_index" + infer_schema(_compute, mutates_args=()), _compute, _shapes)

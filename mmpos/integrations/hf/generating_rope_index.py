@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.hf.token_types import IMAGE, Ids, TokenTypes, check_tensors, merged, on_host
@@ -20,7 +21,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["GeneratingRopeIndex", "InstalledRopeIndex"]
+__all__ = ["GeneratingRopeIndex"]
 
 _MROPE = MRopeTransformers()
 
@@ -30,15 +31,17 @@ class GeneratingRopeIndex:
     """Function with the arguments and the results of ``get_rope_index`` of GLM-Image.
 
     The method also lays ids ahead of the images to generate, and leaves them on the model; ``with_generated`` returns
-    them instead. Where ``install`` puts the function, calls leave them on the model as the method does.
+    them instead.
 
     Args:
         image_start_token_id: the marker before an image.
         image_end_token_id: the marker after it.
+        model: on which calls leave the ids of images to come, since its decoding reads them there; or None.
     """
 
     image_start_token_id: int
     image_end_token_id: int
+    model: Any = field(default=None, repr=False, compare=False)
 
     def __call__(
         self,
@@ -65,7 +68,10 @@ class GeneratingRopeIndex:
         Raises:
             InvalidInputError: grids that do not fit the images, or arguments of other shapes.
         """
-        return self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)[0]
+        ids, ahead = self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)
+        if self.model is not None:
+            self.model._prefill_len, self.model._cached_decode_position_ids = ids[0].shape[2], ahead
+        return ids
 
     def with_generated(
         self,
@@ -96,32 +102,12 @@ class GeneratingRopeIndex:
         }
         check_tensors(**named)
         assert input_ids is not None, "checked"
-        ids, ahead = _GENERATING_OPERATOR(*named.values(), self.image_start_token_id, self.image_end_token_id)
+        ids, ahead = _OPERATOR(*named.values(), self.image_start_token_id, self.image_end_token_id)
         deltas = input_ids.new_zeros((len(input_ids), 1))
         return (ids, deltas), None if image_grid_thw is None or not len(image_grid_thw) else ahead
 
 
-@dataclass(frozen=True)
-class InstalledRopeIndex(GeneratingRopeIndex):
-    """GeneratingRopeIndex that leaves ids of images to come on a model, where its decoding reads them."""
-
-    model: Any = field(repr=False, compare=False)
-
-    def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        images_per_sample: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: object,
-    ) -> Ids:
-        """Compute the ids of a call, and leave those of images to come on the model."""
-        ids, ahead = self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)
-        self.model._prefill_len, self.model._cached_decode_position_ids = ids[0].shape[2], ahead
-        return ids
-
-
-def _compute_generating(
+def _compute(
     input_ids: Tensor,
     image_grid_thw: Tensor | None,
     images_per_sample: Tensor | None,
@@ -193,15 +179,10 @@ def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> t
     return change.cumsum()[:-1], images
 
 
-def _generating_shapes(input_ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _shapes(input_ids: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, steps = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
     ahead = input_ids.new_empty((rows, 3, steps), dtype=torch.int64)
     return input_ids.new_empty((3, *input_ids.shape)), ahead
 
 
-_GENERATING_OPERATOR = define_operator(
-    "generating_rope_index(Tensor input_ids, Tensor? image_grid_thw, Tensor? images_per_sample, "
-    "Tensor? attention_mask, int image_start_token_id, int image_end_token_id) -> (Tensor, Tensor)",
-    _compute_generating,
-    _generating_shapes,
-)
+_OPERATOR = define_operator("generating_rope_index" + infer_schema(_compute, mutates_args=()), _compute, _shapes)

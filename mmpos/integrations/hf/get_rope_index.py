@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
-from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex, InstalledRopeIndex
-from mmpos.integrations.hf.omni_rope_index import FloatOmniRopeIndex, OmniRopeIndex
+from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex
+from mmpos.integrations.hf.omni_rope_index import OmniRopeIndex
 from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, merged, on_host, shapes
 from mmpos.integrations.models.from_config import audio_chunk, from_hf_config, thinker
 from mmpos.integrations.models.model_types import MODEL_TYPES, ModelType
@@ -32,7 +33,6 @@ from mmpos.support.ragged import ragged_arange
 
 __all__ = [
     "CanvasRopeIndex",
-    "FloatOmniRopeIndex",
     "GeneratingRopeIndex",
     "OmniRopeIndex",
     "RopeIndex",
@@ -236,7 +236,7 @@ class XDRopeIndex:
         return ids
 
 
-Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | FloatOmniRopeIndex | GeneratingRopeIndex
+Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | GeneratingRopeIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,36 +291,33 @@ def rope_index(config: object) -> Function:
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
-    if known.scheme in (TMRope.name, TMRopeQwen3.name):
-        return _omni(fields, known)
-    vision = fields.part("vision_config")
-    if vision is None:
-        raise fields.missing("vision_config", "the config of the encoder")
-    named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
-    sizes = {name: vision.integer(name, needed=True, minimum=1) or 1 for name, read in named.items() if read}
-    return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
-
-
-def _omni(fields: Fields, known: ModelType) -> OmniRopeIndex | FloatOmniRopeIndex:
-    """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
     thinking = thinker(fields)
     vision = thinking.part("vision_config")
     if vision is None:
         raise thinking.missing("vision_config", "the config of the encoder")
-    kinds, markers = ("image", "video", "audio"), ("vision_start", "audio_start")
-    sizes: dict[str, Any] = {
-        **{
-            f"{kind}_token_id": thinking.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True)
-            for kind in kinds
-        },
-        **{f"{marker}_token_id": thinking.integer(f"{marker}_token_id", needed=True) for marker in markers},
-        "spatial_merge_size": vision.integer("spatial_merge_size", needed=True, minimum=1),
-        "tokens_per_second": thinking.integer("position_id_per_seconds", needed=True, minimum=1),
-    }
+    if known.scheme in (TMRope.name, TMRopeQwen3.name):
+        return _omni(thinking, vision, known)
+    named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
+    sizes = {name: vision.integer(name, needed=True, minimum=1) for name, read in named.items() if read}
+    return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
+
+
+def _omni(thinking: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
+    """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
+    image, video, audio = (
+        thinking.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True) for kind in ("image", "video", "audio")
+    )
+    vision_start, audio_start = (
+        thinking.integer(f"{kind}_start_token_id", needed=True) for kind in ("vision", "audio")
+    )
+    merge = vision.integer("spatial_merge_size", needed=True, minimum=1)
+    rate = thinking.integer("position_id_per_seconds", needed=True, minimum=1)
+    chunk, frames = None, None
     if known.scheme == TMRopeQwen3.name:
-        return FloatOmniRopeIndex(**sizes, audio_chunk=audio_chunk(thinking))
-    seconds = thinking.integer("seconds_per_chunk", needed=True, minimum=1) or 1
-    return OmniRopeIndex(**sizes, tokens_per_chunk=sizes["tokens_per_second"] * seconds)
+        frames = audio_chunk(thinking)
+    else:
+        chunk = rate * thinking.integer("seconds_per_chunk", needed=True, minimum=1)
+    return OmniRopeIndex(Placeholders(image, video, audio), merge, rate, vision_start, audio_start, chunk, frames)
 
 
 def install(model: Model) -> Model:
@@ -349,7 +346,7 @@ def install(model: Model) -> Model:
     functions = [rope_index(module.config) for module in modules]
     for module, function in zip(modules, functions, strict=True):
         if isinstance(function, GeneratingRopeIndex):
-            function = InstalledRopeIndex(function.image_start_token_id, function.image_end_token_id, module)
+            function = replace(function, model=module)
         setattr(module, _METHOD, function)
     return model
 
@@ -439,16 +436,5 @@ def _xd_shapes(
     return input_ids.new_empty((axes, batch, seq)), input_ids.new_empty((batch, 1))
 
 
-_OPERATOR = define_operator(
-    "rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? video_grid_thw, "
-    "Tensor? attention_mask, Tensor? intervals, int spatial_merge_size, int temporal_merge_size, bool frames_apart)"
-    " -> (Tensor, Tensor)",
-    _compute,
-    shapes,
-)
-_XD_OPERATOR = define_operator(
-    "xd_rope_index(Tensor input_ids, Tensor mm_token_type_ids, Tensor? image_grid_thw, Tensor? attention_mask, "
-    "int spatial_merge_size, int axes) -> (Tensor, Tensor)",
-    _compute_xd,
-    _xd_shapes,
-)
+_OPERATOR = define_operator("rope_index" + infer_schema(_compute, mutates_args=()), _compute, shapes)
+_XD_OPERATOR = define_operator("xd_rope_index" + infer_schema(_compute_xd, mutates_args=()), _compute_xd, _xd_shapes)

@@ -1,8 +1,7 @@
-"""Functions in the place of ``get_rope_index`` of Qwen2.5-Omni and Qwen3-Omni."""
+"""Function in the place of ``get_rope_index`` of Qwen2.5-Omni and of Qwen3-Omni."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, moved, on_host, shapes
@@ -23,32 +23,39 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["FloatOmniRopeIndex", "OmniRopeIndex"]
+__all__ = ["OmniRopeIndex"]
 
 _AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # types beside IMAGE and VIDEO; segments count the markers as text
 
 
 @dataclass(frozen=True)
-class _OmniRopeIndex(ABC):
-    """Function of the Qwen Omni models, whose ids the members of the family place.
+class OmniRopeIndex:
+    """Function with the arguments and the results of ``get_rope_index`` of the Qwen Omni models.
+
+    Of Qwen2.5-Omni, ids have the dtype of input_ids, and are int64 where there are no grids; padding has the id 1.
+    Times of frames are rounded down.
+
+    Of Qwen3-Omni, ids and deltas are float32: frames have fractions of ids, and everything after a video goes on from
+    these. Each id is the sum of the one before and a number, rounded to float32, and so are the deltas: a step of
+    decoding adds the number of tokens to them, and rounds once more. Padding has the id 0; where there are no grids, 1.
 
     Args:
-        image_token_id: the placeholder of image patches.
-        video_token_id: that of video patches.
-        audio_token_id: that of audio.
+        placeholders: tokens of image patches, of video patches and of audio.
         spatial_merge_size: patches merged along each side into one token.
         tokens_per_second: ids that a second takes.
         vision_start_token_id: the marker before an image or a video.
         audio_start_token_id: the marker before audio, inside that of a video where both take turns.
+        tokens_per_chunk: ids of a chunk of Qwen2.5-Omni, of which a clip has first the frames and then the audio.
+        audio_chunk: frames of audio that the encoder of Qwen3-Omni takes at a time; None of Qwen2.5-Omni.
     """
 
-    image_token_id: int
-    video_token_id: int
-    audio_token_id: int
+    placeholders: Placeholders
     spatial_merge_size: int
     tokens_per_second: int
     vision_start_token_id: int
     audio_start_token_id: int
+    tokens_per_chunk: int | None = None
+    audio_chunk: int | None = None
 
     def __call__(
         self,
@@ -84,73 +91,22 @@ class _OmniRopeIndex(ABC):
             if attention_mask is None:
                 raise InvalidInputError("attention_mask: got None, want a tensor, where there are no grids")
             return self._count(attention_mask)
-        more = {"audio_seqlens": audio_seqlens, "second_per_grids": second_per_grids}
-        check_tensors(input_ids=input_ids, **named, **more)
+        named |= {"audio_seqlens": audio_seqlens, "second_per_grids": second_per_grids}
+        check_tensors(input_ids=input_ids, **named)
         kinds = torch.zeros_like(input_ids, dtype=torch.uint8)
         markers = self.vision_start_token_id, self.audio_start_token_id
-        tokens = self.image_token_id, self.video_token_id, self.audio_token_id, *markers
-        for kind, token in enumerate(tokens, 1):
-            kinds.masked_fill_(input_ids == token, kind)
-        given = (*named.values(), *more.values(), use_audio_in_video)
-        return self._place(input_ids, kinds, *given, self.spatial_merge_size, self.tokens_per_second)
+        own = self.placeholders
+        for kind, token in enumerate((own.image, own.video, own.audio, *markers), 1):
+            kinds.masked_fill_(torch.eq(input_ids, token), kind)  # type: ignore[arg-type]  # a model of Omni has all
+        sizes = self.spatial_merge_size, self.tokens_per_second, self.tokens_per_chunk, self.audio_chunk
+        ids: Ids = _OPERATOR(input_ids, kinds, *named.values(), use_audio_in_video, *sizes)
+        return ids
 
-    @abstractmethod
     def _count(self, attention_mask: Tensor) -> Ids:
         """Count the tokens of each row that a mask leaves; those under a 0 have the id 1."""
-
-    @abstractmethod
-    def _place(self, *given: Tensor | int | None) -> Ids:
-        """Call the operator with these arguments and those of the member."""
-
-
-@dataclass(frozen=True)
-class OmniRopeIndex(_OmniRopeIndex):
-    """Function with the arguments and the results of ``get_rope_index`` of Qwen2.5-Omni.
-
-    Ids have the dtype of input_ids, and are int64 where there are no grids; padding has the id 1. Times of frames are
-    rounded down.
-
-    Args:
-        tokens_per_chunk: ids of a chunk, of which a clip has first the frames and then the audio.
-    """
-
-    tokens_per_chunk: int
-
-    def _count(self, attention_mask: Tensor) -> Ids:
-        ids = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-        return _counted(ids, attention_mask)
-
-    def _place(self, *given: Tensor | int | None) -> Ids:
-        ids: Ids = _OMNI_OPERATOR(*given, self.tokens_per_chunk)
-        return ids
-
-
-@dataclass(frozen=True)
-class FloatOmniRopeIndex(_OmniRopeIndex):
-    """Function with the arguments and the results of ``get_rope_index`` of Qwen3-Omni, all of them float32.
-
-    Frames have fractions of ids, and everything after a video goes on from these. Each id is the sum of the one before
-    and a number, rounded to float32, and so are the deltas: a step of decoding adds the number of tokens to them, and
-    rounds once more. Padding has the id 0; where there are no grids, 1.
-
-    Args:
-        audio_chunk: frames of audio that the encoder takes at a time.
-    """
-
-    audio_chunk: int
-
-    def _count(self, attention_mask: Tensor) -> Ids:
-        ids = (attention_mask.float().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-        return _counted(ids, attention_mask)
-
-    def _place(self, *given: Tensor | int | None) -> Ids:
-        ids: Ids = _FLOAT_OMNI_OPERATOR(*given, self.audio_chunk)
-        return ids
-
-
-def _counted(ids: Tensor, attention_mask: Tensor) -> Ids:
-    """Repeat ids for each axis, and compute their deltas."""
-    return ids.repeat(3, 1, 1), ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
+        counted = attention_mask.long() if self.audio_chunk is None else attention_mask.float()
+        ids = (counted.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        return ids.repeat(3, 1, 1), ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +125,7 @@ class _OmniTimes(TMRope):
         return np.asarray(self.times[self.begins[grid] + frame])
 
 
-def _compute_omni(
+def _compute(
     input_ids: Tensor,
     kinds: Tensor,
     image_grid_thw: Tensor | None,
@@ -180,30 +136,9 @@ def _compute_omni(
     use_audio_in_video: bool,
     spatial_merge_size: int,
     tokens_per_second: int,
-    tokens_per_chunk: int,
-) -> Ids:
-    given = (image_grid_thw, video_grid_thw, attention_mask, audio_seqlens, second_per_grids)
-    tokens, segments, seconds = _omni_segments(kinds, *given, use_audio_in_video, spatial_merge_size, None)
-    times, begins = _omni_times(segments, tokens, seconds, tokens_per_second)
-    # They are rounded once more, to float32, on their way to the ids.
-    whole = times.long().float().long().numpy()
-    seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
-    scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=whole, begins=begins)
-    return tokens.answer(place(segments, scheme), input_ids, padding=1)
-
-
-def _omni_segments(
-    kinds: Tensor,
-    image_grid_thw: Tensor | None,
-    video_grid_thw: Tensor | None,
-    attention_mask: Tensor | None,
-    audio_seqlens: Tensor | None,
-    second_per_grids: Tensor | None,
-    use_audio_in_video: bool,
-    spatial_merge_size: int,
+    tokens_per_chunk: int | None,
     audio_chunk: int | None,
-) -> tuple[TokenTypes, SegmentTable, Tensor | None]:
-    """Copy everything to the host, and find images, audio and videos; without padding where audio has chunks."""
+) -> Ids:
     mask = None if attention_mask is None else attention_mask == 1
     types, mask, images, videos, audio, seconds = on_host(
         kinds, mask, image_grid_thw, video_grid_thw, audio_seqlens, second_per_grids
@@ -224,7 +159,14 @@ def _omni_segments(
     )
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
-    return tokens, segments, seconds
+    times, begins = _omni_times(segments, tokens, seconds, tokens_per_second)
+    if tokens_per_chunk is None:
+        return _sums(segments, tokens, times.numpy(), input_ids)
+    # They are rounded once more, to float32, on their way to the ids.
+    whole = times.long().float().long().numpy()
+    seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
+    scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=whole, begins=begins)
+    return tokens.answer(place(segments, scheme), input_ids, padding=1)
 
 
 def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
@@ -391,27 +333,13 @@ def _since_first(lengths: IntArray, owner: IntArray) -> IntArray:
     return np.asarray(before - before[np.searchsorted(owner, owner)])
 
 
-def _compute_float_omni(
-    input_ids: Tensor,
-    kinds: Tensor,
-    image_grid_thw: Tensor | None,
-    video_grid_thw: Tensor | None,
-    attention_mask: Tensor | None,
-    audio_seqlens: Tensor | None,
-    second_per_grids: Tensor | None,
-    use_audio_in_video: bool,
-    spatial_merge_size: int,
-    tokens_per_second: int,
-    audio_chunk: int,
-) -> Ids:
-    given = (image_grid_thw, video_grid_thw, attention_mask, audio_seqlens, second_per_grids)
-    tokens, segments, seconds = _omni_segments(kinds, *given, use_audio_in_video, spatial_merge_size, audio_chunk)
-    times, _ = _omni_times(segments, tokens, seconds, tokens_per_second)
+def _sums(segments: SegmentTable, tokens: TokenTypes, times: Floats, input_ids: Tensor) -> Ids:
+    """Add up the ids of Qwen3-Omni, and put them where the tokens are."""
     assert tokens.cu_seqlens is not None, "packed"
     contents = _contents(segments, tokens.types, tokens.cu_seqlens)
     size, batch = 3 * input_ids.numel(), len(input_ids)
     numbers = np.zeros(size + batch, np.float32)
-    numbers[:size].reshape(3, -1)[:, tokens.own], numbers[size:] = contents.ids(times.numpy())
+    numbers[:size].reshape(3, -1)[:, tokens.own], numbers[size:] = contents.ids(times)
     return moved(numbers, input_ids, 3)
 
 
@@ -439,22 +367,10 @@ def _contents(segments: SegmentTable, types: IntArray, cu_seqlens: IntArray) -> 
     return contents
 
 
-def _float_shapes(input_ids: Tensor, *_: object) -> Ids:
-    batch, seq = input_ids.shape
-    return tuple(input_ids.new_empty(shape, dtype=torch.float32) for shape in ((3, batch, seq), (batch, 1)))  # type: ignore[return-value]
+def _shapes(input_ids: Tensor, *given: object) -> Ids:
+    *_, audio_chunk = given
+    ids, deltas = shapes(input_ids)
+    return (ids, deltas) if audio_chunk is None else (ids.float(), deltas.float())
 
 
-_OMNI_OPERATOR = define_operator(
-    "omni_rope_index(Tensor input_ids, Tensor kinds, Tensor? image_grid_thw, Tensor? video_grid_thw, "
-    "Tensor? attention_mask, Tensor? audio_seqlens, Tensor? second_per_grids, bool use_audio_in_video, "
-    "int spatial_merge_size, int tokens_per_second, int tokens_per_chunk) -> (Tensor, Tensor)",
-    _compute_omni,
-    shapes,
-)
-_FLOAT_OMNI_OPERATOR = define_operator(
-    "float_omni_rope_index(Tensor input_ids, Tensor kinds, Tensor? image_grid_thw, Tensor? video_grid_thw, "
-    "Tensor? attention_mask, Tensor? audio_seqlens, Tensor? second_per_grids, bool use_audio_in_video, "
-    "int spatial_merge_size, int tokens_per_second, int audio_chunk) -> (Tensor, Tensor)",
-    _compute_float_omni,
-    _float_shapes,
-)
+_OPERATOR = define_operator("omni_rope_index" + infer_schema(_compute, mutates_args=()), _compute, _shapes)

@@ -11,7 +11,6 @@ from mmpos.support.extras import needed_for
 with needed_for("mmpos.integrations.sections", extra="all"):
     from mmpos.integrations.sections.layout import (
         Sections,
-        batch_positions,
         draft_positions,
         qk_channels,
         request_positions,
@@ -21,7 +20,6 @@ with needed_for("mmpos.integrations.sections", extra="all"):
 
 __all__ = [
     "Sections",
-    "batch_positions",
     "draft_positions",
     "install_cache",
     "permute_qk",

@@ -16,11 +16,10 @@ from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rotary.apply import cos_sin
 from mmpos.rotary.config import Rotary
-from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer, per_document
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer
 
 __all__ = [
     "Sections",
-    "batch_positions",
     "draft_positions",
     "pair_order",
     "qk_channels",
@@ -200,43 +199,19 @@ def request_positions(
         UnsupportedError: ids that may be fractions, or a scheme without a next position.
         LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cache.
     """
-    if isinstance(positions, PositionTable) and positions.num_documents != 1:
-        raise InvalidInputError(
-            f"positions: got {counted(positions.num_documents, 'document')}, want 1; see batch_positions"
-        )
-    (request,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
-    return request
-
-
-def batch_positions(
-    positions: PositionTable, sections: Sections, *, max_new_tokens: npt.ArrayLike = 0, computed: npt.ArrayLike = 0
-) -> list[tuple[Tensor, int]]:
-    """Return the ids and the delta of every document, as ``request_positions`` does of one.
-
-    Args:
-        positions: one document per request.
-        sections: layout of the engine's rotation.
-        max_new_tokens: tokens that may be generated, one number for all or (documents,).
-        computed: tokens of each request before its document, likewise.
-
-    Returns:
-        (3, tokens) int64 ids, views of one new tensor, and delta, of each document.
-    """
     _check_table(positions, sections)
-    documents = positions.num_documents
-    new = per_document("max_new_tokens", max_new_tokens, documents, minimum=0)
-    before = per_document("computed", computed, documents, minimum=0)
-    cursors, lengths = positions.next_positions, positions.lengths
-    ids = _checked_ids(positions, sections, np.arange(documents))
-    beyond = cursors + new > sections.max_position
-    if beyond.any():
-        d = int(beyond.argmax())
+    if positions.num_documents != 1:
+        raise InvalidInputError(f"positions: got {counted(positions.num_documents, 'document')}, want 1")
+    new = integer("max_new_tokens", max_new_tokens, minimum=0)
+    before = integer("computed", computed, minimum=0)
+    cursor = int(positions.next_positions[0])
+    ids = _checked_ids(positions, sections, np.zeros(1, np.int64))
+    if cursor + new > sections.max_position:
         raise LimitExceededError(
-            f"documents[{d}]: got cursor {cursors[d]} and max_new_tokens {new[d]}, want at most max_position "
+            f"documents[0]: got cursor {cursor} and max_new_tokens {new}, want at most max_position "
             f"{sections.max_position} in all, the rows of the cos/sin cache"
         )
-    deltas = (cursors - lengths - before).tolist()
-    return list(zip(torch.from_numpy(ids).split(lengths.tolist(), dim=1), deltas, strict=True))
+    return torch.from_numpy(ids), cursor - positions.num_tokens - before
 
 
 def window_positions(

@@ -5,7 +5,6 @@ Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``model
 
 from mmpos.integrations.sections import (
     Sections,
-    batch_positions,
     draft_positions,
     install_cache,
     permute_qk,
@@ -18,7 +17,6 @@ from mmpos.integrations.vllm.settings import ServedModel
 __all__ = [
     "Sections",
     "ServedModel",
-    "batch_positions",
     "check_apart",
     "draft_positions",
     "install_cache",

@@ -15,7 +15,7 @@ from mmpos.integrations.sections import Sections, request_positions
 from mmpos.positions.place import place
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray, boolean, host_array, int_array, integer
+from mmpos.support.checks import boolean, host_array, int_array, integer
 from mmpos.support.ragged import true_runs
 
 __all__ = ["check_apart", "mrope_input_positions", "request_segments"]
@@ -61,21 +61,24 @@ def request_segments(
         a SegmentTable of one document, new.
 
     Raises:
-        InvalidInputError: a feature whose span is not that of its grid, lies over another or leaves the prompt.
+        InvalidInputError: a feature whose span is not that of its grid; grids that overlap or leave the prompt.
         UnsupportedError: a modality without a grid.
     """
     num_tokens = integer("num_tokens", num_tokens, minimum=1)
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     separators = int(boolean("row_separator", row_separator))
-    items = [_read(f"mm_features[{i}]", feature) for i, feature in enumerate(mm_features) if _has_patches(feature)]
+    items = [
+        _read(f"mm_features[{i}]", feature, merge)
+        for i, feature in enumerate(mm_features)
+        if getattr(feature, "modality", None) != AS_TEXT
+    ]
     items.sort(key=lambda item: item.offset)
-    pieces = [_pieces(item, grid, separators) for item, grid in zip(items, _merged(items, merge), strict=True)]
-    _check_spans(items, num_tokens)
-    times = [item.seconds for item, piece in zip(items, pieces, strict=True) for _ in piece.offsets]
+    pieces = [(*piece, item.seconds) for item in items for piece in _pieces(item, separators)]
+    offsets, grids, times = zip(*pieces, strict=True) if pieces else ((), (), ())
     return SegmentTable.from_spans(
         [num_tokens],
-        [offset for piece in pieces for offset in piece.offsets],
-        [grid for piece in pieces for grid in piece.grids],
+        offsets,
+        grids,
         seconds_per_frame=None if all(time is None for time in times) else times,
         row_separator=bool(separators),
     )
@@ -103,28 +106,17 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Sch
 
 
 class _Item(NamedTuple):
-    """Span of a feature, and its grid before merging."""
+    """Span of a feature, and its frames, height and width after merging."""
 
     name: str
     offset: int
     length: int
     is_embed: npt.NDArray[np.bool_] | None
-    grid: IntArray
+    grid: list[int]
     seconds: float | None
 
 
-class _Pieces(NamedTuple):
-    """Grids of a feature, and their first tokens."""
-
-    offsets: Sequence[int]
-    grids: Sequence[Sequence[int]]
-
-
-def _has_patches(feature: object) -> bool:
-    return getattr(feature, "modality", None) != AS_TEXT
-
-
-def _read(name: str, feature: Feature) -> _Item:
+def _read(name: str, feature: Feature, merge: int) -> _Item:
     try:
         modality, data, position = feature.modality, feature.data, feature.mm_position
         offset, length, is_embed = position.offset, position.length, position.is_embed
@@ -138,9 +130,14 @@ def _read(name: str, feature: Feature) -> _Item:
         raise InvalidInputError(f"{name}.data: got {got}, want an item with {GRIDS[modality]}")
     offset = integer(f"{name}.mm_position.offset", offset, minimum=0)
     length = integer(f"{name}.mm_position.length", length, minimum=0)
-    grid = int_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data, (3,))
+    grid = int_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data, (3,)).tolist()
+    frames, height, width = grid
+    if min(grid) < 1 or height % merge or width % merge:
+        want = f"frames >= 1, and height and width that are multiples of spatial_merge_size {merge}"
+        raise InvalidInputError(f"{name}.data: got grid_thw {grid}, want {want}")
     seconds = float(data[SECONDS].data) if SECONDS in data else None
-    return _Item(name, offset, length, _mask(f"{name}.mm_position.is_embed", is_embed, length), grid, seconds)
+    mask = _mask(f"{name}.mm_position.is_embed", is_embed, length)
+    return _Item(name, offset, length, mask, [frames, height // merge, width // merge], seconds)
 
 
 def _mask(name: str, is_embed: object, length: int) -> npt.NDArray[np.bool_] | None:
@@ -152,55 +149,32 @@ def _mask(name: str, is_embed: object, length: int) -> npt.NDArray[np.bool_] | N
     return mask
 
 
-def _merged(items: Sequence[_Item], merge: int) -> list[list[int]]:
-    """Return frames, height and width of every item after merging."""
-    grids = np.array([item.grid for item in items], np.int64).reshape(-1, 3)
-    odd = (grids < 1).any(axis=1) | (grids[:, 1:] % merge > 0).any(axis=1)
-    if odd.any():
-        item = items[int(odd.argmax())]
-        want = f"frames >= 1, and height and width that are multiples of spatial_merge_size {merge}"
-        raise InvalidInputError(f"{item.name}.data: got grid_thw {item.grid.tolist()}, want {want}")
-    merged: list[list[int]] = (grids // [1, merge, merge]).tolist()
-    return merged
-
-
-def _pieces(item: _Item, grid: list[int], separators: int) -> _Pieces:
-    frames, height, width = grid
+def _pieces(item: _Item, separators: int) -> list[tuple[int, list[int]]]:
+    """Return the first token of each grid of a feature, and its sides."""
+    frames, height, width = item.grid
     rows, ended = frames * height, " and a token after each row" * separators
     if item.is_embed is None:
         tokens = rows * (width + separators)
         if item.length != tokens:
             want = f"{tokens} for {frames}x{height}x{width} after merging{ended}"
             raise InvalidInputError(f"{item.name}.mm_position.length: got {item.length}, want {want}")
-        return _Pieces([item.offset], [grid])
+        return [(item.offset, item.grid)]
     starts, stops = true_runs(item.is_embed).T
     offsets, sizes = (starts + item.offset).tolist(), (stops - starts).tolist()
     if separators:
         after = np.append(starts[1:], item.length) - stops
         if sizes == [width] * rows and (after[:-1] == 1).all() and after[-1] >= 1:
-            return _Pieces(offsets[:1], [grid])
+            return [(offsets[0], item.grid)]
     elif sizes == [rows * width]:
-        return _Pieces(offsets, [grid])
+        return [(offsets[0], item.grid)]
     elif sizes == [height * width] * frames:
-        return _Pieces(offsets, [[1, height, width]] * frames)
+        return [(offset, [1, height, width]) for offset in offsets]
     plain = f"one of {rows * width}, one per frame, or row_separator=True"
     want = f"{rows} of {width} with a token after each" if separators else plain
     raise InvalidInputError(
         f"{item.name}.mm_position.is_embed: got runs of {sizes[:8]} patches, want {want} for "
         f"{frames}x{height}x{width} after merging"
     )
-
-
-def _check_spans(items: Sequence[_Item], num_tokens: int) -> None:
-    """Raise unless every span ends where the next one begins, or before, and the last one with the prompt."""
-    for item, following in pairwise(items):
-        stop = item.offset + item.length
-        if following.offset < stop:
-            want = f">= {stop}, the end of {item.name}"
-            raise InvalidInputError(f"{following.name}.mm_position.offset: got {following.offset}, want {want}")
-    if items and items[-1].offset + items[-1].length > num_tokens:
-        got = f"a span of {items[-1].length} tokens at {items[-1].offset}"
-        raise InvalidInputError(f"{items[-1].name}.mm_position: got {got}, want it within {num_tokens} tokens")
 
 
 def mrope_input_positions(

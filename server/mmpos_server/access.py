@@ -22,14 +22,7 @@ from mmpos.support.extras import needed_for
 if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs
 
-__all__ = [
-    "LEAST_CHARACTERS",
-    "OPEN",
-    "Certificates",
-    "TlsFiles",
-    "TokenFile",
-    "not_after",
-]
+__all__ = ["LEAST_CHARACTERS", "OPEN", "Certificates", "TlsFiles", "TokenFile", "not_after"]
 
 
 OPEN = frozenset(

@@ -243,26 +243,15 @@ def _at_work() -> list[Thread]:
 
 
 def _cut_off(logs: Logs) -> NoReturn:
-    """Exit while threads are at work, since a thread of Python cannot be stopped."""
+    """Exit while threads are at work, since a thread of Python cannot be stopped; the log says where they are."""
     try:
-        logs.error("cut off", threads=_whereabouts(_at_work()))
+        with tempfile.TemporaryFile("w+") as file:  # and not stderr, which may be a pipe that nobody reads
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            logs.error("cut off", threads=[thread.name for thread in _at_work()], traceback=file.read())
         logs.close()
     finally:
         os._exit(CUT_OFF)
-
-
-_FRAME = re.compile(r'hread 0x([0-9a-f]+) .*\n  File "(.*)", line (\d+) in (.*)')
-
-
-def _whereabouts(threads: list[Thread]) -> list[str]:
-    """Return what each thread is doing, as far as it has a frame of Python."""
-    # Not to stderr, which may be a pipe that nobody reads.
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        frames = {int(number, 16): where for number, *where in _FRAME.findall(file.read())}
-    found = ((thread.name, frames.get(thread.ident or 0)) for thread in threads)
-    return [f"{name} in {at[2]}, {at[0]}:{at[1]}" for name, at in found if at]
 
 
 class Reading:

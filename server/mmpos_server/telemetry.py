@@ -27,16 +27,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
 from mmpos_server.access import TlsFiles, not_after
 
-__all__ = [
-    "LEVELS",
-    "Form",
-    "Logs",
-    "MethodMetrics",
-    "Metrics",
-    "ProcessMetrics",
-    "aggregate",
-    "logging_all",
-]
+__all__ = ["LEVELS", "Form", "Logs", "MethodMetrics", "Metrics", "ProcessMetrics", "aggregate", "logging_all"]
 
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)

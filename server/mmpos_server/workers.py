@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from threading import Lock, Thread
@@ -139,8 +139,8 @@ class _Supervisor:
         Raises:
             InvalidInputError: a worker could not start.
         """
-        page = self._options.page(aggregate(self._folder), lambda: self.live, lambda: self.ready)
-        with page, _signals() as signals:
+        signals = _catch_signals()
+        with self._options.page(aggregate(self._folder), lambda: self.live, lambda: self.ready):
             while not self._stopping or any(worker.process for worker in self._workers):
                 self._turn(signals)
         if self._failure:
@@ -279,22 +279,14 @@ def _kill(worker: _Worker) -> None:
             os.kill(worker.process.pid, signal.SIGKILL)
 
 
-@contextmanager
-def _signals() -> Iterator[int]:
-    """Yield the descriptor of a pipe from which the numbers of signals can be read."""
+def _catch_signals() -> int:
+    """Return the descriptor of a pipe from which the numbers of signals can be read."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: None) for number in numbers]
-    wakeup = signal.set_wakeup_fd(writing)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return reading
 
 
 def _work(options: LaunchOptions, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:

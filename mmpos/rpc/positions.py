@@ -139,7 +139,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
         put_integers(message.frames, frames)
     put_integers(message.height, height)
     put_integers(message.width, width)
-    put_integers(message.segments_per_document, np.diff(segments.segment_offsets))
+    put_integers(message.segments_per_document, segments.segment_offsets[1:] - segments.segment_offsets[:-1])
     if segments.seconds_per_frame is not None:
         for numerator, denominator in segments.seconds_per_frame.T.tolist():
             message.seconds_per_frame.add(numerator=numerator, denominator=denominator)

@@ -17,6 +17,7 @@ from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer, check_tensors
+from mmpos_server.position_service import is_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +61,11 @@ class RotaryService:
         call.run("rotary", self._cos_sin, message, answer, call)
 
     def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """Answer Rotate: rotated q and k."""
-        call.run("rotary", self._rotate, message, answer, call)
+        """Answer Rotate: rotated q and k; few of them are rotated in this thread."""
+        if is_small(call):
+            self._rotate(message, answer, call)
+        else:
+            call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         demand_torch()

@@ -17,6 +17,7 @@ from mmpos_server.inference.messages import Request, Spec, put_response
 from mmpos_server.inference.models import always, scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.limits import check, check_answer
+from mmpos_server.position_service import is_small
 from mmpos_server.rotary_service import RotaryService, check_head_dim, demand_torch, has_torch
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ class Rotate:
         return [Spec(name, kinds, (-1, -1, head_dim), optional=name == "k", ndim=(3, 4)) for name in ("q", "k")]
 
     def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Rotate q and k."""
-        call.run("rotary", self._infer, request, answer, call)
+        """Rotate q and k; few of them are rotated in this thread."""
+        if is_small(call):
+            self._infer(request, answer, call)
+        else:
+            call.run("rotary", self._infer, request, answer, call)
 
     def _infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         demand_torch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +12,22 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
-from message_strategies import places
+from message_strategies import picture, places, tensor
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.v1 import positions_pb2, sequences_pb2
+from mmpos.rpc.tensors import put_tensor
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos_server.admission import Admission
 from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.exchange import NO_MEMORY
 from mmpos_server.limits import check_elements
 from mmpos_server.position_service import PositionService, segments_at_work
+from mmpos_server.rotary_service import RotaryService
+from mmpos_server.sequence_service import SequenceService
 
 CONFIG = load()
 THERE: Any = SimpleNamespace(is_active=lambda: True)
@@ -143,3 +149,67 @@ def test_small_work_is_done_where_the_call_is_and_large_work_in_a_thread(
     answer, found = placed(call, query)
     assert found == stages
     assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents) + len(answer.dense.data)
+
+
+def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str]:
+    """The stages of a sequence of these parts."""
+    request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
+    call.request_bytes = request.ByteSize()
+    answer = sequences_pb2.Sequences()
+    SequenceService(Profiles.from_config(CONFIG), CONFIG.limits).build(request.query, answer, call)
+    assert [result.WhichOneof("outcome") for result in answer.results] == ["sequence"]
+    return [stage for stage, _ in call.stages]
+
+
+WHOLE = ["read", "build", "write"]
+PARTS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
+    "text": ({"text": "a bird"}, False, WHOLE),
+    "much text": ({"text": "a" * 2**18}, False, ["queue", "read", "queue", "build", "write"]),
+    "a grid": ({"grid": {"height": 2**9, "width": 2**10}}, False, WHOLE),
+    "a large grid": ({"grid": {"height": 2**9, "width": 2**10 + 1}}, False, ["read", "queue", "build", "write"]),
+    "an image of which the size is asked": ({"image": picture()}, False, WHOLE),
+    "an image": ({"image": picture()}, True, ["read", "queue", "build", "build", "write"]),
+}
+
+
+@pytest.mark.parametrize(("part", "patches", "stages"), PARTS.values(), ids=PARTS)
+def test_images_are_decoded_in_threads_of_their_own_and_large_sequences_built_in_others(
+    call: Call, part: dict[str, Any], patches: bool, stages: list[str]
+) -> None:
+    assert built(call, part, patches=patches) == stages
+
+
+@pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
+def test_few_tokens_are_rotated_where_the_call_is(call: Call, tokens: int, stages: list[str]) -> None:
+    request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
+    request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
+    request.rotary.rotary.head_dim = 8
+    call.request_bytes = request.ByteSize()
+    RotaryService(Profiles.from_config(CONFIG), CONFIG.limits).rotate(request, rotary_pb2.RotateResponse(), call)
+    assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
+
+
+def test_a_thread_at_work_after_the_end_of_its_call_leaves_nothing_behind() -> None:
+    message = tensor_pb2.Tensor()
+    put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
+    assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())
+
+
+AT_REST = """
+import sys
+from mmpos_server.services import methods
+from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.rotary_service import device, preload
+from mmpos_server.shared_memory import SharedMemory
+absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
+methods(Profiles.from_config(load()), Limits(), SharedMemory())
+print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
+preload()
+print("torch" in sys.modules, device() in ("cpu", "cuda"))
+"""
+
+
+def test_torch_is_imported_by_the_first_rotation_or_ahead() -> None:
+    found = subprocess.run([sys.executable, "-c", AT_REST], capture_output=True, text=True, check=True, timeout=120)
+    absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
+    assert found.stdout == f"{absent} False True False\nTrue True\n"

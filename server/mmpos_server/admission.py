@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from mmpos_server.config import ClientLimits, Concurrency
 
-__all__ = ["WATCHES", "Admission", "Gate", "Pool", "PoolName", "Rates"]
+__all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "Rates", "WorkPool"]
 
 
 PoolName = Literal["place", "image", "heavy", "rotary"]
 
-WATCHES = 64
-"""Most open streams of health and of reflection."""
+WATCHES, CHECKS = 64, 64
+"""Most open streams of health and of reflection, and most checks of health at once."""
 
 _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
@@ -102,7 +102,7 @@ class Gate:
         return ServiceOverloadedError(f"{name}: got {got} taken of {limit:.0f}", self.retry_after)
 
 
-class Pool:
+class WorkPool:
     """Threads for work of one kind, and the line of the calls that wait for them.
 
     Once a call was refused, only few calls may wait for a second: some must be refused in any case, and short waits
@@ -209,12 +209,14 @@ class Admission:
         self.streams = Gate("max_streams", concurrency.max_streams, share)
         self.bytes = Gate("max_in_flight_bytes", concurrency.max_in_flight_bytes, share)
         self.watches = Gate("max_watches", WATCHES, 0.5)
+        # Checks have slots, too, since a client may send half of one, and then a thread waits for the rest.
+        self.checks = Gate("max_checks", CHECKS, 0.5)
         images = Gate("max_in_flight_images", concurrency.max_in_flight_images, share)
-        self.pools: dict[PoolName, Pool] = {
-            "place": Pool("place", _PLACE_THREADS, Gate("max_in_flight_large", concurrency.max_in_flight, share)),
-            "image": Pool("image", concurrency.image_threads or cores(), images),
-            "heavy": Pool("heavy", _HEAVY_THREADS, Gate("max_in_flight_heavy", _LONG_CALLS, share)),
-            "rotary": Pool("rotary", _ROTARY_THREADS, Gate("max_in_flight_rotary", _LONG_CALLS, share)),
+        self.pools: dict[PoolName, WorkPool] = {
+            "place": WorkPool("place", _PLACE_THREADS, Gate("max_in_flight_large", concurrency.max_in_flight, share)),
+            "image": WorkPool("image", concurrency.image_threads or cores(), images),
+            "heavy": WorkPool("heavy", _HEAVY_THREADS, Gate("max_in_flight_heavy", _LONG_CALLS, share)),
+            "rotary": WorkPool("rotary", _ROTARY_THREADS, Gate("max_in_flight_rotary", _LONG_CALLS, share)),
         }
 
     def arrive(self) -> None:

@@ -15,7 +15,7 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Certificates, TokenFile
-from mmpos_server.admission import WATCHES, Admission, Rates
+from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
 from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
@@ -35,7 +35,7 @@ __all__ = ["MethodsOf", "Server"]
 
 
 _SPARE_THREADS = 64
-"""Threads for calls that are about to be refused, and for health."""
+"""Threads for calls that are about to be refused."""
 
 _TICK, _REFRESH = 0.25, 1.0
 """Seconds between two checks of messages in transit, and of files of tokens and certificates."""
@@ -146,7 +146,7 @@ class Server:
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
         if certificates is not None:
             self._files.append(certificates.refresh)
-        most = concurrency.max_in_flight + concurrency.max_streams + WATCHES + _SPARE_THREADS
+        most = concurrency.max_in_flight + concurrency.max_streams + WATCHES + CHECKS + _SPARE_THREADS
         executor = ThreadPoolExecutor(most, thread_name_prefix="mmpos-call")
         self._threads.append(executor)
         options = transport_options(self.config, reuse_port=listen.reuse_port)
@@ -216,7 +216,7 @@ class Server:
     def _quiet(self) -> bool:
         """Whether no call and no message is left."""
         admission = self._admission
-        gates = (admission.calls, admission.streams, admission.watches)
+        gates = (admission.calls, admission.streams, admission.watches, admission.checks)
         return self._context.transit.quiet and not any(gate.taken for gate in gates)
 
     def _watch(self) -> None:

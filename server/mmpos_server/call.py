@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mmpos_server.admission import Admission, Gate, PoolName
 
-__all__ = ["Call", "Client", "GoneError"]
+__all__ = ["Call", "GoneError", "Recipient"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class GoneError(BaseException):
     """The client of a call has gone, so that nobody waits for the answer; not caught by ``except Exception``."""
 
 
-class Client(Protocol):
+class Recipient(Protocol):
     """The end of a transport that knows whether its client is still there."""
 
     def is_active(self) -> bool:
@@ -85,7 +85,7 @@ class Call:
         request_id: str,
         client: str,
         admission: Admission,
-        context: Client,
+        context: Recipient,
         deadline: float | None = None,
         *,
         item: bool = False,
@@ -225,14 +225,14 @@ class Call:
         request_id = f"{self.request_id}.{number}"
         return Call(request_id, self.client, self._admission, self._context, self._deadline, item=True)
 
-    def admit(self) -> None:
+    def admit(self, gate: Gate) -> None:
         """Take the slot of a unary call.
 
         Raises:
             ServiceOverloadedError: no slot is free, or the client has its share.
         """
-        self._admission.calls.enter(self.client)
-        self._slots.append(self._admission.calls)
+        gate.enter(self.client)
+        self._slots.append(gate)
 
     def release(self) -> None:
         """Return the slots of the call, and close its shared memory; the room that it holds is returned by ``free``."""

@@ -276,7 +276,9 @@ class Endpoint:
             if method.admitted:
                 server.admission.arrive()
                 server.rates.take(client)
-                call.admit()
+                call.admit(server.admission.calls)
+            else:
+                call.admit(server.admission.checks)
             raw = server.transit.request(requests, context)
             call.hold(len(raw))
             request, response = server.parse(method.request, raw, call), method.response()

@@ -116,10 +116,18 @@ class Introspection:
 
     def check(self, requests: Iterator[bytes], context: Context) -> Answer:
         """Answer a health check."""
+        server, gate = self.server, self.server.admission.checks
+        client = server.client(context, open_to_all=True)
         try:
-            return Answer(self._health.check(self.server.transit.request(requests, context)))
+            gate.enter(client)
+        except MmposError as error:
+            return self._failed(error, "Check")
+        try:
+            return Answer(self._health.check(server.transit.request(requests, context)))
         except (MmposError, DecodeError) as error:
             return self._failed(error, "Check")
+        finally:
+            gate.leave(client)
 
     def watch(self, requests: Iterator[bytes], context: Context) -> Generator[bytes, None, Answer]:
         """Yield the health of a service, now and when it changes."""

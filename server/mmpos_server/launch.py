@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mmpos_server.telemetry import Form
     from mmpos_server.tracing import Tracing
 
-__all__ = ["CUT_OFF", "LaunchOptions", "Reading", "Running", "leave", "prepare", "serve"]
+__all__ = ["CUT_OFF", "LaunchOptions", "Running", "SettingsReader", "leave", "prepare", "serve"]
 
 
 CUT_OFF = 3
@@ -169,7 +169,7 @@ class Running:
             from mmpos_server.rotary_service import preload
 
             preload()
-        self.reading = Reading(config, options.settings, self.server.renew, logs)
+        self.reading = SettingsReader(config, options.settings, self.server.renew, logs)
         self._events: SimpleQueue[str] = SimpleQueue()  # whose put is safe in a signal handler
         self._started = False
 
@@ -254,7 +254,7 @@ def _cut_off(logs: Logs) -> NoReturn:
         os._exit(CUT_OFF)
 
 
-class Reading:
+class SettingsReader:
     """Thread that reads the settings again whenever it is asked; wrong settings change nothing.
 
     Args:

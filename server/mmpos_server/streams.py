@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmpos_server.endpoints import Context, ServerContext
     from mmpos_server.methods import Method
 
-__all__ = ["IDLE_SECONDS", "StreamEndpoint", "Window"]
+__all__ = ["IDLE_SECONDS", "ItemWindow", "StreamEndpoint"]
 
 WINDOW_ITEMS, WINDOW_BYTES = 16, 32 * 2**20
 """Items of one stream that are read and not yet answered, and the bytes of these items and of their answers at which
@@ -38,7 +38,7 @@ _FIRST_ITEMS = 4
 """Items of a stream that are begun before it is known how large an answer is."""
 
 
-class Window:
+class ItemWindow:
     """Flow control of one stream: limits reading ahead of the answers.
 
     The answer to an item may be far larger than the item, and is held while the client does not read. Answers count
@@ -232,7 +232,7 @@ class _Stream:
 
     def __init__(self, endpoint: StreamEndpoint, call: Call, context: Context) -> None:
         self._endpoint, self._call, self._context = endpoint, call, context
-        self._window = Window()
+        self._window = ItemWindow()
         # Answers in order, with the sizes of their items; an error ends the stream, None is its end.
         self._answers: SimpleQueue[tuple[bytes | Future[bytes], int] | BaseException | None] = SimpleQueue()
         self._draining = Event()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.call import Client, GoneError
+from mmpos_server.call import GoneError, Recipient
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
@@ -22,7 +22,7 @@ _DRAIN_SECONDS = 1.0
 """Seconds that a request may take to arrive while the server drains."""
 
 
-class Transport(Client, Protocol):
+class Transport(Recipient, Protocol):
     """Context of a call whose end can be waited for, and brought about."""
 
     def add_callback(self, callback: Callable[[], None], /) -> bool:

@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.access import TokenFile
 from mmpos_server.config import Profiles, ServerConfig
-from mmpos_server.launch import LaunchOptions, Reading, Running, leave, prepare
+from mmpos_server.launch import LaunchOptions, Running, SettingsReader, leave, prepare
 from mmpos_server.listening import address, bind, notify, warn
 from mmpos_server.telemetry import Logs, aggregate, logging_all
 
@@ -112,7 +112,7 @@ class _Supervisor:
         rotations = ["mmpos.rotary.apply"] if options.preload else []
         self._context.set_forkserver_preload(["mmpos_server.workers", "mmpos_server.services", *rotations])
         self._sending = Lock()
-        self._reading = Reading(config, options.settings, self._renew, logs)
+        self._reading = SettingsReader(config, options.settings, self._renew, logs)
         self._turned = self._ticked = monotonic()
         self._announced = False
         self._ends = float("inf")

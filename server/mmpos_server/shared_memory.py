@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _posixshmem
 import errno
 import os
 import re
@@ -42,7 +41,7 @@ class Region:
 
     Args:
         name: name of the region in errors.
-        key: name of the object, as shm_open takes it.
+        key: name of the object, as shm_open takes it; a file of /dev/shm on Linux.
         offset: first byte of the region.
         byte_size: size of the region.
 
@@ -56,7 +55,7 @@ class Region:
             raise InvalidInputError(f"{name}: got offset {offset} and byte_size {byte_size}, want >= 0 and >= 1")
         self.key, self.offset, self.byte_size = key, offset, byte_size
         try:
-            self._descriptor = _posixshmem.shm_open(key, os.O_RDWR)
+            self._descriptor = os.open(f"/dev/shm{key}", os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None

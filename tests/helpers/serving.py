@@ -103,7 +103,7 @@ class Serving:
     def taken(self) -> dict[str, int]:
         """What calls hold, by the limit."""
         admission = self.server._admission
-        gates = [admission.calls, admission.streams, admission.bytes, admission.watches]
+        gates = [admission.calls, admission.streams, admission.bytes, admission.watches, admission.checks]
         gates += [pool.gate for pool in admission.pools.values()]
         return {gate.name: gate.taken for gate in gates if gate.taken}
 

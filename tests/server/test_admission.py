@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,10 +15,10 @@ from waiting import eventually
 from mmpos.errors import InvalidInputError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos_server import admission as admission_module
 from mmpos_server import transit as transit_module
-from mmpos_server.admission import Admission, Gate, Pool, PoolName, Rates
+from mmpos_server.admission import Admission, Gate, PoolName, Rates, WorkPool
 from mmpos_server.call import Call, GoneError
 from mmpos_server.config import ClientLimits, Concurrency, Connections
-from mmpos_server.streams import Window
+from mmpos_server.streams import ItemWindow
 from mmpos_server.telemetry import Logs
 from mmpos_server.transit import Transit
 
@@ -126,7 +125,7 @@ def test_a_gate_counts_right_from_many_threads() -> None:
 
 
 def test_after_a_refusal_few_may_wait_until_nobody_was_refused_for_a_second(clock: Clock) -> None:
-    pool = Pool("pool", 2, Gate("slots", 20))
+    pool = WorkPool("pool", 2, Gate("slots", 20))
     assert {said(pool.enter, "a") for _ in range(20)} == {""}
     assert said(pool.enter, "a") == "slots: got 20 taken of 20"
     pool.gate.leave("a", 14)
@@ -140,7 +139,7 @@ def test_after_a_refusal_few_may_wait_until_nobody_was_refused_for_a_second(cloc
 
 
 def test_a_client_with_its_share_makes_no_pool_overloaded_for_others() -> None:
-    pool = Pool("pool", 1, Gate("slots", 20, 0.5))
+    pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
     for _ in range(10):
         pool.enter("a")
     assert said(pool.enter, "a").startswith("clients.max_share of slots of 'a'")
@@ -194,7 +193,7 @@ def test_clients_that_have_rested_and_the_oldest_of_too_many_are_forgotten(monke
 # Windows of streams
 
 
-def filled(window: Window) -> int:
+def filled(window: ItemWindow) -> int:
     """Items that it takes until it is full."""
     for count in range(1000):
         if window.full:
@@ -204,14 +203,14 @@ def filled(window: Window) -> int:
 
 
 def test_a_window_begins_few_items_until_an_answer_tells_their_size() -> None:
-    window = Window(100, 1000)
+    window = ItemWindow(100, 1000)
     assert filled(window) == 4
     window.answered(10)
     assert filled(window) > 10
 
 
 def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> None:
-    window = Window(100, 1000)
+    window = ItemWindow(100, 1000)
     filled(window)
     window.answered(300)  # 340 are here, and three times 300 are expected
     assert filled(window) == 0
@@ -222,7 +221,7 @@ def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> N
 
 
 def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> None:
-    window, seen = Window(100, 1000), []
+    window, seen = ItemWindow(100, 1000), []
     for _ in range(2):
         seen.append(window.full)
         window.enter(5000)
@@ -230,7 +229,7 @@ def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> 
         window.answered(5000)
         window.leave(10_000)
     assert seen == [False, True] * 2
-    small = Window(3, 1000)
+    small = ItemWindow(3, 1000)
     small.enter(1)
     small.answered(1)
     assert filled(small) == 2
@@ -238,7 +237,7 @@ def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> 
 
 @pytest.mark.parametrize("how", ["leave", "close"])
 def test_a_reader_waits_for_room_or_the_end(how: str) -> None:
-    window, found = Window(1, 1000), list[bool]()
+    window, found = ItemWindow(1, 1000), list[bool]()
     window.enter(1)
     reader = threading.Thread(target=lambda: found.append(window.room()))
     reader.start()
@@ -361,9 +360,10 @@ def taken(admission: Admission) -> list[int]:
 
 def test_a_call_takes_the_slot_of_each_pool_once_and_returns_all(admission: Admission) -> None:
     call = Call("id", "a", admission, Transport())
-    call.admit()
+    call.admit(admission.calls)
     call.hold(100)
-    for pool in ("image", "place", "image"):
+    pools: list[PoolName] = ["image", "place", "image"]
+    for pool in pools:
         call.join(pool)
     assert taken(admission) == [1, 1, 0, 0, 1, 100]
     call.release()
@@ -514,7 +514,6 @@ def test_a_call_knows_whether_its_time_is_up_and_its_server_stops(admission: Adm
     assert [call.stopping for call in calls] == [False] * 3
     admission.announced = True
     assert calls[0].stopping
-    call: Any = calls[0]
-    call.count(documents=1, tokens=2)
-    call.count(documents=1, images=0)
-    assert (call.counts, call.trace, cast(PoolName, "place") in admission.pools) == ({"documents": 2, "tokens": 2}, {}, True)
+    calls[0].count(documents=1, tokens=2)
+    calls[0].count(documents=1, images=0)
+    assert (calls[0].counts, calls[0].trace) == ({"documents": 2, "tokens": 2}, {})

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_calls import Stream
-from serving import PLACE, STREAM, Serve, Serving, items, query
+from serving import PLACE, STREAM, Serve, items, query
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
@@ -24,7 +24,7 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import app, streams
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.listening import Listen
-from mmpos_server.streams import Window
+from mmpos_server.streams import ItemWindow
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
@@ -80,9 +80,9 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> N
 
 
 def test_a_limit_of_the_transport_is_no_overload(serve: Serve) -> None:
-    with Client(serve(limits={"request_bytes": 1024}).address) as client:
-        with pytest.raises(LimitExceededError, match="larger than"):
-            client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
+    address = serve(limits={"request_bytes": 1024}).address
+    with Client(address) as client, pytest.raises(LimitExceededError, match="larger than"):
+        client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
 
 
 # Slots
@@ -263,7 +263,7 @@ def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(ser
 
 
 def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "Window", partial(Window, 3))
+    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 3))
     server = serve(side_by_side=True)
     call = server.stream(items("wait image", *["echo 1"] * 9))
     assert eventually(lambda: len(server.fake.names) >= 3)
@@ -274,7 +274,7 @@ def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: py
 
 
 def test_a_stream_that_is_not_read_holds_few_answers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "Window", partial(Window, 16, 1024))
+    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 16, 1024))
     server = serve()
     call = server.stream(items(*["large"] * 40))
     assert eventually(lambda: len(server.fake.names) >= 2)
@@ -343,7 +343,9 @@ def test_an_error_of_one_task_ends_no_other_and_no_rounds(
     assert not server.live
 
 
-def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_json_and_only_internal_errors_have_tracebacks(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = serve(options={"logs": Logs("info")})
     named = [("x-request-id", "me")]
     server.place(query("echo 1"), metadata=named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,10 +99,12 @@ class Replica:
         malloc.keep_large_blocks()
         # The server of a process without its port: Serve passes the calls.
         self._server = Server(config, logs=Logs(log_level))
+        # One for each call, as in a server: an open stream has a thread of its own.
+        self._threads = ThreadPoolExecutor(_most_calls(config), "mmpos-call")
 
     async def Check(self, request: bytes, grpc_context: _ServeContext) -> Message:  # noqa: N802 (the name in the protocol)
         """Answer a health check: SERVING, since the replica answers."""
-        return await answered(self._server.introspection.check, request, grpc_context)
+        return await answered(self._server.introspection.check, request, grpc_context, self._threads)
 
 
 def _add(method: MethodDescriptor) -> None:
@@ -109,12 +112,12 @@ def _add(method: MethodDescriptor) -> None:
     name = method.name
 
     async def unary(self: Replica, request: bytes, grpc_context: _ServeContext) -> Message:
-        return await answered(self._server.unary[name].answer, request, grpc_context)
+        return await answered(self._server.unary[name].answer, request, grpc_context, self._threads)
 
     async def stream(
         self: Replica, requests: AsyncIterator[bytes], grpc_context: _ServeContext
     ) -> AsyncIterator[Message]:
-        async for answer in answers(self._server.streams[name].answers, requests, grpc_context):
+        async for answer in answers(self._server.streams[name].answers, requests, grpc_context, self._threads):
             yield answer
 
     function: Any = stream if method.client_streaming else unary
@@ -148,11 +151,14 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
     # Errors are reported once, and not by every replica.
     Profiles.from_config(config)
-    concurrency = config.concurrency
-    # As many as the gates admit, and one that they refuse; further calls wait in Serve's queue.
-    options.setdefault("max_ongoing_requests", concurrency.max_in_flight + concurrency.max_streams + 1)
+    options.setdefault("max_ongoing_requests", _most_calls(config))
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)
+
+
+def _most_calls(config: ServerConfig) -> int:
+    """Return as many calls as the gates admit, and one that they refuse; further calls wait in Serve's queue."""
+    return config.concurrency.max_in_flight + config.concurrency.max_streams + 1
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
@@ -199,7 +205,10 @@ class Message:
 
 
 async def answered(
-    answer: Callable[[Iterator[bytes], Context], Answer], request: bytes, context: _ServeContext
+    answer: Callable[[Iterator[bytes], Context], Answer],
+    request: bytes,
+    context: _ServeContext,
+    threads: ThreadPoolExecutor,
 ) -> Message:
     """Call a unary endpoint from Serve, in a thread.
 
@@ -207,10 +216,11 @@ async def answered(
         answer: method of the endpoint.
         request: bytes of the request.
         context: context of Serve; gets the metadata and the status of the call.
+        threads: threads of calls.
     """
     with _Context(context) as caller:
         try:
-            outcome = await asyncio.to_thread(answer, iter([request]), caller)
+            outcome = await asyncio.get_running_loop().run_in_executor(threads, answer, iter([request]), caller)
         except GoneError:
             raise asyncio.CancelledError from None
     _end(outcome, context)
@@ -221,6 +231,7 @@ async def answers(
     answer: Callable[[Iterator[bytes], Context], Generator[bytes, None, Answer]],
     requests: AsyncIterator[bytes],
     context: _ServeContext,
+    threads: ThreadPoolExecutor,
 ) -> AsyncIterator[Message]:
     """Call a streaming endpoint from Serve, in threads.
 
@@ -228,6 +239,7 @@ async def answers(
         answer: method of the endpoint.
         requests: bytes of the items.
         context: context of Serve; gets the metadata and the status of the stream.
+        threads: threads of calls.
     """
     loop = asyncio.get_running_loop()
 
@@ -247,7 +259,7 @@ async def answers(
                 return None
 
         try:
-            while (raw := await asyncio.to_thread(step)) is not None:
+            while (raw := await loop.run_in_executor(threads, step)) is not None:
                 yield Message(raw)
         except GoneError:
             raise asyncio.CancelledError from None

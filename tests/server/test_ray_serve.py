@@ -42,8 +42,11 @@ SETTINGS = """
 request_bytes = 1_000_000
 
 [concurrency]
-max_in_flight_rotary = 1
+max_in_flight = 1
 max_streams = 1
+
+[clients]
+max_share = 1.0
 """
 FILE = "settings.toml"
 PLACE = "/mmpos.rpc.v1.PositionService/Place"
@@ -226,7 +229,7 @@ def test_who_finds_no_place_is_told_when_to_come_back(pair: Pair) -> None:
     with Client(pair.ingress, timeout=60) as client, ThreadPoolExecutor(8) as pool:
         for asking in [pool.submit(ask) for _ in range(8)]:
             asking.result(timeout=120)
-    assert str(refused[0]) == "max_in_flight_rotary: got 1 taken of 1"
+    assert str(refused[0]) == "max_in_flight: got 1 taken of 1"
     assert 0 < refused[0].retry_after <= 30
 
 
@@ -316,5 +319,5 @@ def test_a_replica_takes_one_call_more_than_its_gates(tmp_path: Path) -> None:
     config = load(tmp_path / FILE)
     deployment = application(config, num_replicas=3)._bound_deployment
     assert (deployment.name, deployment.num_replicas) == ("mmpos", 3)
-    assert deployment.max_ongoing_requests == 1024 + 64 + 16 + 1 + 1 + 1
+    assert deployment.max_ongoing_requests == 1 + 1 + 1
     assert application(config, max_ongoing_requests=5)._bound_deployment.max_ongoing_requests == 5

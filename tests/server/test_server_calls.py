@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream
+from grpc_calls import Stream, ending
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import PLACE, STREAM, Serve, items, query
 from waiting import eventually
 
@@ -67,6 +68,28 @@ def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: S
 def test_errors_are_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
     found = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
     assert found == (status, details, {"x-request-id": "me"})
+
+
+def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("alice alice-alice-alice-1\n")
+    server, closed = serve(), serve(options={"listen": Listen(token_file=file)})
+    health = health_pb2_grpc.HealthStub(server.channel)
+    calls: list[Callable[[], object]] = [partial(server.place, query(f"fail {kind}")) for kind in ("limit", "bug")]
+    calls += [partial(server.place, raw) for raw in (query("echo"), query("fail unsupported"), b"\xff")]
+    calls += [partial(server.place, query("wait"), timeout=0.1), partial(closed.place, b"")]
+    calls.append(partial(health.Check, health_pb2.HealthCheckRequest(service="x" * 10_000)))
+    found = [ending(call) for call in calls]
+    assert found[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want one of this server")
+    gone = server.place.future(query("wait"))
+    assert eventually(lambda: server.fake.names.count("wait") == 2)
+    gone.cancel()
+    server.server._admission.ending = True
+    found += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
+    assert found[-1] == ("UNAVAILABLE", "the server is about to stop")
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
+    assert sorted({status for status, _ in found}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 
 def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> None:

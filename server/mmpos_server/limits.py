@@ -100,13 +100,12 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
-    """Check documents against the limits, before they are placed; returns the number of their images."""
+    """Check documents against the limits, except their tokens, before they are placed; returns their images."""
     kind = segments.kind
     counts = np.bincount(kind, minlength=TILE + 1).tolist()
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
     check("images", images, limits)
-    check("tokens", segments.num_tokens, limits)
     # Schemes may cut a grid at every frame, a clip also at every token of audio, thumbnails and tiles at their
     # markers and at the tokens after these, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)

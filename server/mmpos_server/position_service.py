@@ -16,7 +16,6 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.limits import (
-    check,
     check_message,
     check_reply,
     check_segments,
@@ -109,7 +108,7 @@ class PositionService:
             images = check_segments(segments, self._limits)
             call.checkpoint()
             positions = query.place(segments)
-            check("segments", positions.num_segments, self._limits)
+            check_table(positions, self._limits)
             for view in query.views:
                 check_view(view, positions, self._limits)
                 call.checkpoint()
@@ -142,7 +141,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     scheme = profile.builder.scheme if query.scheme is None else query.scheme
     if source is query.source and scheme is query.scheme:
         return query
-    return replace(query, source=source, scheme=scheme)
+    return PositionsQuery(source, scheme, query.start, query.strict, query.views, query.dense)
 
 
 def segments_at_work(query: PositionsQuery) -> float:

@@ -10,9 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from threading import enumerate as all_threads
@@ -20,20 +18,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mmpos.errors import MmposError
 from mmpos_server.app import Server
-from mmpos_server.config import ServerConfig, load
-from mmpos_server.listening import Listen, inherits, notify, warn
+from mmpos_server.config import ServerConfig
+from mmpos_server.flags import Flags
+from mmpos_server.listening import Listen, notify, warn
 from mmpos_server.malloc import give_back_at_rest, keep_large_blocks
-from mmpos_server.page import exposed
-from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.telemetry import Logs, ProcessMetrics, logging_all
+from mmpos_server.telemetry import Logs, logging_all
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
-    from mmpos_server.telemetry import Form
     from mmpos_server.tracing import Tracing
 
-__all__ = ["CUT_OFF", "LaunchOptions", "Running", "SettingsReader", "leave", "prepare", "serve"]
+__all__ = ["CUT_OFF", "Running", "SettingsReader", "leave", "prepare", "serve"]
 
 
 CUT_OFF = 3
@@ -46,63 +40,7 @@ _SWITCH_SECONDS = 0.001
 """Longest time that a thread with much to compute keeps the others waiting."""
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Options of the command line.
-
-    Args:
-        listen: addresses to listen on, TLS and tokens.
-        config: settings file; None is the embedded one.
-        workers: processes that share the port; 1 is this process alone.
-        metrics_host: address of the page of metrics, liveness and readiness; None is that of the server.
-        metrics_port: port of this page; 0 is no page.
-        notice_seconds: how long to serve on after health reports NOT_SERVING, so that load balancers notice.
-        drain_seconds: how long calls at work may take.
-        log_level: lowest level of log lines that are written.
-        log_format: "json" or "console".
-        otel: whether calls become spans of OpenTelemetry.
-        shared_memory: prefix of shared memory objects of clients; None accepts none.
-        preload: whether torch is imported before the server listens, and not by the first rotation.
-    """
-
-    listen: Listen
-    config: Path | None = None
-    workers: int = 1
-    metrics_host: str | None = None
-    metrics_port: int = 0
-    notice_seconds: float = 0.0
-    drain_seconds: float = 30.0
-    log_level: str = "info"
-    log_format: Form = "json"
-    otel: bool = False
-    shared_memory: str | None = None
-    preload: bool = False
-
-    def page(
-        self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
-    ) -> AbstractContextManager[object]:
-        """Return a context manager that shows the page of metrics, liveness and readiness, if there is one."""
-        if not self.metrics_port and not inherits():
-            return nullcontext()
-        registry.register(ProcessMetrics(self.listen.tls))
-        return exposed(registry, live, ready, self.metrics_host or self.listen.host, self.metrics_port)
-
-    def settings(self) -> ServerConfig:
-        """Read the settings of the file."""
-        return load(self.config)
-
-    def memory(self) -> SharedMemory:
-        """Return the access to shared memory of clients.
-
-        Raises:
-            InvalidInputError: the prefix is wrong, or other machines can reach the server.
-        """
-        memory = SharedMemory(self.shared_memory)
-        memory.check(self.listen)
-        return memory
-
-
-def serve(options: LaunchOptions) -> None:
+def serve(options: Flags) -> None:
     """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
 
     Threads that are still at work after the drain are cut off, with exit status CUT_OFF. One line for each address is
@@ -113,7 +51,7 @@ def serve(options: LaunchOptions) -> None:
     """
     prepare()
     with logging_all(options.log_level, options.log_format) as logs:
-        running = Running(options, options.settings(), logs)
+        running = Running(options, options.listen, options.settings(), logs)
         signal.signal(signal.SIGHUP, lambda *_: running.reading.ask())
 
         def started(addresses: list[str]) -> None:
@@ -156,15 +94,16 @@ class Running:
     """One server from start to drain. The constructor builds it, so that errors of settings come first.
 
     Args:
-        options: options of the command line.
+        options: flags of the command line.
+        listen: addresses to listen on.
         config: settings of the server.
         logs: log of the server.
     """
 
-    def __init__(self, options: LaunchOptions, config: ServerConfig, logs: Logs) -> None:
+    def __init__(self, options: Flags, listen: Listen, config: ServerConfig, logs: Logs) -> None:
         self._options, self._logs = options, logs
         self._tracing = _tracing() if options.otel else None
-        self.server = Server(config, options.listen, logs=logs, shared_memory=options.memory(), tracing=self._tracing)
+        self.server = Server(config, listen, logs=logs, shared_memory=options.memory(), tracing=self._tracing)
         if options.preload:
             from mmpos_server.rotary_service import preload
 

@@ -17,7 +17,7 @@ from functools import partial
 from platform import python_version
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep, time
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
@@ -28,7 +28,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
 from mmpos_server.access import TlsFiles, not_after
 
-__all__ = ["LEVELS", "Form", "Logs", "MethodMetrics", "Metrics", "ProcessMetrics", "aggregate", "logging_all"]
+__all__ = ["LEVELS", "Logs", "MethodMetrics", "Metrics", "ProcessMetrics", "aggregate", "logging_all"]
 
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -161,8 +161,6 @@ class ProcessMetrics(Collector):
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
-Form = Literal["json", "console"]
-
 # A line of gRPC's core, in C++: its level, time, thread and source location.
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
@@ -189,7 +187,7 @@ class Logs:
         file: file to write to; None is stderr.
     """
 
-    def __init__(self, level: str = "info", form: Form = "json", file: TextIO | None = None) -> None:
+    def __init__(self, level: str = "info", form: str = "json", file: TextIO | None = None) -> None:
         self._level = LEVELS[level]
         self._file = file or sys.stderr
         self._render: Callable[[dict[str, Any]], str] = partial(json.dumps, default=repr)
@@ -325,7 +323,7 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def logging_all(level: str, form: Form, *, core: bool = True) -> Iterator[Logs]:
+def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
     """Create the logger of a process, and write all messages of the process with it; for its entry point only.
 
     These are the records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
@@ -364,7 +362,7 @@ def _adopted(logs: Logs) -> Iterator[None]:
 
 
 @contextmanager
-def _relayed_stderr(level: str, form: Form) -> Iterator[Logs]:
+def _relayed_stderr(level: str, form: str) -> Iterator[Logs]:
     """Create a logger on stderr that also writes a line for each line written to descriptor 2."""
     real = os.dup(2)
     reading, writing = os.pipe()

@@ -22,8 +22,9 @@ from prometheus_client.multiprocess import mark_process_dead
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.access import TokenFile
 from mmpos_server.config import Profiles, ServerConfig
-from mmpos_server.launch import LaunchOptions, Running, SettingsReader, leave, prepare
-from mmpos_server.listening import address, bind, notify, warn
+from mmpos_server.flags import Flags
+from mmpos_server.launch import Running, SettingsReader, leave, prepare
+from mmpos_server.listening import Listen, address, bind, notify, warn
 from mmpos_server.telemetry import Logs, aggregate, logging_all
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ _BEAT_SECONDS, _MOST_SILENCE = 1.0, 10
 _STOP = "stop"
 
 
-def supervise(options: LaunchOptions) -> None:
+def supervise(options: Flags) -> None:
     """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
 
     Args:
-        options: options of the command line.
+        options: flags of the command line.
 
     Raises:
         InvalidInputError: a setting is wrong, the port is taken, or a worker could not start.
@@ -77,7 +78,7 @@ def supervise(options: LaunchOptions) -> None:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
         os.environ[_METRICS_FOLDER] = folder  # before the process starts from which the workers are forked
         held.callback(os.environ.pop, _METRICS_FOLDER)
-        _Supervisor(replace(options, listen=shared), config, folder, logs).run()
+        _Supervisor(options, shared, config, folder, logs).run()
 
 
 @dataclass
@@ -105,8 +106,9 @@ class _Worker:
 class _Supervisor:
     """Supervisor of the workers of one server."""
 
-    def __init__(self, options: LaunchOptions, config: ServerConfig, folder: str, logs: Logs) -> None:
-        self._options, self._config, self._folder, self._logs = options, config, folder, logs
+    def __init__(self, options: Flags, listen: Listen, config: ServerConfig, folder: str, logs: Logs) -> None:
+        self._options, self._listen, self._config = options, listen, config
+        self._folder, self._logs = folder, logs
         self._workers = [_Worker(number) for number in range(options.workers)]
         self._context = multiprocessing.get_context("forkserver")
         rotations = ["mmpos.rotary.apply"] if options.preload else []
@@ -184,7 +186,7 @@ class _Supervisor:
 
     def _start(self, worker: _Worker) -> None:
         ours, theirs = self._context.Pipe()
-        arguments = self._options, self._config, theirs, worker.number, self._folder
+        arguments = self._options, self._listen, self._config, theirs, worker.number, self._folder
         process = self._context.Process(target=_work, args=arguments, name=f"mmpos-worker-{worker.number}")
         try:
             process.start()
@@ -217,8 +219,7 @@ class _Supervisor:
         worker.ready = said
         if not self._announced and not self._stopping and all(each.served for each in self._workers):
             self._announced = True
-            listen = self._options.listen
-            print(f"mmpos_server listening on {address(listen.host, listen.port)}", flush=True)
+            print(f"mmpos_server listening on {address(self._listen.host, self._listen.port)}", flush=True)
             notify("READY=1")
 
     def _ended(self, worker: _Worker) -> None:
@@ -289,7 +290,7 @@ def _catch_signals() -> int:
     return reading
 
 
-def _work(options: LaunchOptions, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
+def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
     """Serve as a worker until its supervisor says stop or is gone."""
     gc.freeze()  # what all workers share is not looked at again, and so stays shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, which the supervisor gets too
@@ -306,7 +307,7 @@ def _work(options: LaunchOptions, config: ServerConfig, pipe: Connection, number
         beating: list[Running] = []
         Thread(target=_beat, args=(beating, say), name="mmpos-beat", daemon=True).start()
         try:
-            running = Running(options, config, logs)
+            running = Running(options, listen, config, logs)
             beating.append(running)
             Thread(target=_obey, args=(pipe, running, folder), name="mmpos-supervisor", daemon=True).start()
 

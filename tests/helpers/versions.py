@@ -5,6 +5,7 @@ python tests/helpers/versions.py oldest 3.13     these only
 
 oldest           all tests, torch included, with every requirement at its bound
 newest           all tests with everything as the index has it today
+grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, the oldest and the newest: what it is there for
 3.12 and so on   all tests with everything as of today in that Python, if it is here
 
@@ -14,6 +15,7 @@ Environments are made anew by uv in build/versions, one at a time; the versions 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -112,10 +114,28 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
     versions = resolve(part, age, "--all-extras", python=python)
     lies = untrue_bounds(versions) if age == "oldest" else []
     print(*lies, sep="\n", end="\n" if lies else "")
+    # The generator of code wants a newer grpcio than the service; part "grpc" runs the oldest.
+    lines = versions.read_text(encoding="utf-8").splitlines(keepends=True)
+    versions.write_text("".join(line for line in lines if not line.startswith("grpcio")), encoding="utf-8")
     install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
     tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
     gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native.py")
     return tests and gil and not lies
+
+
+def run_grpc() -> bool:
+    """Run the tests of the service and its clients with other versions of gRPC and protobuf in this environment."""
+    green = True
+    for age in RESOLUTIONS:
+        text = resolve(f"{age} grpc", age, "--extra=server").read_text(encoding="utf-8")
+        packages = re.findall(r"^(?:grpcio[\w-]*|protobuf)==[\w.]+", text, re.MULTILINE)
+        print(" ", age, *packages, flush=True)
+        folder = BUILD / f"{age}-grpc"
+        uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", folder, *packages)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "server")))}
+        command = [sys.executable, "-m", "pytest", "-q", "tests/server", "tests/client", "tests/rpc"]
+        green &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    return green
 
 
 def untrue_bounds(versions: Path) -> list[str]:
@@ -159,7 +179,7 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run what is asked for, and print a line for each."""
-    chosen = asked(__doc__, [*RESOLUTIONS, "extras", *PYTHONS])
+    chosen = asked(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}
@@ -167,6 +187,8 @@ def main() -> int:
         print(f"{part} …", flush=True)
         if part == "extras":
             results[part] = run_extras()
+        elif part == "grpc":
+            results[part] = run_grpc()
         else:
             python = interpreter(part) if part in PYTHONS else sys.executable
             results[part] = run_tests(part, python) if python else None

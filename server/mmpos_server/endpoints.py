@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
 from mmpos.rpc.errors import RETRIED, get_token
@@ -92,7 +93,8 @@ def host_of(peer: str) -> str:
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
-    return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
+    host = address.rpartition(":")[0]
+    return unquote(host).strip("[]") if kind == "ipv6" else host
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from mmpos_server.app import Server
 from mmpos_server.call import Call
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -110,6 +113,19 @@ class Serving:
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric of the server."""
         return self.server.metrics.registry.get_sample_value(f"mmpos_{name}", labels)
+
+
+class KeptLogs(Logs):
+    """A log in memory, whose lines can be read once."""
+
+    def __init__(self, level: str = "info") -> None:
+        self._kept = io.StringIO()
+        super().__init__(level, file=self._kept)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines, as soon as they are written; none is written any more."""
+        self.close(60.0)
+        return [json.loads(line) for line in self._kept.getvalue().splitlines()]
 
 
 Serve = Callable[..., Serving]

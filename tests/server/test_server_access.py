@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2
 from grpc_calls import Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import PLACE, STREAM, Serve
+from serving import PLACE, STREAM, KeptLogs, Serve
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
@@ -126,39 +126,37 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
     assert [tokens.name("1" * 16), tokens.name("2" * 16)] == [None, "alice"]
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = TokenFile(file, Logs("info"))
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
+    tokens = TokenFile(file, logs := KeptLogs("error"))
     known = tokens.name(ALICE)
     file.unlink()
     os.mkfifo(file)
     tokens.refresh()
     assert tokens.name(ALICE) == known
-    assert "got a pipe or a device" in capsys.readouterr().err
     file.unlink()
     file.write_text(f"eve {ALICE}\n")
     tokens.refresh()
     assert tokens.name(ALICE) == "eve"
+    (line,) = logs.lines()
+    assert "got a pipe or a device" in line["reason"]
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
-    file: Path, wrong: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokens = TokenFile(file, Logs("info"))
+def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(file: Path, wrong: str | None) -> None:
+    tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:
         file.write_text(wrong)
     for _ in range(3):
         tokens.refresh()
     assert [tokens.name(ALICE), tokens.name(BOB)] == ["alice", "bob"]
-    written = capsys.readouterr().err
-    (line,) = map(json.loads, written.splitlines())
-    assert (line["level"], line["event"]) == ("error", "tokens stay as they were")
-    assert "secret" not in written
-    assert str(file) in line["reason"]
     file.write_text(f"bob {BOB}\n")
     tokens.refresh()
     assert [tokens.name(ALICE), tokens.name(BOB)] == [None, "bob"]
+    (line,) = logs.lines()
+    assert (line["level"], line["event"]) == ("error", "tokens stay as they were")
+    assert "secret" not in str(line)
+    assert str(file) in line["reason"]
 
 
 # The door
@@ -356,9 +354,7 @@ def test_a_client_is_its_certificate_or_its_address(context: Caller, name: str) 
     assert server.introspection.server.client(cast(Context, context)) == name
 
 
-def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(file: Path, tmp_path: Path) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
@@ -375,15 +371,15 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
                 return str(error.code().name)
             return "OK"
 
-    with running(listen=Listen(tls=tls), logs=Logs("info")) as address:
+    logs = KeptLogs()
+    with running(listen=Listen(tls=tls), logs=logs) as address:
         assert [ask(address, carol), ask(address, nobody)] == ["OK", "UNAVAILABLE"]
     both = Listen("0.0.0.0", tls=tls, token_file=file)
-    with running(listen=both, logs=Logs("info")) as address:
+    with running(listen=both, logs=logs) as address:
         place = address.replace("0.0.0.0", "127.0.0.1")
         found = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
         assert found == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"event": "request"' in line]
-    assert [line["client"] for line in lines] == ["carol", "bob"]
+    assert [line["client"] for line in logs.lines() if line["event"] == "request"] == ["carol", "bob"]
 
 
 @pytest.mark.slow

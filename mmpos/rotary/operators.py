@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary.memory import is_plain, mark_written
 from mmpos.rotary.paged import NO_SCALES, Scales, Stored
 from mmpos.rotary.reference import AUTO, NO_NORM, TRITON, Norm, RotationArguments
 
 __all__ = [
+    "call",
     "define_operator",
     "rerotate_",
     "rotate",
@@ -57,7 +59,7 @@ def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     _run(q, k, q, k, *_norm_and_rotation(arguments))
-    _mark_written(q, k)
+    mark_written(q, k)
 
 
 def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
@@ -165,7 +167,7 @@ def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     stored, norm, rotation = _stored_norm_and_rotation(arguments)
     k_out = k if stored.return_k else _without_heads(k)
     _run_store(q, k, q, k_out, stored, norm, rotation)
-    _mark_written(q, k_out)
+    mark_written(q, k_out)
 
 
 def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
@@ -192,7 +194,7 @@ def _run_store(
         q_out.copy_(q_wanted)
         if stored.return_k:
             k_out.copy_(turned)
-    _mark_written(
+    mark_written(
         *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
     )
 
@@ -230,7 +232,7 @@ def _rerotate_in_place(
         kernel.launch_rerotate(pages, scales, slots, start, stop)
     elif slots.shape[0] and pages.numel():
         _rerotate_plainly(pages, scales, slots, start, stop)
-    _mark_written(pages, *([] if scales is None else [scales]))
+    mark_written(pages, *([] if scales is None else [scales]))
 
 
 def _rerotate_plainly(
@@ -276,11 +278,6 @@ def _without_heads(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:2], 0, x.shape[3]))
 
 
-def _mark_written(*tensors: Tensor) -> None:
-    """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
-
-
 # The operators.
 
 # Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
@@ -300,7 +297,17 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     _LIBRARY.impl(name, _outside_of_graphs(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{name}", fake, lib=_LIBRARY)
     operator: OpOverload[..., Any] = getattr(torch.ops.mmpos, name).default
+    _FUNCTIONS[operator] = function
     return operator
+
+
+_FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
+
+
+def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
+    """Call an operator, or its function where nobody but that would see the call."""
+    plain = is_plain(*(x for x in arguments if isinstance(x, Tensor)))
+    return (_FUNCTIONS[operator] if plain else operator)(*arguments)
 
 
 def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

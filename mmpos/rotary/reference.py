@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 from mmpos.positions.table_rows import AXES
+from mmpos.rotary.memory import check_no_tangent
 from mmpos.support.checks import boolean, instance
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
@@ -317,6 +317,10 @@ class Norm(NamedTuple):
         """Whether nothing is normalised."""
         return self.q_weight is None and self.k_weight is None
 
+    def named(self) -> dict[str, Tensor | None]:
+        """Return both weights by their names in messages."""
+        return {"norm.q_weight": self.q_weight, "norm.k_weight": self.k_weight}
+
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (head_dim,) float32 weights of q and of k, offset included."""
         return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
@@ -357,12 +361,6 @@ def _checked_weight(name: str, x: object, weight: Tensor | None) -> Tensor | Non
         raise InvalidInputError(f"norm.{name}_weight: got a tensor on {weight.device}, want {x.device} as {name}")
     check_no_tangent(f"norm.{name}_weight", weight)
     return weight.contiguous()
-
-
-def check_no_tangent(name: str, x: Tensor) -> None:
-    """Refuse gradients in forward mode, which the operators would leave out."""
-    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
-        raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
 
 
 def _offset(weight: Tensor | None, offset: float) -> Tensor | None:

@@ -191,11 +191,7 @@ def found(properties: tuple[Property, ...], named: Any, name: str) -> PropertyVa
         (Backwards(), "prefix-stable", "1,1x1,1: a token more moves token 2 from (2, 2) to (3, 3)"),
         (FarOff(), "symmetric", "1,1x1,1: gaps (2, 2) and (0, 0)"),
         (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002); holds for 132 of 144 images"),
-        (
-            Floored(),
-            "symmetric",
-            "1,3x1x1,1 (3/2 s per frame): gaps 2 and 3 at patch 1; holds for every image",
-        ),
+        (Floored(), "symmetric", "1,3x1x1,1 (3/2 s per frame): gaps 2 and 3 at patch 1; holds for every image"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

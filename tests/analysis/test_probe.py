@@ -66,9 +66,7 @@ CASES = {
     "split": Case(Rotary(128, allocation="split"), blocks(32, 32), ladder(64, 1e4)),
     "axial": Case(Rotary(128, allocation="axial", pairing="adjacent"), blocks(32, 32), np.tile(ladder(32, 1e4), 2)),
     "pixtral": Case(
-        Rotary(128, allocation="pixtral"),
-        blocks(32, 32),
-        np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]]),
+        Rotary(128, allocation="pixtral"), blocks(32, 32), np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]])
     ),
     "sections": Case(
         Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24]), blocks(16, 24, 24), ladder(64, 1e6)
@@ -123,7 +121,7 @@ def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> Non
 def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
     case = CASES[name]
     ids = random_ids(case, 10, seed=3)
-    for noise in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+    for noise in (0.05, 0.2, 0.8):
         reading = read(case.turn(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
         assert told(reading, ids)[1] == 0
     assert not reading.known[:, 1:].any()  # but for the reference, which is 0 from itself
@@ -151,7 +149,7 @@ def test_none_of_many_tokens_is_wrong_while_noise_grows(case: Case, added: bool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [30, 1500])
+@pytest.mark.parametrize("tokens", [30, 300])
 def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: str) -> None:
     ids = np.arange(tokens)[None]
     for theta in (1.01, 1.5, 2.0):
@@ -161,7 +159,7 @@ def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: s
 
 
 def test_no_id_is_wrong_of_keys_that_were_changed_after_their_rotation() -> None:
-    case, ids = CASES["1-D"], np.arange(3000)[None]
+    case, ids = CASES["1-D"], np.arange(1000)[None]
     weights = np.random.default_rng(1).uniform(0.7, 1.3, 64)
     for keys in (case.turn(ids).clip(-1, 1), case.turn(ids) * weights):
         for dtype in DTYPES.values():

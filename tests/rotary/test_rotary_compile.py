@@ -16,6 +16,7 @@ from tolerance import assert_within, rotations, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import (
@@ -23,6 +24,7 @@ from mmpos.rotary import (
     Norm,
     Rotary,
     apply_rotary,
+    memory,
     operators,
     rerotate,
     rotate_and_store,
@@ -437,7 +439,7 @@ def test_operators_pass_torchs_own_checks(name: str) -> None:
 
 def test_every_operator_is_checked() -> None:
     assert {operator for operator, _, _ in CHECKED.values()} == {
-        getattr(operators, name) for name in operators.__all__ if name != "define_operator"
+        getattr(operators, name) for name in operators.__all__ if name not in ("call", "define_operator")
     }
 
 
@@ -519,3 +521,19 @@ def test_the_same_tensor_twice_is_not_stored_also_while_a_graph_is_traced(
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # when nothing is known of addresses
         with refused:
             step(same)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_whoever_watches_operators_sees_a_call_and_all_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, rotary, q = torch.arange(20, dtype=torch.int32).view(2, 10), Rotary(16), heads(10, 2, 16)
+    want = apply_rotary(q, None, ids, rotary)[0]
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rotary(x, None, ids, rotary)[0]
+
+    graph = make_fx(rotate)(q)
+    assert torch.ops.mmpos.rotate.default in {node.target for node in graph.graph.nodes}
+    assert torch.equal(torch.vmap(rotate)(q[None])[0], want)
+    monkeypatch.setattr(operators, "_FUNCTIONS", {})  # no operator's function may be called by itself
+    monkeypatch.setattr(memory, "_modes", lambda: 1)
+    assert torch.equal(rotate(q), want)

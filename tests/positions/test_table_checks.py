@@ -25,7 +25,6 @@ from mmpos.positions.table_rows import (
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
 GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
 PLACED = place(SEGMENTS)
-HALVES = place(SEGMENTS, "rope-tie-v2")
 
 
 def again(positions: PositionTable, **changes: Any) -> PositionTable:
@@ -132,10 +131,6 @@ def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | No
     with pytest.raises(LimitExceededError) as refused:
         again(PLACED, **changes)
     assert str(refused.value) == message
-
-
-def test_a_fraction_may_have_a_denominator() -> None:
-    assert (again(HALVES).dense() == HALVES.dense()).all()
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))

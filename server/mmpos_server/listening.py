@@ -156,6 +156,10 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
+        # Calls that Python has not taken yet: beyond these the core drops calls of anybody (by default 1000), so that
+        # one client that opens calls and ends them at once would shut out others.
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 40_000),
         # Per connection; further calls of a client wait until one ends.
         ("grpc.max_concurrent_streams", 256),
         # Clients may ping every 10 s, also between calls; the server pings every minute.

@@ -126,8 +126,9 @@ class Transit:
             ("request did not arrive in time", self._requests, seconds),
             ("client does not read answers", self._answers, times.send_seconds),
         ):
-            for _, (began, end) in list(messages.items()):
+            for message, (began, end) in list(messages.items()):
                 if began > now - most:
                     break
+                messages.pop(message, None)
                 self._logs.seldom(event, seconds=most)
                 end()

@@ -71,11 +71,14 @@ class Transit:
         if late is not None:
             self._requests[requests] = monotonic(), late
         try:
-            return next(requests, None)
+            raw = next(requests, None)
         except grpc.RpcError:
             raise GoneError from None
         finally:
-            self._requests.pop(requests, None)
+            in_time = self._requests.pop(requests, None)
+        if raw is None and late is not None and in_time is None:
+            raise GoneError  # a call that is cancelled may look like one without a message
+        return raw
 
     def request(self, requests: Iterator[bytes], transport: Transport) -> bytes:
         """Wait for the one message of a call.

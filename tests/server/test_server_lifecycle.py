@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,18 +199,27 @@ def test_a_server_ends_after_its_drain_whatever_its_threads_do(
     assert "sitecustomize.py" in cut[0]["traceback"]
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="limits of other processes are files of Linux")
-def test_a_server_may_have_as_many_connections_as_it_may_have_files(start: Start) -> None:
-    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(500, most), most))  # of the processes that this one starts
-    try:
-        server = start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
-    limits = Path(f"/proc/{server.process.pid}/limits").read_text()
-    found = re.search(r"Max open files +(\S+) +(\S+)", limits)
-    assert found
-    assert found[1] == found[2]
+FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, 200))\n"
+
+
+def test_connections_leave_files_for_the_page_and_for_those_that_are_open(
+    start: Start, tmp_path: Path, torchless: dict[str, str]
+) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(f"\n{FEW_FILES}")
+    metrics = free_port()
+    server = start("--metrics-port", str(metrics))
+    with grpc.insecure_channel(server.address) as channel, ExitStack() as opened:
+        place(channel)(REQUEST)
+        for _ in range(400):
+            opened.enter_context(socket.create_connection(("127.0.0.1", int(server.port)), timeout=60))
+        for _ in range(5):
+            assert metrics_of(metrics)["mmpos_in_flight"] == 0
+            assert place(channel)(REQUEST, timeout=60).positions.cu_seqlens == [0, 4096]
+    server.process.terminate()
+    code, lines = server.end()
+    assert (code, [line for line in lines if "exception" in line]) == (0, [])
+    assert len(lines) < 50
 
 
 def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:

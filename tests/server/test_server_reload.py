@@ -75,9 +75,8 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
     assert lost == []
     lines = server.lines()
     read = [line for line in lines if line["event"] == "settings read"]
-    assert [(line["profiles"], line["from_next_start"]) for line in read] == [
-        (["new"], ["concurrency.max_streams"])
-    ] * len(read)
+    assert [line["profiles"] for line in read] == [["new"]] * len(read)
+    assert [line["from_next_start"] for line in read if line["from_next_start"]] == [["concurrency.max_streams"]]
     (wrong,) = (line for line in lines if line["event"] == "settings stay as they were")
     assert (wrong["level"], wrong["reason"]) == ("error", f"{file}: limits.documents: got 0, want >= 1")
 

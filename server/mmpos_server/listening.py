@@ -134,7 +134,7 @@ MAX_METADATA_BYTES = 16 * 1024
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:
-    """Return the channel arguments of a server, all of which the public headers of gRPC document.
+    """Return the channel arguments of a server; the public headers of gRPC document all but max_pending_requests.
 
     Args:
         config: settings of the server.

@@ -79,7 +79,7 @@ class Server:
         methods: MethodsOf | None = None,
     ) -> None:
         self.config, self.listen = config, listen or Listen()
-        self.logs = logs or Logs("error")
+        self.logs, self._own_logs = logs or Logs("error"), logs is None
         self.metrics = Metrics()
         if methods is None:
             from mmpos_server.services import methods as all_methods
@@ -211,6 +211,8 @@ class Server:
         self._admission.close()
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
+        if self._own_logs:
+            self.logs.close()
 
     @property
     def _quiet(self) -> bool:

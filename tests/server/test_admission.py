@@ -273,9 +273,12 @@ class Transport:
 
     def messages(self) -> Iterator[bytes]:
         """Messages of a client that sends none until its call is cancelled."""
-        assert self.cancelled.wait(60)
-        raise grpc.RpcError
-        yield b""
+
+        def next_message() -> bytes:
+            assert self.cancelled.wait(60)
+            raise grpc.RpcError
+
+        return iter(next_message, b"")
 
 
 @pytest.fixture

@@ -306,7 +306,7 @@ INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"q": np.zeros((10_001, 1, 2), np.float32), "table": [[0]] * 9, "table_documents": [[0]] * 4}, MANY),
     ],
 }
-LONG = "{" + " " * 2**20
+LONG: object = "{" + " " * 2**20
 BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     *((model, inputs, {}, message) for model, cases in INPUTS_BEYOND.items() for inputs, message in cases),
     *(
@@ -421,7 +421,7 @@ def replaced(value: object) -> Iterator[Any]:
 def odd_requests() -> Iterator[pb.ModelInferRequest]:
     """Requests with every odd value at every place of parameters that are right."""
     spans: dict[str, object] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
-    inputs = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
+    inputs: dict[str, dict[str, object]] = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
     quoted = json.dumps(HERE)
     for (model, name), values in RIGHT.items():
         tensors = [given(name, values) for name, values in inputs[model].items()]

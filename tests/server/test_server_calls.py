@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream, ending
+from grpc_calls import Stream, Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import PLACE, STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
@@ -152,8 +152,9 @@ def test_a_client_below_its_limits_is_never_refused_while_settings_are_read_and_
         while not done.is_set():
             try:
                 with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                    place: Unary = channel.unary_unary(PLACE)
                     for _ in range(5):
-                        channel.unary_unary(PLACE)(query("echo 1"), timeout=60)
+                        place(query("echo 1"), timeout=60)
                         answered[number] += 1
             except BaseException as error:
                 lost.append(error)

@@ -264,6 +264,12 @@ async def answers(
         except GoneError:
             raise asyncio.CancelledError from None
         _end(ended[0], context)
+        if ended[0].failed is not None:  # Serve asks for the status of a stream after an exception alone
+            raise _StreamError(ended[0].failed.message)
+
+
+class _StreamError(Exception):
+    """Stream that failed; its context has the status."""
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
@@ -273,7 +279,7 @@ async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
 def _end(outcome: Answer, context: _ServeContext) -> None:
     """Set the metadata of a call, and its status if it failed.
 
-    Returned and not raised: after an exception Serve sends no trailing metadata.
+    A call returns then, since after an exception Serve sends no trailing metadata.
     """
     context.set_trailing_metadata(list(outcome.metadata))
     if outcome.failed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 
 import pytest
 from prometheus_client import CollectorRegistry
-from server_program import Start, metrics_of
+from server_program import Start
 from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
@@ -108,10 +109,14 @@ def test_a_socket_of_systemd_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start, workers: str) -> None:
-    port, host = free_port(), "127.0.0.2"
+    port, host, before = free_port(), "127.0.0.2", time.time()
     flags = ["--metrics-host", host, "--metrics-port", str(port), "--notice-seconds", "600", "--workers", workers]
     server = start(*flags)
     assert [status(port, path, host) for path in ("/readyz", "/livez")] == [200, 200]
+    _, metrics = answer(port, "/metrics", host=host)
+    assert re.search(f'^mmpos_build_info{{.*version="{re.escape(version())}".*}} 1', metrics, re.MULTILINE)
+    (started,) = re.findall(r"^mmpos_start_time_seconds (\S+)$", metrics, re.MULTILINE)
+    assert before <= float(started) <= time.time()
     with pytest.raises(ConnectionRefusedError):
         status(port, "/livez")
     server.process.terminate()
@@ -122,13 +127,3 @@ def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start
     assert eventually(lambda: [line["event"] for line in server.lines()].count("draining") == int(workers))
     server.process.terminate()
     assert server.end()[0] == 0
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_metrics_name_the_build_and_the_start(start: Start, workers: str) -> None:
-    port, before = free_port(), time.time()
-    start("--metrics-port", str(port), "--workers", workers)
-    found = metrics_of(port)
-    (build,) = [name for name in found if name.startswith("mmpos_build_info")]
-    assert f'version="{version()}"' in build
-    assert before <= found["mmpos_start_time_seconds"] <= time.time()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from certificates import make_certificate
-from server_program import Program, Start, metrics_of
+from server_program import Program, Start
 from serving import KeptLogs
-from waiting import eventually, free_port
+from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client, Tls
@@ -21,6 +21,7 @@ from mmpos.errors import LimitExceededError, MmposError
 from mmpos_server import access, app
 from mmpos_server.access import Certificates, TlsFiles
 from mmpos_server.listening import Listen
+from mmpos_server.telemetry import ProcessMetrics
 from mmpos_server.testing import running
 
 TWO = SegmentTable.from_documents([[Text(3)], [Text(3)]])
@@ -156,9 +157,9 @@ def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(
     assert lines[0]["not_after"] > lines[1]["not_after"]
 
 
-def test_the_metrics_say_when_the_certificate_expires(start: Start, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path, "server")
-    port = free_port()
-    start("--metrics-port", str(port), "--tls-cert", str(cert), "--tls-key", str(key))
-    wanted = access.not_after(cert.read_bytes()).timestamp()
-    assert metrics_of(port)["mmpos_certificate_not_after_seconds"] == wanted
+def test_the_metrics_say_when_the_certificate_expires(tmp_path: Path) -> None:
+    tls = TlsFiles(*make_certificate(tmp_path, "server"))
+    families = {family.name: family for family in ProcessMetrics(tls).collect()}
+    (sample,) = families["mmpos_certificate_not_after_seconds"].samples
+    assert sample.value == access.not_after(tls.cert.read_bytes()).timestamp()
+    assert "mmpos_certificate_not_after_seconds" not in {family.name for family in ProcessMetrics(None).collect()}

@@ -114,9 +114,6 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
     versions = resolve(part, age, "--all-extras", python=python)
     lies = untrue_bounds(versions) if age == "oldest" else []
     print(*lies, sep="\n", end="\n" if lies else "")
-    # The generator of code wants a newer grpcio than the service; part "grpc" runs the oldest.
-    lines = versions.read_text(encoding="utf-8").splitlines(keepends=True)
-    versions.write_text("".join(line for line in lines if not line.startswith("grpcio")), encoding="utf-8")
     install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
     tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
     gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native.py")

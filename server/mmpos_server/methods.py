@@ -202,8 +202,8 @@ def refused_by(error: Exception) -> str | None:
     """Return the limit that refused a call, as metrics label it; None if the call was not refused."""
     if isinstance(error, ServiceUnauthenticatedError):
         return "unauthenticated"
-    if isinstance(error, ServiceUnavailableError):
-        return "stopping"
+    if isinstance(error, ServiceUnavailableError):  # also the end of a stream through which nothing came
+        return "stopping" if "about to stop" in str(error) else None
     if isinstance(error, ServiceOverloadedError):
         return str(error).partition(":")[0].partition(" of ")[0]
     return None

@@ -85,6 +85,7 @@ def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path
     server.server._admission.ending = True
     found += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
     assert found[-1] == ("UNAVAILABLE", "the server is about to stop")
+    assert server.metric("refused_total", method="Place", reason="stopping") == 1
     page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
     table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
     assert sorted({status for status, _ in found}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
@@ -326,10 +327,12 @@ def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: py
         yield from items("echo 1")
         more.wait(60)
 
-    call = serve().stream(some())
+    server = serve()
+    call = server.stream(some())
     next(call)
     assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: got nothing for 0.2 s, want a new one")
     more.set()
+    assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 
 
 def test_a_client_that_finds_no_place_for_a_stream_waits_for_one(serve: Serve) -> None:

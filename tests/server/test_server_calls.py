@@ -134,6 +134,7 @@ def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
     assert first.result(60).positions.cu_seqlens == [1]
     assert server.place(more).positions.cu_seqlens in ([0], [1])
     assert server.metric("refused_total", method="Place", reason=said.partition(":")[0]) == 1
+    assert server.total("refused_total") > 0.05 * server.total("requests_total")  # the page's alert of overload
     assert eventually(lambda: not server.taken())
 
 

@@ -274,31 +274,12 @@ BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE, TRITON])
-@pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100]])
+@pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100], [-1] * 13])
 def test_nothing_is_written_beyond_a_cache(slots: list[int], implementation: int) -> None:
     cache, want = (CACHES["NHD"](4, 16, 2, 12, torch.float32) for _ in range(2))
     v, turned = unseen(cache, torch.tensor(slots), implementation)
     write(want, turned, v, [slot if slot < 64 else -1 for slot in slots])
     assert_holds(cache, want)
-
-
-@pytest.mark.parametrize(
-    "slots", [BEYOND, [-1] * 13, [-(2**40)], [7] + [-1] * 12, [-1, 5, 64], list(range(13)), [0, -1, 5]]
-)
-@pytest.mark.parametrize("name", CACHES)
-def test_the_plain_write_that_waits_for_nothing_writes_the_same(name: str, slots: list[int]) -> None:
-    cache, want = (CACHES[name](4, 16, 2, 12, torch.float32) for _ in range(2))
-    k, v = qkv()[1:]
-    write(want, k, v, [slot if slot < 64 else -1 for slot in slots])
-    pages = [paged.pages_of(cache.with_slots(torch.zeros(1)), name, k[None]) for name in ("k", "v")]
-    rows = [x[: len(slots)] for x in (k, v)]
-    paged._write_waiting_for_nothing(pages, rows, torch.tensor(slots, device=DEVICE))
-    assert_holds(cache, want)
-
-
-def test_the_plain_write_that_waits_for_nothing_leaves_a_cache_of_no_blocks_alone() -> None:
-    none, x = torch.zeros(0, 16, 2, 12), heads(2, 2, 12)
-    paged._write_waiting_for_nothing([none], [x], torch.tensor([-1, 3]))
 
 
 def test_slots_that_the_host_does_not_look_at_are_refused_if_validated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,23 +251,6 @@ def test_views_of_a_fused_qkv_are_not_copied(layout: Any, pairing: Any, monkeypa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_rotate(layout: Any) -> None:
-    rotary = Rotary(8)
-    table = packed("rope-tie").pad(13)
-    shape = (*LAYOUTS[layout], 2, 8) if layout != "bhsd" else (3, 2, 13, 8)
-    axes = len(shape)
-    whole = heads(tuple(2 * n for n in shape[:-2]), 2 * shape[-2], 2 * shape[-1])
-    strided = whole[(slice(1, None, 2),) * axes]
-    backwards = heads(tuple(reversed(shape))[:-2], shape[1], shape[0]).permute(*reversed(range(axes)))
-    broadcast = heads((1,) * (axes - 2), 1, shape[-1]).expand(shape)
-    for x in (strided, backwards, broadcast):
-        assert x.shape == shape
-        before = x.clone()
-        assert_rotated(one(x, table, rotary, layout=layout), x, table, rotary, layout=layout)
-        assert bits(x) == bits(before)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_place_writes_into_views_and_nowhere_else(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rotary = Rotary(12, rotary_dim=8)
     table = packed("rope-tie").pad(13)
@@ -380,27 +363,6 @@ def test_gradients_are_turned_backwards(conjugate: bool, pairing: Any, dtype: to
     torch.autograd.backward(both(q, k, table, rotary, conjugate=conjugate), (q_grad, k_grad))
     assert_rotated(q.grad, q_grad, table, rotary, conjugate=not conjugate)
     assert_rotated(k.grad, k_grad, table, rotary, conjugate=not conjugate)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_flow_through_fused_views(layout: Any) -> None:
-    rotary, table = Rotary(12), packed("rope-tie").pad(13)
-    fused = leaf(heads(39, 8, 12))
-    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
-    weights = heads(39, 6, 12, seed=4)
-    q_out, k_out = both(q, k, table, rotary, layout=layout)
-    loss = (q_out * as_layout(weights[:, :4], layout)).sum() + (k_out * as_layout(weights[:, 4:], layout)).sum()
-    loss.backward()
-    assert fused.grad is not None
-    assert_rotated(fused.grad[:, :6], weights, table, rotary, conjugate=True)
-    assert not fused.grad[:, 6:].any()
-
-
-def test_expanded_gradients_are_not_written() -> None:
-    rotary, table = Rotary(8), packed("rope-tie")
-    q = leaf(heads(32, 2, 8))
-    one(q, table, rotary).sum().backward()
-    assert_rotated(q.grad, torch.ones(32, 2, 8), table, rotary, conjugate=True)
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:

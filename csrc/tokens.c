@@ -65,7 +65,7 @@ typedef struct {
     int64_t count, from, to, phase; /* steps: bytes, bytes, elements */
     int64_t channels;
     const float *weight;
-    float eps;
+    float eps, *room;
 } Rows;
 
 /* Rotate the pairs of a head, of a kind that the compiler knows, so that it unrolls its own loop for each. */
@@ -190,11 +190,37 @@ static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int normed, i
     }
 }
 
+/* Rotate heads as float32, then normalise them if they have weights, and round them once. */
+static ALWAYS_INLINE void rotate_and_normalise(Rows r, const Kind *kind, int narrow, int wide) {
+    int64_t size = narrow ? 2 : 4;
+    for (; r.count > 0; r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {
+        Head head = {(const char *)r.room, (char *)r.room, r.cos, r.sin, NULL, 1.0f};
+        for (int64_t c = 0; c < r.channels; c++) {
+            r.room[c] = load(r.x + c * size, narrow);
+        }
+        rotate_head(head, kind->pairs, kind->adjacent, 0, 0, wide);
+        float sum = r.weight == NULL ? 0 : sum_of_squares(head.x, r.channels, 0, wide);
+        head.scale = 1.0f / sqrtf(sum / (float)r.channels + r.eps);
+        for (int64_t c = 0; c < r.channels; c++) {
+            float value = r.weight == NULL ? r.room[c] : r.room[c] * head.scale * r.weight[c];
+            store(r.out + c * size, value, narrow);
+        }
+    }
+}
+
 static void rotate_plain(const Rows *rows, const Kind *kind) {
+    if (kind->after) {
+        kind->narrow ? rotate_and_normalise(*rows, kind, 1, 0) : rotate_and_normalise(*rows, kind, 0, 0);
+        return;
+    }
     rows->weight == NULL ? rotate_rows(*rows, kind, 0, 0) : rotate_rows(*rows, kind, 1, 0);
 }
 
 static WIDE void rotate_wide(const Rows *rows, const Kind *kind) {
+    if (kind->after) {
+        kind->narrow ? rotate_and_normalise(*rows, kind, 1, 1) : rotate_and_normalise(*rows, kind, 0, 1);
+        return;
+    }
     rows->weight == NULL ? rotate_rows(*rows, kind, 0, 1) : rotate_rows(*rows, kind, 1, 1);
 }
 
@@ -212,7 +238,8 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
                  0,
                  job->shape[CHANNELS],
                  job->weight,
-                 job->eps};
+                 job->eps,
+                 job->room};
     if (by_head) {
         rows.count = tokens;
         rows.from = job->from[SEQ];
@@ -231,7 +258,8 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
 void order_of(const Kind *kind, int64_t *order) {
     int64_t j = 0;
 #ifdef VECTORS
-    for (int64_t group = kind->wide ? 16 : 8; kind->narrow && !kind->adjacent && group >= 8; group /= 2) {
+    for (int64_t group = kind->wide ? 16 : 8; kind->narrow && !kind->after && !kind->adjacent && group >= 8;
+         group /= 2) {
         for (; j + group <= kind->pairs; j += group) {
             for (int64_t i = 0; i < group / 2; i++) {
                 order[j + i] = j + 2 * i;
@@ -252,7 +280,7 @@ void weights_of(const Kind *kind, const int64_t *order, const char *given, int64
         if (rest < 0) {
             int64_t pair = order[c % pairs], second = c >= pairs;
             from = kind->adjacent ? 2 * pair + second : pair + second * pairs;
-        } else if (kind->narrow && rest < 2 * still) {
+        } else if (kind->narrow && !kind->after && rest < 2 * still) {
             from = 2 * pairs + rest % still * 2 + rest / still;
         }
         memcpy(&weight[c], given + 4 * from, 4);

@@ -12,14 +12,14 @@ typedef struct {
     const char *x;
     char *out;
     int64_t shape[4], from[4], to[4]; /* strides in bytes */
-    const float *weight;              /* of the norm before, as weights_of gives it; NULL for none */
-    float eps;
+    const float *weight;              /* of the norm, as weights_of gives it; NULL for none */
+    float eps, *room;                 /* for the channels of a head, if a norm comes after */
 } Job;
 
 /* How to rotate it. */
 typedef struct {
     int64_t pairs;
-    int adjacent, narrow, wide; /* narrow: bfloat16; wide: vectors */
+    int adjacent, narrow, wide, after; /* narrow: bfloat16; wide: vectors; after: the norm comes after */
 } Kind;
 
 /* Where the vectors want the cos and sin of each pair: (pairs,) the pair that stands there. */

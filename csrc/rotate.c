@@ -1,9 +1,10 @@
-/* Rotation of q and k on a CPU, and the norm before it: cos and sin of a block of tokens, which stay in the first cache,
+/* Rotation of q and k on a CPU, and their norm: cos and sin of a block of tokens, which stay in the first cache,
  * then all their heads.
  *
  * Tensors come as capsules of DLPack, whose shapes and strides torch answers for: what lies within the shape is memory of
  * the tensor. Nothing else is read or written, whatever the numbers are. */
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "phases.h"
@@ -27,8 +28,10 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
     }
     order_of(kind, phases.order);
     for (int i = 0; i < count; i++) {
-        if (norm->weights[i] != NULL) {
-            weights_of(kind, phases.order, norm->weights[i], channels, weights + i * channels);
+        for (int64_t c = 0; norm->weights[i] != NULL && c < channels; c++) {
+            float *weight = &weights[i * channels + c];
+            memcpy(weight, norm->weights[i] + 4 * c, 4);
+            *weight = isnan(*weight) ? NAN : *weight; /* whose low bits are zeros, see ROUNDED in heads.h */
         }
     }
     for (int64_t group = 0, next; group < source->constants.groups; group = next) {
@@ -210,8 +213,9 @@ PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
                         &jobs[taken], &narrow[taken])) {
             taken++;
         }
-        Kind kind = {source.constants.pairs, (flags & ADJACENT) != 0, narrow[0],
-                     (flags & SHORT_VECTORS) == 0 && has_wide(), (flags & NORM_AFTER) != 0};
+        Kind kind = {
+            source.constants.pairs, (flags & ADJACENT) != 0,  narrow[0], (flags & SHORT_VECTORS) == 0 && has_wide(),
+            args[2] != Py_None,     (flags & NORM_AFTER) != 0};
         if (2 * taken == size && (taken == 1 || narrow[0] == narrow[1]) && fit(jobs, taken, &source, first, stop) &&
             take_norm(&buffers, args[2], jobs, taken, &norm) &&
             ((flags & APART) == 0 || apart(jobs, taken, narrow[0] ? 2 : 4))) {

@@ -80,11 +80,7 @@ def test_ids_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_wrong_standard_input_is_one_line(
-    data: bytes,
-    arguments: str,
-    message: str | None,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    data: bytes, arguments: str, message: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, data)
     code, out, err = run(*arguments.split())

@@ -297,14 +297,22 @@ def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: py
     assert [answer.id for answer in call] == list(range(10))
 
 
-def test_a_stream_that_is_not_read_holds_few_answers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_not_read_holds_few_answers_and_no_thread_once_it_is_left(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 16, 1024))
-    server = serve()
-    call = server.stream(items(*["large"] * 40))
-    assert eventually(lambda: len(server.fake.names) >= 2)
-    time.sleep(0.3)
-    assert 2 <= len(server.fake.names) <= 8  # and not the window of sixteen
-    assert sum(1 for _ in call) == 40
+    server = serve(concurrency={"max_streams": 1})
+    for left in (True, False):
+        server.fake.names.clear()
+        call = server.stream(items(*["large"] * 20))
+        assert eventually(lambda: len(server.fake.names) >= 2)
+        time.sleep(0.3)
+        assert 2 <= len(server.fake.names) <= 8  # and not the window of sixteen
+        if left:
+            call.cancel()
+            assert eventually(lambda: not server.taken())
+        else:  # by the only thread that reads streams
+            assert sum(1 for _ in call) == 20
 
 
 def test_a_stream_that_is_cancelled_cancels_its_items_and_leaves_its_slot(serve: Serve) -> None:

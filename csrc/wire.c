@@ -302,8 +302,8 @@ PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t coun
         sizes[i] = varints(found[i].begin, found[i].end);
         known = i < SECONDS ? sizes[i] >= 0 : found[i].begin == NULL;
     }
-    if (!known || (sizes[FRAMES] != 0 && sizes[FRAMES] != sizes[KINDS]) || sizes[HEIGHTS] != sizes[KINDS] ||
-        sizes[WIDTHS] != sizes[KINDS]) {
+    if (!known || sizes[KINDS] == 0 || (sizes[FRAMES] != 0 && sizes[FRAMES] != sizes[KINDS]) ||
+        sizes[HEIGHTS] != sizes[KINDS] || sizes[WIDTHS] != sizes[KINDS]) {
         return answer(&buffers, NULL);
     }
     Py_ssize_t row = 8 * sizes[KINDS];

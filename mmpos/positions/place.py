@@ -151,7 +151,7 @@ class TextsAndGrids(NamedTuple):
 
 
 def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
-    """TextsAndGrids a batch: in C where it was built, or the same in numpy."""
+    """Tell the texts of a batch from its grids: in C where it was built, or the same in numpy."""
     kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
     separator = segments.row_separator
     if native.core is not None:

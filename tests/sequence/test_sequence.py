@@ -60,11 +60,6 @@ def test_the_segments_are_what_from_input_ids_finds() -> None:
     assert (place(segments).table == sequence.positions.table).all()
 
 
-def test_two_images_in_a_row_stand_apart_by_their_markers() -> None:
-    sequence = SequenceBuilder().build([Grid(1, 1), Grid(1, 1)])
-    assert sequence.input_ids.tolist() == [256, 258, 257, 256, 258, 257]
-
-
 def test_a_photo_gives_the_patches_and_the_hash_of_the_processor() -> None:
     photo = pixels(24, 40)
     sequence = SequenceBuilder(images=PROCESSOR).build(["x", photo])
@@ -194,12 +189,6 @@ def test_markers_that_are_no_single_ids_are_refused(markers: Markers, message: s
 def test_scheme_start_and_strictness_reach_the_positions() -> None:
     builder = SequenceBuilder(scheme="rope-tie-v2", start=10)
     assert builder.build(["a", Grid(1, 2)]).positions.dense()[1].tolist() == [10, 11, 12, 13, 14]
-
-
-def test_a_batch_is_its_sequences_one_by_one() -> None:
-    builder = SequenceBuilder()
-    batch = builder.build_batch([["a", Grid(1, 2)], ["bc"]])
-    assert [s.input_ids.tolist() for s in batch] == [[97, 256, 258, 258, 257], [98, 99]]
 
 
 def photographs(count: int) -> list[Any]:

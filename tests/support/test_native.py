@@ -25,8 +25,9 @@ from oracle import CASES, Case, Document, batches
 import mmpos
 from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.positions import table_rows
-from mmpos.positions.place import BLOCK_ROWS
+from mmpos.positions.plan import forget_plans
 from mmpos.positions.table_rows import AXES, DENOMINATOR, HEIGHT, WIDTH
+from mmpos.schemes import get_scheme
 from mmpos.segments import Audio, table
 from mmpos.support import native
 
@@ -194,13 +195,15 @@ def test_info_says_whether_the_extension_is_there() -> None:
         assert mmpos.info()["extension"] == "not built, numpy is used"
 
 
-def test_cursors_of_documents_that_overlap_stay_inside() -> None:
-    kind, offsets = np.ones(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three grids
-    start, end = np.zeros((2, 7), np.int64)
-    for of_grids in (np.ones(12, np.int64), np.ones(3, np.int64)):
-        memory = np.full((20, 3), GUARD, np.int64)
-        assert CORE.cursors(kind, offsets, start, start[:0], of_grids, memory[:2], end) is None
-        assert (memory[2:] == GUARD).all()
+def test_documents_that_overlap_are_placed_inside_their_table() -> None:
+    kind, offsets = np.zeros(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three texts
+    extents, plan = np.ones((3, 3), np.int64), np.zeros((2, 7 + 5), np.int64)
+    memory = np.full((9 + 20, 3), GUARD, np.int64)
+    header = np.zeros((4, 7), np.int64)
+    CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True), memory[:9], header)
+    assert (memory[9:] == GUARD).all()
+    offsets[1] = 4  # a segment that is not there
+    assert CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True), memory[:9], header) is None
 
 
 class Fickle:
@@ -241,16 +244,18 @@ class Recorder:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
+    forget_plans()
     monkeypatch.setattr(native, "core", recorder)
     grid = Grid(2 * case.side, 3 * case.side, frames=2 if case.frames else 1)
     document: Document = [Text(3), grid, Text(2)] if case.text else [grid]
     positions = place(SegmentTable.from_documents([document]), case.scheme)
     positions.dense()
     positions.rationals()
-    timed = case.name in ("mrope-qwen2.5", "tmrope") or "tokens_per_second" in case.label
-    cut = [] if timed or "order=merged" in case.label else ["columns"]  # pieces are put together in numpy
-    assert [name for name, _ in recorder.answers] == ["documents", "sound", "split", "cursors", *cut, *["expand"] * 2]
-    assert [name for name, answer in recorder.answers if answer is None or answer is False] == []
+    by_plan = ["place", "enter", "place"] if vars(type(get_scheme(case.scheme))).get("by_shape") else []
+    assert [name for name, _ in recorder.answers] == ["documents", "sound", *by_plan, *["expand"] * 2]
+    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label  # whose frames are pieces
+    declined = ["place"] if by_plan and timed else []
+    assert [name for name, answer in recorder.answers if answer is None or answer is False] == declined
 
 
 def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +275,6 @@ def test_rows_are_numbered_in_c_as_in_python() -> None:
     enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
     known = [names for names in enums if hasattr(table_rows, names[0])]
     assert [[getattr(table_rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
-    assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]
 
 
 def test_the_extension_exports_its_entry_alone() -> None:

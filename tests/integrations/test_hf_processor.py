@@ -87,14 +87,6 @@ def test_every_row_is_the_sequence_of_the_builder(told: dict[str, Any], side: st
     np.testing.assert_array_equal(batch["positions"].dense().reshape(-1, 3, width), batch["mm_position_ids"])
 
 
-def test_text_with_markers_of_its_own_gets_no_others() -> None:
-    plain, marked = processor(), processor(add_markers=False)
-    ours = plain([WIDE], "A [PATCH] cat", return_tensors="np")
-    theirs = marked([WIDE], "A [IMG][PATCH][/IMG] cat", return_tensors="np")
-    assert all((ours[key] == theirs[key]).all() for key in ours if key != "positions")
-    assert ours.keys() == theirs.keys()
-
-
 def test_rows_without_padding_are_lists() -> None:
     made = processor()
     batch = made([WIDE], TEXTS[:2])

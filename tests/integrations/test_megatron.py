@@ -1,4 +1,4 @@
-"""Megatron and TransformerEngine: their own formulas, run on a CPU, turn by our angles as we do."""
+"""Megatron: its own formulas, run on a CPU, turn by our angles as we do."""
 
 from __future__ import annotations
 
@@ -251,45 +251,6 @@ def test_torchs_balancers_give_our_zigzag(count: int) -> None:
         shards = balancer._generate_indices()[0].chunk(count)
         for rank, shard in enumerate(shards):
             assert shard.tolist() == PACKED.shard_indices(rank, count, layout).tolist()  # type: ignore[arg-type]
-
-
-# TransformerEngine is only read: its kernels want a GPU. Which row of freqs turns token i of a document of n tokens
-# on rank r of C, and how, in our words.
-
-
-def engine_rows(n: int, start: int, rank: int, count: int) -> list[int]:
-    half = n // count // 2
-    if count == 1:
-        return [start + i for i in range(n)]
-    return [start + rank * half + i for i in range(half)] + [start + n - (rank + 1) * half + i for i in range(half)]
-
-
-def engine_turns(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
-    """(tokens, heads, head_dim) by (tokens, 1, 1, rotary_dim): as complex numbers."""
-    width = freqs.shape[-1]
-    x, angle = t[..., :width].double(), freqs[:, 0].double()
-    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
-    angle = angle[..., ::2] if interleaved else angle[..., : width // 2]
-    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
-    out = out if interleaved else out.transpose(-1, -2)
-    return torch.cat((out.flatten(-2).float(), t[..., width:]), dim=-1)
-
-
-@pytest.mark.parametrize("pairing", ["half", "adjacent"])
-@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
-def test_transformer_engine_wants_the_start_of_every_document(pairing: Any, rank: int, count: int) -> None:
-    rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing)
-    freqs = rotary_pos_emb(PACKED, rotary, "thd")
-    q = normal(PACKED.num_tokens, 3, 16)[torch.from_numpy(PACKED.shard_indices(rank, count))]
-    want = turned(q, PACKED.shard(rank, count), rotary)
-    firsts = PACKED.cu_seqlens[:-1].tolist()
-    for starts, right in ((firsts, True), ([0, 0, 0], False)):
-        pairs = zip(PACKED.lengths.tolist(), starts, strict=True)
-        rows = [row for n, start in pairs for row in engine_rows(n, start, rank, count)]
-        found = engine_turns(q, freqs[rows], pairing == "adjacent")
-        assert bool(((found - want).abs() <= rotations(want, OF_ANGLES)).all()) is right
-    one_row = rotary_pos_emb(PACKED.shard(rank, count), rotary, "thd")  # sbhd with a batch of 1: row i turns token i
-    same(engine_turns(q, one_row, pairing == "adjacent"), want)
 
 
 def test_two_processes_get_equal_tables(tmp_path: Path) -> None:

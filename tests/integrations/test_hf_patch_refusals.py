@@ -59,7 +59,7 @@ NO_KERNEL: tuple[tuple[str, dict[str, Any], str], ...] = (
     (  # the indexer of this one takes cos and sin, too
         "minimax_m3_vl_text",
         {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16},
-        "implementation: got 'triton' for MiniMaxM3VLSparseAttention, which does not turn q and k by one call",
+        "implementation: got 'triton' for MiniMaxM3VLAttention, which does not turn q and k by one call",
     ),
 )
 

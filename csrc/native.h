@@ -124,19 +124,19 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 /* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 Py_ssize_t length_of(PyObject *list);
 
-PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_split(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -4,8 +4,9 @@
 #include <stdlib.h>
 
 #include "phases.h"
+#include "table.h"
 
-enum { HI, LO, ROUNDS }; /* rows of words */
+enum { HI, LO, ROUNDS, WORDS }; /* rows of words */
 
 /* A matrix of contiguous rows. */
 static int take_rows(Buffers *buffers, PyObject *object, Matrix *matrix) {
@@ -13,67 +14,97 @@ static int take_rows(Buffers *buffers, PyObject *object, Matrix *matrix) {
            (matrix->columns < 2 || matrix->column_stride == matrix->itemsize);
 }
 
-static int take_coefficients(Source *source, PyObject *object) {
-    char *bytes;
-    Py_ssize_t size;
-    if (!PyBytes_Check(object) || PyBytes_AsStringAndSize(object, &bytes, &size) != 0 ||
-        size != sizeof source->sin_of + sizeof source->cos_of) {
-        return 0;
-    }
-    memcpy(source->sin_of, bytes, sizeof source->sin_of);
-    memcpy(source->cos_of, bytes + sizeof source->sin_of, sizeof source->cos_of);
-    return 1;
-}
-
-static int take_tables(Buffers *buffers, PyObject *tuple, Source *source) {
-    source->given = 1;
-    if (!take_rows(buffers, PyTuple_GetItem(tuple, 0), &source->cos) ||
-        !take_rows(buffers, PyTuple_GetItem(tuple, 1), &source->sin)) {
-        return 0;
-    }
-    source->tokens = source->cos.rows;
-    source->pairs = source->cos.columns;
-    return source->cos.format == 'f' && source->sin.format == 'f' && source->sin.rows == source->tokens &&
-           source->sin.columns == source->pairs;
-}
-
-static int take_positions(Buffers *buffers, PyObject *tuple, Source *source) {
-    PyObject *factor = PyTuple_GetItem(tuple, 5);
-    if (!take_rows(buffers, PyTuple_GetItem(tuple, 0), &source->ids) ||
-        !take_rows(buffers, PyTuple_GetItem(tuple, 2), &source->words) ||
-        !take_rows(buffers, PyTuple_GetItem(tuple, 3), &source->pair_axis) ||
-        !take_coefficients(source, PyTuple_GetItem(tuple, 4)) || !PyFloat_Check(factor)) {
-        return 0;
-    }
-    source->fixed = PyTuple_GetItem(tuple, 1) == Py_True;
-    source->factor = (float)PyFloat_AsDouble(factor);
-    source->tokens = source->ids.columns;
-    source->pairs = source->pair_axis.columns;
-    return (source->ids.format == 'q' || (source->ids.format == 'i' && !source->fixed)) &&
-           source->ids.rows <= MOST_AXES && source->words.format == 'q' && source->words.rows == 3 &&
-           source->words.columns == source->pairs && source->pair_axis.format == 'i' && source->pair_axis.rows == 1;
-}
-
-int take_source(Buffers *buffers, PyObject *tuple, Source *source) {
-    memset(source, 0, sizeof *source);
-    if (PyTuple_Check(tuple) && PyTuple_Size(tuple) == 2) {
-        return take_tables(buffers, tuple, source);
-    }
-    return PyTuple_Check(tuple) && PyTuple_Size(tuple) == 6 && take_positions(buffers, tuple, source);
-}
-
 static inline const char *cell(const Matrix *matrix, int64_t row, int64_t column) {
     return matrix->data + row * matrix->row_stride + column * matrix->itemsize;
 }
 
-static inline uint64_t word(const Matrix *words, int64_t row, int64_t column) {
-    uint64_t value;
-    memcpy(&value, cell(words, row, column), 8);
-    return value;
+static inline uint64_t word(const Source *source, int64_t row, int64_t pair) {
+    return (uint64_t)int64_at(source->words + 8 * (row * source->constants.pairs + pair));
+}
+
+static inline int32_t axis_of(const Source *source, int64_t group, int64_t pair) {
+    int32_t axis;
+    memcpy(&axis, source->axes + 4 * (group * source->constants.pairs + pair), 4);
+    return axis;
+}
+
+static inline int is_table(const Source *source) {
+    return source->kind == TABLE_INTEGER || source->kind == TABLE_FRACTIONAL;
+}
+
+static int take_tables(Buffers *buffers, PyObject *tuple, Source *source) {
+    Constants *constants = &source->constants;
+    source->kind = GIVEN;
+    constants->groups = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
+    if (constants->groups < 1 || !take_rows(buffers, PyTuple_GetItem(tuple, 0), &source->cos) ||
+        !take_rows(buffers, PyTuple_GetItem(tuple, 1), &source->sin)) {
+        return 0;
+    }
+    source->tokens = source->cos.rows;
+    constants->pairs = source->cos.columns / constants->groups;
+    return source->cos.format == 'f' && source->sin.format == 'f' && source->sin.rows == source->tokens &&
+           source->sin.columns == source->cos.columns && constants->pairs * constants->groups == source->cos.columns;
+}
+
+/* Read what cpu.py packs; 0 if that is of another size, or a pair has an axis that is none. */
+static int take_constants(PyObject *object, int64_t axes, Source *source) {
+    Constants *constants = &source->constants;
+    char *bytes;
+    Py_ssize_t size, left;
+    if (!PyBytes_Check(object) || PyBytes_AsStringAndSize(object, &bytes, &size) != 0 ||
+        size < (Py_ssize_t)sizeof *constants) {
+        return 0;
+    }
+    memcpy(constants, bytes, sizeof *constants);
+    left = size - (Py_ssize_t)sizeof *constants;
+    if (constants->axes != axes || constants->pairs < 1 || constants->groups < 1 || constants->pairs > left ||
+        constants->groups > left || left / constants->pairs != 8 * WORDS + 4 * constants->groups ||
+        left % constants->pairs != 0) {
+        return 0;
+    }
+    source->words = bytes + sizeof *constants;
+    source->axes = source->words + 8 * WORDS * constants->pairs;
+    int known = 1;
+    for (int64_t i = 0; i < constants->groups * constants->pairs; i++) {
+        int32_t axis = axis_of(source, 0, i);
+        known = known && axis >= -1 && axis < axes;
+    }
+    return known;
+}
+
+static int take_positions(Buffers *buffers, PyObject *tuple, Source *source) {
+    Matrix *positions = &source->positions;
+    int64_t kind = PyLong_AsLongLong(PyTuple_GetItem(tuple, 1));
+    source->tokens = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
+    if (!take_rows(buffers, PyTuple_GetItem(tuple, 0), positions) || kind < TABLE_INTEGER || kind > DENSE_FIXED) {
+        return 0;
+    }
+    source->kind = (int)kind;
+    int64_t axes = is_table(source) ? (positions->rows - AXES) / 4 : positions->rows;
+    int fits = is_table(source) ? positions->columns > 0 : positions->columns == source->tokens;
+    return fits && axes >= 1 && axes <= MOST_AXES && take_constants(PyTuple_GetItem(tuple, 3), axes, source) &&
+           (positions->format == 'q' || (positions->format == 'i' && kind == DENSE_INTEGER));
+}
+
+int take_source(Buffers *buffers, PyObject *tuple, Source *source) {
+    memset(source, 0, sizeof *source);
+    Py_ssize_t size = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : 0;
+    return size == 3 ? take_tables(buffers, tuple, source) : size == 4 && take_positions(buffers, tuple, source);
+}
+
+int64_t next_group(const Source *source, int64_t group) {
+    size_t row = 4 * (size_t)source->constants.pairs;
+    const char *axes = source->axes + (size_t)group * row;
+    int64_t next = group + 1;
+    while (source->kind != GIVEN && next < source->constants.groups &&
+           memcmp(axes, source->axes + (size_t)next * row, row) == 0) {
+        next++;
+    }
+    return next;
 }
 
 int phases_make(Phases *phases, const Source *source, int wide) {
-    size_t pairs = (size_t)source->pairs, block = pairs < BLOCK_PAIRS ? BLOCK_PAIRS / pairs : 1;
+    size_t pairs = (size_t)source->constants.pairs, block = pairs < BLOCK_PAIRS ? BLOCK_PAIRS / pairs : 1;
     char *room = malloc(pairs * (8 + 8 + 4 + 4) + block * pairs * (4 + 4 + 4));
     if (room == NULL) {
         return 0;
@@ -91,51 +122,89 @@ int phases_make(Phases *phases, const Source *source, int wide) {
     return 1;
 }
 
-int phases_read(Phases *phases) {
+void phases_read(Phases *phases, int64_t group) {
     const Source *source = phases->source;
-    const int64_t *order = phases->order;
-    for (int64_t j = 0; j < source->pairs && !source->given; j++) {
-        memcpy(&phases->axis[j], cell(&source->pair_axis, 0, order[j]), 4);
-        if (phases->axis[j] < -1 || phases->axis[j] >= source->ids.rows) {
-            return 0;
+    phases->group = group;
+    for (int64_t j = 0; j < source->constants.pairs && source->kind != GIVEN; j++) {
+        int64_t pair = phases->order[j];
+        phases->axis[j] = axis_of(source, group, pair) + 1; /* as turns has them: 0 is none, with an id of 0 */
+        phases->tau[j] = word(source, HI, pair) << 32 | (uint32_t)word(source, LO, pair);
+        phases->rounds[j] = (uint32_t)word(source, ROUNDS, pair);
+    }
+}
+
+/* A position on every axis: integer parts, and fractions in units of 2**-32; before them those of no axis, which is 0.
+ * Numbers that are no ids wrap around. */
+typedef struct {
+    int32_t whole[MOST_AXES + 1];
+    uint32_t fraction[MOST_AXES + 1];
+} Position;
+
+/* The last column of a table that begins at or before a token. */
+static int64_t column_of(const Matrix *table, int64_t token) {
+    int64_t low = 0, high = table->columns;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (entry(table, OFFSET, middle) <= token) {
+            low = middle;
+        } else {
+            high = middle;
         }
-        phases->axis[j]++; /* as turns has them: 0 is none, with an id of 0 */
-        phases->tau[j] = word(&source->words, HI, order[j]) << 32 | (uint32_t)word(&source->words, LO, order[j]);
-        phases->rounds[j] = (uint32_t)word(&source->words, ROUNDS, order[j]);
     }
-    return 1;
+    return low;
 }
 
-/* The position of a token on an axis: its integer part, and its fraction in units of 2**-32. */
-static inline void position(const Source *source, int64_t axis, int64_t token, int64_t *whole, uint32_t *fraction) {
-    const char *at = cell(&source->ids, axis, token);
-    int64_t value = 0;
-    int32_t narrow;
-    if (source->fixed) {
-        memcpy(&value, at, 8);
-        *fraction = (uint32_t)value;
-        *whole = value >> 32;
-        return;
-    }
-    memcpy(source->ids.itemsize == 8 ? (void *)&value : (void *)&narrow, at, (size_t)source->ids.itemsize);
-    *fraction = 0;
-    *whole = source->ids.itemsize == 8 ? (int32_t)(uint32_t)value : narrow;
+static inline int64_t divisor(const Matrix *table, int64_t row, int64_t column) {
+    int64_t value = entry(table, row, column);
+    return value < 1 ? 1 : value;
 }
 
-static void turns(const Phases *p, int64_t token, uint32_t *turn) {
+static void place_in_table(const Source *source, int64_t column, int64_t token, Position *position) {
+    const Matrix *table = &source->positions;
+    int64_t index = plus(entry(table, SKIP, column), minus(token, entry(table, OFFSET, column)));
+    int64_t width = divisor(table, WIDTH, column), height = divisor(table, HEIGHT, column);
+    int64_t line = index / width, col = index % width, row = line % height, frame = line / height;
+    for (int64_t axis = 0, at = AXES; at + STEP_COL < table->rows; axis++, at += 4) {
+        uint64_t sum = (uint64_t)entry(table, at + ORIGIN, column);
+        sum += (uint64_t)frame * (uint64_t)entry(table, at + STEP_FRAME, column);
+        sum += (uint64_t)row * (uint64_t)entry(table, at + STEP_ROW, column);
+        sum += (uint64_t)col * (uint64_t)entry(table, at + STEP_COL, column);
+        int64_t whole = (int64_t)sum;
+        if (source->kind == TABLE_FRACTIONAL) {
+            int64_t denominator = divisor(table, DENOMINATOR, column), rest = (int64_t)sum % denominator;
+            whole = (int64_t)sum / denominator - (rest < 0);
+            rest += rest < 0 ? denominator : 0;
+            position->fraction[axis + 1] = (uint32_t)(((uint64_t)rest << 32) / (uint64_t)denominator);
+        }
+        position->whole[axis + 1] = (int32_t)(uint32_t)(uint64_t)whole;
+    }
+}
+
+static void place_densely(const Source *source, int64_t token, Position *position) {
+    for (int64_t axis = 0; axis < source->positions.rows; axis++) {
+        const char *at = cell(&source->positions, axis, token);
+        if (source->positions.itemsize == 4) {
+            memcpy(&position->whole[axis + 1], at, 4);
+            continue;
+        }
+        uint64_t value = (uint64_t)int64_at(at);
+        position->fraction[axis + 1] = source->kind == DENSE_FIXED ? (uint32_t)value : 0;
+        position->whole[axis + 1] = (int32_t)(uint32_t)(source->kind == DENSE_FIXED ? value >> 32 : value);
+    }
+}
+
+static void turns(const Phases *p, const Position *position, uint32_t *turn) {
     const uint64_t *tau = p->tau;
     const int32_t *axes = p->axis;
-    int64_t whole[MOST_AXES + 1] = {0}, pairs = p->source->pairs;
-    uint32_t fraction[MOST_AXES + 1] = {0};
-    for (int64_t axis = 0; axis < p->source->ids.rows; axis++) {
-        position(p->source, axis, token, &whole[axis + 1], &fraction[axis + 1]);
-    }
+    int64_t pairs = p->source->constants.pairs;
     for (int64_t j = 0; j < pairs; j++) {
-        turn[j] = (uint32_t)((uint64_t)whole[axes[j]] * tau[j] >> 32);
+        turn[j] = (uint32_t)((uint64_t)(int64_t)position->whole[axes[j]] * tau[j] >> 32);
     }
-    for (int64_t j = 0; p->source->fixed && j < pairs; j++) {
-        uint32_t f = fraction[axes[j]];
-        turn[j] += (uint32_t)(f * (tau[j] >> 32) >> 32) + f * p->rounds[j];
+    if (p->source->kind == TABLE_FRACTIONAL || p->source->kind == DENSE_FIXED) {
+        for (int64_t j = 0; j < pairs; j++) {
+            uint32_t f = position->fraction[axes[j]];
+            turn[j] += (uint32_t)(f * (tau[j] >> 32) >> 32) + f * p->rounds[j];
+        }
     }
 }
 
@@ -150,8 +219,8 @@ static ALWAYS_INLINE float with_sign(float value, uint32_t sign) {
 /* cos and sin of many turns; compilers make vectors of it. */
 static ALWAYS_INLINE void cos_sin(const Source *source, int64_t count, const uint32_t *restrict turn,
                                   float *restrict cos, float *restrict sin) {
-    const float s0 = source->sin_of[0], s1 = source->sin_of[1], s2 = source->sin_of[2], s3 = source->sin_of[3];
-    const float c0 = source->cos_of[0], c1 = source->cos_of[1], c2 = source->cos_of[2], c3 = source->cos_of[3];
+    const float *of = source->constants.sin_of, s0 = of[0], s1 = of[1], s2 = of[2], s3 = of[3];
+    const float *too = source->constants.cos_of, c0 = too[0], c1 = too[1], c2 = too[2], c3 = too[3];
     for (int64_t j = 0; j < count; j++) {
         uint32_t quadrant = (turn[j] + (1u << 29)) >> 30;
         float u = (float)(int32_t)(turn[j] - (quadrant << 30)) * 0x1p-29f;
@@ -168,24 +237,43 @@ static void cos_sin_plain(const Phases *p, int64_t count) { cos_sin(p->source, c
 
 static WIDE void cos_sin_wide(const Phases *p, int64_t count) { cos_sin(p->source, count, p->turn, p->cos, p->sin); }
 
+static void copy_given(const Phases *p, int64_t first, int64_t count) {
+    const Source *source = p->source;
+    int64_t pairs = source->constants.pairs, begin = p->group * pairs;
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t j = 0; j < pairs; j++) {
+            memcpy(&p->cos[i * pairs + j], cell(&source->cos, first + i, begin + p->order[j]), 4);
+            memcpy(&p->sin[i * pairs + j], cell(&source->sin, first + i, begin + p->order[j]), 4);
+        }
+    }
+}
+
 void phases_fill(const Phases *p, int64_t first, int64_t count) {
     const Source *source = p->source;
-    int64_t pairs = source->pairs;
-    for (int64_t i = 0; i < count; i++) {
-        for (int64_t j = 0; source->given && j < pairs; j++) {
-            memcpy(&p->cos[i * pairs + j], cell(&source->cos, first + i, p->order[j]), 4);
-            memcpy(&p->sin[i * pairs + j], cell(&source->sin, first + i, p->order[j]), 4);
-        }
-        if (!source->given) {
-            turns(p, first + i, p->turn + i * pairs);
-        }
-    }
-    if (source->given) {
+    const Matrix *table = &source->positions;
+    int64_t pairs = source->constants.pairs;
+    if (source->kind == GIVEN) {
+        copy_given(p, first, count);
         return;
     }
+    int by_table = is_table(source);
+    int64_t column = by_table ? column_of(table, first) : 0;
+    Position position = {{0}, {0}};
+    for (int64_t i = 0; i < count; i++) {
+        while (by_table && column + 1 < table->columns && entry(table, OFFSET, column + 1) <= first + i) {
+            column++;
+        }
+        if (by_table) {
+            place_in_table(source, column, first + i, &position);
+        } else {
+            place_densely(source, first + i, &position);
+        }
+        turns(p, &position, p->turn + i * pairs);
+    }
     (p->wide ? cos_sin_wide : cos_sin_plain)(p, count * pairs);
-    for (int64_t i = 0; source->factor != 1.0f && i < count * pairs; i++) {
-        p->cos[i] *= source->factor;
-        p->sin[i] *= source->factor;
+    float factor = source->constants.factor;
+    for (int64_t i = 0; factor != 1.0f && i < count * pairs; i++) {
+        p->cos[i] *= factor;
+        p->sin[i] *= factor;
     }
 }

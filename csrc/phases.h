@@ -7,23 +7,39 @@
 
 #define MOST_AXES 8
 
-/* Where cos and sin come from: positions and frequencies, or tables that were made elsewhere. */
+/* What `positions` of a source are, see mmpos/rotary/reference.py; beside them those that were made elsewhere. */
+enum { TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED, GIVEN };
+
+/* What a rotation turns by, as it begins the bytes that mmpos/rotary/cpu.py packs: then (3, pairs) int64 words of the
+ * frequencies, and (groups, pairs) int32 axes, -1 for a pair that does not turn. */
 typedef struct {
-    int given, fixed;
-    Matrix cos, sin;              /* (tokens, pairs) float32, if given */
-    Matrix ids, words, pair_axis; /* otherwise */
-    float sin_of[4], cos_of[4], factor;
-    int64_t tokens, pairs;
+    int64_t pairs, groups, axes, channels; /* as many heads follow each group; channels of a head */
+    float sin_of[4], cos_of[4], factor, unused;
+} Constants;
+
+/* Where cos and sin come from: positions and constants, or tables that were made elsewhere. */
+typedef struct {
+    int kind;
+    Matrix cos, sin;     /* (tokens, groups * pairs) float32, if given */
+    Matrix positions;    /* otherwise */
+    const char *words;   /* likewise; of any alignment */
+    const char *axes;    /* likewise */
+    Constants constants; /* of those given, the numbers alone */
+    int64_t tokens;
 } Source;
 
 /* Take the tuple that rotate describes; 0 if it is anything else. */
 int take_source(Buffers *buffers, PyObject *tuple, Source *source);
+
+/* The group of heads after those that turn as this one does. */
+int64_t next_group(const Source *source, int64_t group);
 
 #define BLOCK_PAIRS 1024 /* pairs whose phases are made at a time, or those of one token */
 
 /* Phases in an order of pairs that suits who reads them. */
 typedef struct {
     const Source *source;
+    int64_t group;    /* of heads, whose phases they are */
     int wide;         /* whether to use wide vectors */
     int64_t block;    /* tokens at a time */
     int64_t *order;   /* (pairs,) which pair stands where; the caller fills it */
@@ -37,8 +53,8 @@ typedef struct {
 /* Make room for a block, which the caller frees at `order`; 0 without memory. */
 int phases_make(Phases *phases, const Source *source, int wide);
 
-/* Read the frequencies in the order; 0 if a pair has an axis that is none. */
-int phases_read(Phases *phases);
+/* Read the frequencies of a group of heads in the order. */
+void phases_read(Phases *phases, int64_t group);
 
 /* Fill cos and sin, times the factor, of at most a block of tokens from first on. */
 void phases_fill(const Phases *phases, int64_t first, int64_t count);

@@ -1,9 +1,10 @@
-/* Rotation of q and k on a CPU, and the norm before it: cos and sin of a block of tokens, which stay in the first cache,
+/* Rotation of q and k on a CPU, and their norm: cos and sin of a block of tokens, which stay in the first cache,
  * then all their heads.
  *
- * Tensors come as four-dimensional buffers, whose shapes and strides their exporter answers for: what lies within the
- * shape is memory of the tensor. Nothing else is read or written, whatever the numbers are. */
+ * Tensors come as capsules of DLPack, whose shapes and strides torch answers for: what lies within the shape is memory of
+ * the tensor. Nothing else is read or written, whatever the numbers are. */
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "phases.h"
@@ -15,61 +16,100 @@ typedef struct {
     float eps;
 } Norm;
 
-/* Rotate tokens from first to stop; 0 without memory, −1 if a pair has an axis that is none. */
-static int rotate(Job *jobs, int count, const Source *source, const Kind *kind, const Norm *norm, int64_t first,
+/* Rotate tokens from first to stop; 0 without memory. */
+static int rotate(const Job *jobs, int count, const Source *source, const Kind *kind, const Norm *norm, int64_t first,
                   int64_t stop, int conjugate) {
     int64_t pairs = kind->pairs, seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
     Phases phases;
-    float *weights = malloc((size_t)(channels + jobs[count - 1].shape[CHANNELS]) * sizeof *weights);
+    float *weights = malloc((size_t)(count + 1) * (size_t)channels * sizeof *weights);
     if (weights == NULL || !phases_make(&phases, source, kind->wide)) {
         free(weights);
         return 0;
     }
     order_of(kind, phases.order);
     for (int i = 0; i < count; i++) {
-        jobs[i].eps = norm->eps;
-        jobs[i].weight = norm->weights[i] == NULL ? NULL : weights + i * channels;
-        if (jobs[i].weight != NULL) {
-            weights_of(kind, phases.order, norm->weights[i], jobs[i].shape[CHANNELS], weights + i * channels);
+        for (int64_t c = 0; norm->weights[i] != NULL && c < channels; c++) {
+            float *weight = &weights[i * channels + c];
+            memcpy(weight, norm->weights[i] + 4 * c, 4);
+            *weight = isnan(*weight) ? NAN : *weight; /* whose low bits are zeros, see ROUNDED in heads.h */
         }
     }
-    int done = phases_read(&phases) ? 1 : -1;
-    for (int64_t begin = first, stretch; done == 1 && begin < stop; begin += stretch) { /* within a sequence */
-        stretch = stop - begin < phases.block ? stop - begin : phases.block;
-        stretch = seq - begin % seq < stretch ? seq - begin % seq : stretch;
-        phases_fill(&phases, begin, stretch);
-        for (int64_t i = 0; conjugate && i < stretch * pairs; i++) {
-            phases.sin[i] = -phases.sin[i];
-        }
+    for (int64_t group = 0, next; group < source->constants.groups; group = next) {
+        Job parts[2];
+        next = next_group(source, group);
         for (int i = 0; i < count; i++) {
-            rotate_tokens(&jobs[i], kind, begin, stretch, phases.cos, phases.sin);
+            int64_t heads = jobs[i].shape[HEADS] / source->constants.groups;
+            parts[i] = jobs[i];
+            parts[i].x += group * heads * jobs[i].from[HEADS];
+            parts[i].out += group * heads * jobs[i].to[HEADS];
+            parts[i].shape[HEADS] = (next - group) * heads;
+            parts[i].eps = norm->eps;
+            parts[i].room = weights + count * channels;
+            parts[i].weight = norm->weights[i] == NULL ? NULL : weights + i * channels;
+        }
+        phases_read(&phases, group);
+        for (int64_t begin = first, stretch; begin < stop; begin += stretch) { /* within a sequence */
+            stretch = stop - begin < phases.block ? stop - begin : phases.block;
+            stretch = seq - begin % seq < stretch ? seq - begin % seq : stretch;
+            phases_fill(&phases, begin, stretch);
+            for (int64_t i = 0; conjugate && i < stretch * pairs; i++) {
+                phases.sin[i] = -phases.sin[i];
+            }
+            for (int i = 0; i < count; i++) {
+                rotate_tokens(&parts[i], kind, begin, stretch, phases.cos, phases.sin);
+            }
         }
     }
     free(phases.order);
     free(weights);
-    return done;
+    return 1;
 }
 
-/* Take x and out of one shape and format; 0 if they are anything else. */
-static int take_job(Buffers *buffers, PyObject *x, PyObject *out, Job *job, char *format) {
-    Py_buffer *from = take_buffer(buffers, x, 4, 0);
-    Py_buffer *to = from == NULL ? NULL : take_buffer(buffers, out, 4, PyBUF_WRITABLE);
-    if (to == NULL) {
-        return 0;
+/* A tensor of DLPack 0, as torch.utils.dlpack.to_dlpack has it. */
+typedef struct {
+    char *data;
+    int32_t device, device_id, dimensions;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides; /* in elements */
+    uint64_t byte_offset;
+} Tensor;
+
+enum { CPU = 1 };               /* of devices */
+enum { FLOAT = 2, BFLOAT = 4 }; /* codes */
+
+/* Take (batch, seq, heads, channels), or without a batch, with contiguous channels, and its strides in bytes; NULL if it
+ * is anything else. */
+static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int64_t *strides, int *narrow) {
+    const Tensor *tensor = PyCapsule_GetPointer(object, "dltensor");
+    if (tensor == NULL) {
+        PyErr_Clear();
+        return NULL;
     }
-    *format = format_of(from);
-    int fits = (*format == 'h' || *format == 'f') && format_of(to) == *format;
-    for (int i = 0; i < 4; i++) {
-        int moves = from->shape[i] > 1; /* the stride of a single element may be anything */
-        job->shape[i] = from->shape[i];
-        job->from[i] = moves ? from->strides[i] : 0;
-        job->to[i] = moves ? to->strides[i] : 0;
-        fits = fits && to->shape[i] == job->shape[i];
+    *narrow = tensor->code == BFLOAT && tensor->bits == 16;
+    int missing = 4 - tensor->dimensions, known = *narrow || (tensor->code == FLOAT && tensor->bits == 32);
+    if (tensor->device != CPU || !known || tensor->lanes != 1 || missing < 0 || missing > !heads_first) {
+        return NULL;
     }
-    job->x = from->buf;
-    job->out = to->buf;
-    return fits &&
-           (job->shape[CHANNELS] <= 1 || (job->from[CHANNELS] == from->itemsize && job->to[CHANNELS] == to->itemsize));
+    shape[BATCH] = 1;
+    strides[BATCH] = 0;
+    for (int i = 0; i < tensor->dimensions; i++) {
+        int at = i + missing;
+        at = heads_first && (at == SEQ || at == HEADS) ? SEQ + HEADS - at : at;
+        shape[at] = tensor->shape[i];
+        strides[at] = shape[at] > 1 ? tensor->strides[i] * (tensor->bits / 8) : 0; /* that of one may be anything */
+    }
+    int contiguous = shape[CHANNELS] <= 1 || strides[CHANNELS] == tensor->bits / 8;
+    return contiguous ? tensor->data + tensor->byte_offset : NULL;
+}
+
+/* Take x and out of one shape and dtype; 0 if they are anything else. */
+static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, int *narrow) {
+    int64_t shape[4];
+    int other;
+    job->x = take_tensor(x, heads_first, job->shape, job->from, narrow);
+    job->out = job->x == NULL ? NULL : take_tensor(out, heads_first, shape, job->to, &other);
+    return job->out != NULL && *narrow == other && memcmp(shape, job->shape, sizeof shape) == 0;
 }
 
 /* Take eps and, of each tensor, the weights of all its channels or None; 0 if they are anything else. */
@@ -96,53 +136,91 @@ static int take_norm(Buffers *buffers, PyObject *tuple, const Job *jobs, int cou
     return 1;
 }
 
-/* Whether q, k and the phases are of the same tokens, and the range is one of them. */
+/* Whether q, k and the phases are of the same tokens and channels, and the range is one of them. */
 static int fit(const Job *jobs, int count, const Source *source, int64_t first, int64_t stop) {
-    int64_t batch = jobs[0].shape[BATCH], seq = jobs[0].shape[SEQ];
-    int fits = source->pairs >= 1 && source->pairs <= INT32_MAX && seq >= 1 && batch <= source->tokens / seq &&
-               batch * seq == source->tokens && 0 <= first && first <= stop && stop <= source->tokens;
+    const Constants *constants = &source->constants;
+    int64_t batch = jobs[0].shape[BATCH], seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
+    int fits = constants->pairs >= 1 && constants->pairs <= channels / 2 && channels <= INT32_MAX && seq >= 1 &&
+               batch <= source->tokens / seq && batch * seq == source->tokens && 0 <= first && first <= stop &&
+               stop <= source->tokens && (source->kind == GIVEN || constants->channels == channels);
     for (int i = 0; fits && i < count; i++) {
-        fits =
-            jobs[i].shape[BATCH] == batch && jobs[i].shape[SEQ] == seq && jobs[i].shape[CHANNELS] / 2 >= source->pairs;
+        fits = jobs[i].shape[BATCH] == batch && jobs[i].shape[SEQ] == seq && jobs[i].shape[CHANNELS] == channels &&
+               jobs[i].shape[HEADS] % constants->groups == 0;
     }
     return fits;
 }
 
-/* rotate(tensors, source, norm, first, stop, adjacent, conjugate, wide) -> bool, whether these tokens were rotated.
+/* Whether tensors of elements of a size lie where nothing else of them lies, as far as it shows at once. */
+static int apart(const Job *jobs, int count, int64_t size) {
+    const char *stops[2];
+    for (int i = 0; i < count; i++) {
+        const int64_t *shape = jobs[i].shape, *steps = jobs[i].to;
+        int64_t reach = size;
+        for (int d = 0; d < 4; d++) {
+            int64_t below = size;
+            for (int other = 0; other < 4; other++) {
+                below += other != d && steps[other] <= steps[d] ? (shape[other] - 1) * steps[other] : 0;
+            }
+            if (shape[d] > 1 && steps[d] < below) {
+                return 0;
+            }
+            reach += (shape[d] - 1) * steps[d];
+        }
+        stops[i] = jobs[i].out + reach;
+    }
+    return count == 1 || stops[0] <= jobs[1].out || stops[1] <= jobs[0].out;
+}
+
+enum {
+    ADJACENT = 1,
+    CONJUGATE = 2,
+    HEADS_FIRST = 4,
+    APART = 8,
+    NORM_AFTER = 16,
+    SHORT_VECTORS = 32
+}; /* see mmpos/rotary/cpu.py */
+
+/* rotate(tensors, source, norm, first, stop, flags) -> bool, whether these tokens were rotated.
  *
- * tensors: (q, q_out, k, k_out) or (q, q_out), each (batch, seq, heads, head_dim) with contiguous channels, of float32,
- * or of int16 that hold bfloat16; an out may be what it comes from. first, stop: tokens of batch · seq.
- * source: (cos, sin), both (tokens, pairs) float32, or (ids, fixed, words, pair_axis, coefficients, factor): ids (axes,
- * tokens) int32 or int64, or int64 in units of 2**-32 if fixed; words (3, pairs) int64 and pair_axis (1, pairs) int32
- * as the operator has them, -1 for a pair that does not turn; coefficients, four float32 of sin and four of cos, as
- * bytes; the attention factor.
+ * tensors: (q, q_out, k, k_out) or (q, q_out), capsules of DLPack, each (batch, seq, heads, head_dim) or (tokens, heads,
+ * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from. first, stop: tokens of
+ * batch * seq.
+ * source: (positions, kind, tokens, constants): a table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or int64,
+ * or int64 in units of 2**-32, as the kind says; constants as bytes, see Constants. Or (cos, sin, groups): both
+ * (tokens, groups * pairs) float32.
  * norm: None, or (eps, weight, ...), of each of q and k (head_dim,) contiguous float32 or None: first its heads x become
  * x / sqrt(mean(x^2) + eps) * weight.
- * wide: with the widest vectors of the CPU instead of those that all have; the bits are the same. */
+ * flags: ADJACENT pairs of channels; CONJUGATE angles; HEADS_FIRST, (batch, heads, seq, head_dim); APART declines outs
+ * that may share memory; NORM_AFTER, the norm is that of rotated heads; SHORT_VECTORS are those that all CPUs have, instead of the widest; the bits are the same. */
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Job jobs[2];
     Source source;
     Norm norm;
-    char formats[2] = {0, 0};
-    int taken = 0, done = -1;
+    int narrow[2] = {0, 0}, taken = 0, done = -1;
     buffers.count = 0;
     (void)self;
-    if (count != 8 || !PyTuple_Check(args[0]) || !PyLong_Check(args[3]) || !PyLong_Check(args[4])) {
-        return PyErr_Format(PyExc_TypeError, "rotate takes tensors, a source, a norm, first, stop and three flags");
+    if (count != 6 || !PyTuple_Check(args[0]) || !PyLong_Check(args[3]) || !PyLong_Check(args[4]) ||
+        !PyLong_Check(args[5])) {
+        return PyErr_Format(PyExc_TypeError, "rotate takes tensors, a source, a norm, first, stop and flags");
     }
-    int64_t first = PyLong_AsLongLong(args[3]), stop = PyLong_AsLongLong(args[4]);
+    int64_t first = PyLong_AsLongLong(args[3]), stop = PyLong_AsLongLong(args[4]), flags = PyLong_AsLongLong(args[5]);
     Py_ssize_t size = PyTuple_Size(args[0]);
     if (!PyErr_Occurred() && (size == 2 || size == 4) && take_source(&buffers, args[1], &source)) {
-        while (2 * taken < size && take_job(&buffers, PyTuple_GetItem(args[0], 2 * taken),
-                                            PyTuple_GetItem(args[0], 2 * taken + 1), &jobs[taken], &formats[taken])) {
+        int heads_first = (flags & HEADS_FIRST) != 0;
+        while (2 * taken < size &&
+               take_job(PyTuple_GetItem(args[0], 2 * taken), PyTuple_GetItem(args[0], 2 * taken + 1), heads_first,
+                        &jobs[taken], &narrow[taken])) {
             taken++;
         }
-        Kind kind = {source.pairs, args[5] == Py_True, formats[0] == 'h', args[7] == Py_True && has_wide()};
-        if (2 * taken == size && (taken == 1 || formats[0] == formats[1]) && fit(jobs, taken, &source, first, stop) &&
-            take_norm(&buffers, args[2], jobs, taken, &norm)) {
+        Kind kind = {
+            source.constants.pairs, (flags & ADJACENT) != 0,  narrow[0], (flags & SHORT_VECTORS) == 0 && has_wide(),
+            args[2] != Py_None,     (flags & NORM_AFTER) != 0};
+        if (2 * taken == size && (taken == 1 || narrow[0] == narrow[1]) && fit(jobs, taken, &source, first, stop) &&
+            take_norm(&buffers, args[2], jobs, taken, &norm) &&
+            ((flags & APART) == 0 || apart(jobs, taken, narrow[0] ? 2 : 4))) {
             Py_BEGIN_ALLOW_THREADS
-                done = rotate(jobs, taken, &source, &kind, &norm, first, stop, args[6] == Py_True);
+                done = rotate(jobs, taken, &source, &kind, &norm, first, stop, (flags & CONJUGATE) != 0);
             Py_END_ALLOW_THREADS
         }
     }

@@ -264,16 +264,16 @@ def _within_int32(numerators: Array, over: IntArray, columns: IntArray) -> IntAr
 
 def _fractions(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
     """Give numerators and denominators of floats: one denominator for all, where there is one."""
-    if not ((values >= INT32_MIN) & (values <= INT32_MAX)).all():  # nan is neither
+    low, high = float(values.min()), float(values.max())
+    if not (low >= INT32_MIN and high <= INT32_MAX):  # nan is neither
         raise InvalidInputError("position_ids: got numbers that are not finite or beyond int32, want position ids")
-    over, before = 1, 0
-    while over != before and over < 2**26:
+    over, numerators = 1, np.rint(values)
+    while not (fits := numerators / over == values).all():
+        over = lcm(over, int(_convergents(values.reshape(-1)[[fits.argmin()]])[1][0]))
+        if max(-low, high) * over**2 >= 2**52:
+            return _convergents(values)
         numerators = np.rint(values * over)
-        fits = (numerators / over == values) & (np.abs(values) * over**2 < 2**52)
-        if fits.all():
-            return numerators.astype(np.int64), np.full((1, values.shape[1]), over)
-        over, before = lcm(over, int(_convergents(values.reshape(-1)[[fits.argmin()]])[1][0])), over
-    return _convergents(values)
+    return numerators.astype(np.int64), np.full((1, values.shape[1]), over)
 
 
 def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 def check(
     ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
     documents: Annotated[
-        list[str],
-        typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each."),
+        list[str], typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each.")
     ],
     scheme: SchemeName = None,
     config: Annotated[
@@ -195,10 +194,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
     schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names] + made
     encodings = [name for name in ENCODINGS if not names or name in names]
-    return [
-        *([measure(schemes)] if schemes else []),
-        *([measure_encodings(encodings)] if encodings else []),
-    ]
+    return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 
 
 plot = group("plot", "Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf.")
@@ -282,8 +278,7 @@ def attention(
     scheme: SchemeNames = None,
     axes: Axes = None,
     token: Annotated[
-        int | None,
-        typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image"),
+        int | None, typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image")
     ] = None,
     rotation: RotationFlags,
 ) -> None:

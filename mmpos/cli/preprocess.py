@@ -51,8 +51,7 @@ class RecordFlags:
         ),
     ]
     format_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False),
+        list[str] | None, typer.Option(metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False)
     ] = None
     images_from: Annotated[
         Path | None,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mmpos.data.batch import Batch
 from mmpos.data.examples import IGNORE_INDEX, Example
@@ -16,7 +16,7 @@ from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
 from mmpos.rotary.device import DevicePositions
-from mmpos.segments.kinds import AUDIO, AUDIO_TOKEN, PATCH
+from mmpos.segments.kinds import AUDIO_TOKEN, PATCH
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
@@ -52,7 +52,7 @@ class PackedCollator:
         """
         examples = _read(examples)
         lengths = np.array([example.num_tokens for example in examples])
-        padded = _round_up(lengths, self.multiple_of)
+        padded = -(-lengths // self.multiple_of) * self.multiple_of
         positions = PositionTable.concatenate([example.sequence.positions for example in examples])
         if (padded > lengths).any():
             positions = positions.pad(padded)
@@ -95,7 +95,7 @@ class PaddedCollator:
         """
         examples = _read(examples)
         lengths = np.array([example.num_tokens for example in examples])
-        seq = int(_round_up(lengths.max(keepdims=True), self.multiple_of)[0]) if self.length is None else self.length
+        seq = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of if self.length is None else self.length
         if (lengths > seq).any():
             i = int((lengths > seq).argmax())
             raise InvalidInputError(f"{_name(examples, i)}: got {lengths[i]} tokens, want at most {seq}")
@@ -109,95 +109,49 @@ def _batch(
     examples: Sequence[Example], positions: PositionTable, starts: IntArray, pad_token_id: int, shape: tuple[int, ...]
 ) -> Batch:
     """Make the batch whose documents begin at these columns of dense(); with two dimensions if it is padded."""
-    rows = _Rows.empty(positions.num_tokens, masked=len(shape) == 2)
-    edges = positions.cu_seqlens.astype(np.int64)
-    # A document beyond the examples is padding alone.
-    lengths, before = np.zeros((2, positions.num_documents), np.int64)
-    lengths[: len(examples)] = [example.num_tokens for example in examples]
-    before[: len(examples)] = starts - edges[: len(examples)]
-    after = np.diff(edges) - before - lengths
-    _lay(rows.input_ids, [example.sequence.input_ids for example in examples], before, after, pad_token_id)
-    _lay(rows.labels, [example.labels for example in examples], before, after, IGNORE_INDEX)
-    rows.labels[starts] = IGNORE_INDEX  # nothing predicts the first token
-    if rows.attention_mask is not None:
-        ones = np.ones(positions.max_seqlen, np.int64)
-        _lay(rows.attention_mask, [ones[:length] for length in lengths.tolist()], before, after, 0)
-    counter = np.arange(positions.max_seqlen, dtype=np.int32)
-    counted = [counter[:count] for count in (lengths + after).tolist()]
-    _lay(rows.text_positions, counted, before, np.zeros_like(after), 0)
-    sequences = [example.sequence for example in examples]
-    images = [len(sequence.grid_thw) for sequence in sequences]
-    grid_thw = np.concatenate([sequence.grid_thw for sequence in sequences])
-    spans = np.concatenate([sequence.image_spans for sequence in sequences]) + starts.repeat(images)[:, None]
-    audio_spans = None
-    # Read token by token only where spans do not say it: where rows end in separators, and where there is audio.
-    mixed = (spans[:, 1] - spans[:, 0] > grid_thw.prod(axis=1)).any()
-    if mixed or (np.concatenate([sequence.segments.kind for sequence in sequences]) == AUDIO).any():
-        types = np.empty(positions.num_tokens, np.uint8)
-        _lay(types, [sequence.token_type_ids for sequence in sequences], before, after, 0)
-        spans = true_runs(types == PATCH, spans[:, 0])
-        audio_spans = true_runs(types == AUDIO_TOKEN) if (types == AUDIO_TOKEN).any() else None
+    tokens, edges = positions.num_tokens, positions.cu_seqlens.tolist()
+    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
+    text_positions = np.zeros(tokens, np.int32)
+    attention_mask = np.zeros(tokens, np.int64) if len(shape) == 2 else None
+    types = np.zeros(tokens, np.uint8)
+    for example, start, stop in zip(examples, starts.tolist(), edges[1 : len(examples) + 1], strict=True):
+        sequence, here = example.sequence, slice(start, start + example.num_tokens)
+        input_ids[here], labels[here] = sequence.input_ids, example.labels
+        labels[start] = IGNORE_INDEX  # nothing predicts the first token
+        text_positions[start:stop] = np.arange(stop - start)
+        if attention_mask is not None:
+            attention_mask[here] = 1
+        types[here] = sequence.token_type_ids
+    rest = edges[len(examples)]  # where a document of padding alone begins, or the end
+    text_positions[rest:] = np.arange(tokens - rest)
+    first = np.concatenate([example.sequence.image_spans[:, 0] for example in examples])
+    first += starts.repeat([len(example.sequence.grid_thw) for example in examples])
+    images = torch.from_numpy(true_runs(types == PATCH, first))
+    audio = torch.from_numpy(true_runs(types == AUDIO_TOKEN))
     patches = _patches(examples)
-    tensor = torch.from_numpy
     return Batch(
         keys=tuple(example.key for example in examples),
         positions=positions,
         device_positions=DevicePositions.from_table(positions),
-        input_ids=tensor(rows.input_ids.reshape(shape)),
-        labels=tensor(rows.labels.reshape(shape)),
-        text_positions=tensor(rows.text_positions.reshape(shape)),
-        cu_seqlens=tensor(positions.cu_seqlens),
-        attention_mask=None if rows.attention_mask is None else tensor(rows.attention_mask.reshape(shape)),
-        patches=None if patches is None else tensor(patches),
-        grid_thw=tensor(grid_thw),
-        image_spans=tensor(spans),
-        feature_spans=tensor(_feature_rows(spans)),
-        audio_spans=None if audio_spans is None else tensor(audio_spans),
-        audio_feature_spans=None if audio_spans is None else tensor(_feature_rows(audio_spans)),
+        input_ids=torch.from_numpy(input_ids).view(shape),
+        labels=torch.from_numpy(labels).view(shape),
+        text_positions=torch.from_numpy(text_positions).view(shape),
+        cu_seqlens=torch.from_numpy(positions.cu_seqlens),
+        attention_mask=None if attention_mask is None else torch.from_numpy(attention_mask).view(shape),
+        patches=None if patches is None else torch.from_numpy(patches),
+        grid_thw=torch.from_numpy(np.concatenate([example.sequence.grid_thw for example in examples])),
+        image_spans=images,
+        feature_spans=_feature_rows(images),
+        audio_spans=audio if len(audio) else None,
+        audio_feature_spans=_feature_rows(audio) if len(audio) else None,
     )
 
 
-def _feature_rows(spans: IntArray) -> IntArray:
+def _feature_rows(spans: Tensor) -> Tensor:
     """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
-    ends = np.cumsum(spans[:, 1] - spans[:, 0])
-    return np.stack([np.append(0, ends[:-1])[: len(ends)], ends], axis=1)
-
-
-class _Rows(NamedTuple):
-    """Arrays of a batch that have one value per token.
-
-    They lie in one block: the system gives a few megabytes at once in large pages, and the same in pieces in
-    hundreds of small ones, each of which costs more than what is written to it.
-    """
-
-    input_ids: IntArray
-    labels: IntArray
-    text_positions: npt.NDArray[np.int32]
-    attention_mask: IntArray | None
-
-    @classmethod
-    def empty(cls, tokens: int, *, masked: bool) -> _Rows:
-        """Allocate rows without initialising them."""
-        wide = 3 if masked else 2
-        block = np.empty((8 * wide + 4) * tokens, np.uint8)
-        rows = block[: 8 * wide * tokens].view(np.int64).reshape(wide, tokens)
-        return cls(rows[0], rows[1], block[8 * wide * tokens :].view(np.int32), rows[2] if masked else None)
-
-
-def _lay(
-    row: npt.NDArray[np.generic],
-    pieces: Sequence[npt.NDArray[np.generic]],
-    before: IntArray,
-    after: IntArray,
-    padding: int,
-) -> None:
-    """Write pieces into a row, each with padding before and after it; documents beyond the pieces are empty."""
-    if before.any() or after.any():
-        gap = np.full(max(before.max(), after.max()), padding, row.dtype)
-        pieces = [*pieces, *[gap[:0]] * (before.size - len(pieces))]
-        gaps = zip(before.tolist(), pieces, after.tolist(), strict=True)
-        pieces = [part for left, piece, right in gaps for part in (gap[:left], piece, gap[:right])]
-    np.concatenate(pieces, out=row)
+    lengths = spans[:, 1] - spans[:, 0]
+    stops = lengths.cumsum(0)
+    return torch.stack([stops - lengths, stops], dim=1)
 
 
 def _read(examples: object) -> Sequence[Example]:
@@ -236,10 +190,6 @@ def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
             )
     arrays = [patches for _, patches in numbered if patches is not None]
     return np.concatenate(arrays) if arrays else None
-
-
-def _round_up(lengths: IntArray, multiple_of: int) -> IntArray:
-    return -(-lengths // multiple_of) * multiple_of
 
 
 def _name(examples: Sequence[Example], i: int) -> str:

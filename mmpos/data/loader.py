@@ -121,7 +121,11 @@ class BatchDataset(IterableDataset[_Item]):
         self._folder = None if quarantine is None else local_path("quarantine", quarantine)
         self._on_error: OnError = on_error
         self._max_skipped = max_skipped
-        Quarantine(on_error, self._lines(""), preprocess=preprocess, limit=SkipLimit(max_skipped))
+        SkipLimit(max_skipped)
+        if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
+            raise InvalidInputError("quarantine: got None, want a path, as skipped records are never dropped silently")
+        if skips_images(preprocess) and quarantine is None:
+            raise InvalidInputError("quarantine: got None, want a path, as no image is dropped silently")
         # The guess that there is one rank is checked again when reading begins.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
@@ -162,7 +166,7 @@ class BatchDataset(IterableDataset[_Item]):
         count = 0
         for worker in range(workers):
             split = replace(self._split, worker=worker, num_workers=workers)
-            stages, quarantine = Stages(_Sizes.example, batching), Quarantine("raise", None)
+            stages, quarantine = Stages(_Sizes.example, batching), Quarantine("raise", None, SkipLimit())
             count += sum(1 for _ in BatchStream(self._feed(readers, split, epoch), stages, quarantine))
         return count
 
@@ -191,9 +195,7 @@ class BatchDataset(IterableDataset[_Item]):
         lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
         before = {} if self._state is None else self._state["counts"]
         limit = SkipLimit(self._max_skipped, before.get("records", 0), before.get("skipped", 0))
-        quarantine = Quarantine(
-            self._on_error, lines, {"epoch": epoch}, preprocess=self._stages.preprocess, limit=limit
-        )
+        quarantine = Quarantine(self._on_error, lines, limit, {"epoch": epoch})
         self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -120,10 +120,8 @@ class Packer:
         self.overlong: Overlong = one_of("overlong", overlong, ("raise", "truncate", "drop"))
         if self.max_tokens % self.multiple_of:
             raise InvalidInputError(f"max_tokens: got {max_tokens}, want a multiple of multiple_of={multiple_of}")
-        self._held: OrderedDict[int, Example] = OrderedDict()  # by number of arrival
-        self._by_size: list[tuple[int, int]] = []  # (tokens, minus the number), ascending
+        self._held, self._sizes = dict[int, Example](), dict[int, int]()  # by number of arrival
         self._arrived = 0
-        self._tokens = 0
         self._counts = Counter[str]()
 
     @property
@@ -150,7 +148,7 @@ class Packer:
         self._hold(self._arrived, admitted)
         self._arrived += 1
         packs = []
-        while len(self._held) > self.buffer or self._tokens > HELD_PACKS * self.max_tokens:
+        while len(self._held) > self.buffer or sum(self._sizes.values()) > HELD_PACKS * self.max_tokens:
             packs.append(self._pack())
         return packs
 
@@ -162,16 +160,15 @@ class Packer:
         return packs
 
     def _pack(self) -> Pack:
-        gap = self.max_tokens
         first = next(iter(self._held))
-        whole = self._size(self._held[first]) <= gap
-        chosen = [self._release(first) if whole else self._split(first, _last_cut(self._held[first], gap))]
-        gap -= self._size(chosen[0])
-        # The longest that fits; of several, minus the number sorts the one that came first to the end.
-        while at := bisect_right(self._by_size, (gap, 1)):
-            _, number = self._by_size[at - 1]
-            chosen.append(self._release(-number))
-            gap -= self._size(chosen[-1])
+        whole = self._sizes[first] <= self.max_tokens
+        chosen = [self._release(first) if whole else self._split(first, _last_cut(self._held[first], self.max_tokens))]
+        gap = self.max_tokens - self._size(chosen[0])
+        # The longest first, and of several the one that came first: what does not fit now never will.
+        for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
+            if size <= gap:
+                chosen.append(self._release(number))
+                gap -= size
         while self.split_text and gap >= MIN_PIECE and (cut := self._best_cut(gap)):
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
@@ -193,25 +190,16 @@ class Packer:
     def _split(self, number: int, cut: int) -> Example:
         """Cut the head off a held example; the rest keeps its turn."""
         example = self._held[number]
-        self._forget(number)
         self._hold(number, example.slice(cut, example.num_tokens))
         self._counts["splits"] += 1
         return example.slice(0, cut)
 
-    def _release(self, number: int) -> Example:
-        self._forget(number)
-        return self._held.pop(number)
-
     def _hold(self, number: int, example: Example) -> None:
-        size = self._size(example)
-        self._held[number] = example
-        insort(self._by_size, (size, -number))
-        self._tokens += size
+        self._held[number], self._sizes[number] = example, self._size(example)
 
-    def _forget(self, number: int) -> None:
-        size = self._size(self._held[number])
-        del self._by_size[bisect_left(self._by_size, (size, -number))]
-        self._tokens -= size
+    def _release(self, number: int) -> Example:
+        del self._sizes[number]
+        return self._held.pop(number)
 
     def _size(self, example: Example) -> int:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpos.data.examples import ImageError, Location, MakeExample, RecordError
+from mmpos.data.examples import ImageError, Location, RecordError
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted, finite, one_of
+from mmpos.support.checks import counted, finite
 from mmpos.support.files import named
 
 __all__ = [
@@ -111,37 +111,23 @@ class Quarantine:
         on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
         keep: takes each line, such as a QuarantineFile.
         facts: further fields of each line.
-        preprocess: what makes the examples; a Preprocess may have a policy of its own for images.
         limit: of what is skipped.
 
     Attributes:
         skipped: records so far.
         limit: counts the records that are read.
-
-    Raises:
-        InvalidInputError: "skip", or images that are dropped or skip their documents, without keep.
     """
 
     def __init__(
         self,
         on_error: OnError,
         keep: Callable[[Line], object] | None,
+        limit: SkipLimit,
         facts: Line | None = None,
-        *,
-        preprocess: MakeExample | None = None,
-        limit: SkipLimit | None = None,
     ) -> None:
-        one_of("on_error", on_error, ("raise", "skip"))
-        if keep is None:
-            if on_error == "skip":
-                raise InvalidInputError(
-                    "quarantine: got None, want a path, as skipped records are never dropped silently"
-                )
-            if skips_images(preprocess):
-                raise InvalidInputError("quarantine: got None, want a path, as no image is dropped silently")
         self._on_error, self._keep = on_error, keep
         self._facts = dict(facts or {})
-        self.limit = SkipLimit() if limit is None else limit
+        self.limit = limit
         self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:

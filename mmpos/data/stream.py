@@ -357,9 +357,11 @@ class BatchStream(Iterator[Item]):
         self._quarantine.limit.end()
         self._ready.extend(self._batching.flush())
         yield from self._collated()
-        lost = {name: self.counts[name] for name in ("dropped", "truncated", "tokens_lost") if self.counts.get(name)}
-        if lost:
-            _LOG.warning("examples too long for a pack: %s", ", ".join(f"{n} {name}" for name, n in lost.items()))
+        if isinstance(self._batching, Packer):
+            counts = asdict(self._batching.counts)
+            lost = [f"{counts[name]} {name}" for name in ("dropped", "truncated", "tokens_lost") if counts[name]]
+            if lost:
+                _LOG.warning("examples too long for a pack: %s", ", ".join(lost))
 
     def _collated(self) -> Iterator[Item]:
         while self._ready:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, BinaryIO, Protocol, cast
@@ -403,6 +404,7 @@ def _strips(height: int, width: int) -> Iterator[slice]:
     return (slice(top, min(top + step, height)) for top in range(0, height, step))
 
 
+@cache
 def pillow() -> ModuleType:
     """Import PIL.Image, with the plugins of all formats that are read."""
     with needed_for("images", extra="pillow"):
@@ -410,6 +412,7 @@ def pillow() -> ModuleType:
     return Image
 
 
+@cache
 def torchvision() -> tuple[ModuleType, ModuleType]:
     """Import torch and torchvision.transforms.v2.functional."""
     with needed_for('backend="torchvision" (backend="pillow" works without torch)', extra="all"):

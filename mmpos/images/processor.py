@@ -230,8 +230,7 @@ class ImageProcessor:
         if isinstance(image, ImageSize):
             grid = self._admitted_grid(image)
             return ProcessedImage(None, grid, self._in_pixels(grid), image, None)
-        samples, size, content_hash = self._read(image)
-        grid = self.grid(*size)
+        samples, size, grid, content_hash = self._read(image)
         fitted = self._in_pixels(grid)
         pixels = resize(to_rgb(samples, self.background), *fitted, self.backend)
         cut = (pixels, self.patch_size, self.spatial_merge_size, self.order)
@@ -277,20 +276,20 @@ class ImageProcessor:
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
-    def _read(self, image: object) -> tuple[Array, ImageSize, str]:
-        """Read the upright samples of an image, their size and the content hash; what decoded it is freed."""
+    def _read(self, image: object) -> tuple[Array, ImageSize, Grid, str]:
+        """Read the upright samples of an image, their size, grid and content hash; what decoded it is freed."""
         with open_source(image) as source:
             size = source.size
-            self._admitted_grid(size)
+            grid = self._admitted_grid(size)
             samples, content_hash = source.read(self.backend)
-            return samples, size, content_hash
+            return samples, size, grid, content_hash
 
     def _admitted_grid(self, size: ImageSize) -> Grid:
         """Compute the grid of an image, and refuse the size of one that may not be decoded."""
         if size.height * size.width > self.max_source_pixels:
             got = f"{size.height} x {size.width} = {size.height * size.width} pixels"
             raise LimitExceededError(f"image: got {got}, want <= {self.max_source_pixels} (max_source_pixels)")
-        return self.grid(*size)
+        return self.grid(size.height, size.width)
 
     def _in_pixels(self, grid: Grid) -> tuple[int, int]:
         """Compute the height and width in pixels of an image that fills a grid."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions.plan import place_by_plan
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import (
     AXES,
@@ -27,13 +28,9 @@ from mmpos.positions.table_rows import (
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, NOUNS, PAD, TEXT, THUMBNAIL, Grid, Text
 from mmpos.segments.table import SegmentTable
-from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
 
 __all__ = ["ids_consumed", "place"]
-
-BLOCK_ROWS = 9
-"""Rows of TextsAndGrids.block, as csrc/table.h numbers them."""
 
 
 def place(
@@ -67,11 +64,15 @@ def place(
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
+    strict = scheme.strict if strict is None else boolean("strict", strict)
+    placed = place_by_plan(scheme, segments, start, strict)
+    if placed is not None:
+        return placed
     starts = per_document("start", start, segments.segment_offsets.size - 1, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
     split = _split(segments, starts)
-    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
+    _check_scheme(scheme, segments, split, strict)
     if scheme.fractional and split.grid.size:
         split = _with_units(scheme, split)
     return _placed(scheme, segments, split, *_cursors(scheme, segments, split))
@@ -133,7 +134,6 @@ class TextsAndGrids(NamedTuple):
         grids: the grids, for schemes.
         touching: whether a grid follows a grid in a document, those with markers not counted.
         moving: whether a grid has frames.
-        block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
         units: (documents,) denominators of cursors, or None where they are whole.
     """
 
@@ -146,23 +146,12 @@ class TextsAndGrids(NamedTuple):
     grids: Grids
     touching: bool
     moving: bool
-    block: IntArray | None
     units: IntArray | None = None
 
 
 def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
-    """TextsAndGrids a batch: in C where it was built, or the same in numpy."""
+    """Split a batch into its texts and its grids."""
     kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
-    separator = segments.row_separator
-    if native.core is not None:
-        block = np.empty((BLOCK_ROWS, kind.size), np.int64)
-        counts = native.core.split(kind, extents, offsets, separator, start, block)
-        if counts is not None:
-            texts, grids, touching, moving = counts
-            document, lengths, text, grid = block[0], block[1], block[2, :texts], block[4, :grids]
-            runs = TextRuns(block[3, :texts], text, document, start)
-            of_grids = _grids(block[5:8, :grids], block[8, :grids], document, segments, grid)
-            return TextsAndGrids(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
     is_text = (kind == TEXT) | (kind == AUDIO)
     (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
@@ -171,7 +160,7 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
     (plain,) = (kind == GRID).nonzero()
     touch = (plain[1:] - plain[:-1] == 1) & (document[plain[1:]] == document[plain[:-1]])
     moving = bool((of_grids.frames > 1).any())
-    return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
+    return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving)
 
 
 def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
@@ -188,7 +177,7 @@ def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
         d = int(beyond.argmax())
         raise LimitExceededError(f"documents[{d}]: got times without a common denominator below 2**31, want one")
     runs, grids = replace(split.runs, units=units), replace(split.grids, unit=units[owner])
-    return split._replace(runs=runs, grids=grids, block=None, units=units)
+    return split._replace(runs=runs, grids=grids, units=units)
 
 
 def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tuple[IntArray, IntArray, IntArray]:
@@ -200,10 +189,6 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
     offsets, start, units = segments.segment_offsets, split.start, split.units
     of_text = scheme.advance_text(split.runs)
     of_grids = scheme.advance(split.grids) if split.grid.size else split.grid
-    if native.core is not None and units is None:
-        cursors, end = np.empty((2, split.lengths.size), np.int64), np.empty(start.size, np.int64)
-        if native.core.cursors(segments.kind, offsets, start, of_text, of_grids, cursors, end):
-            return cursors[0, : split.text.size], cursors[1, : split.grid.size], end
     advance = np.zeros(split.lengths.size, np.int64)
     advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
     if units is not None:
@@ -245,24 +230,13 @@ def _placed(
     scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, before_text: IntArray, before_grid: IntArray,
     end: IntArray,
 ) -> PositionTable:  # fmt: skip
-    """Build the table from what the scheme says of texts and grids: in C, or the same in numpy."""
+    """Build the table from what the scheme says of texts and grids."""
     of_text = scheme.place_text(split.runs, before_text)
     of_grids = scheme.place(split.grids, before_grid) if split.grid.size else None
     if scheme.resumable and of_grids is not None:
         demanded = scheme.next_after(split.grids, before_grid)
         if demanded is not None:
             np.maximum.at(end, split.document[split.grid], demanded)
-    if native.core is not None and split.block is not None and (of_grids is None or of_grids.pieces is None):
-        table = np.empty((AXES + 4 * scheme.axes, split.document.size), np.int64)
-        header = np.empty((4, split.start.size), np.int64)
-        tokens = native.core.columns(
-            segments.kind, segments.segment_offsets, split.start, end if scheme.resumable else None, split.block,
-            split.text.size, split.grid.size, _numbers(of_text, scheme.fractional),
-            _numbers(of_grids, scheme.fractional), table, header,
-        )  # fmt: skip
-        if tokens is not None:
-            table.flags.writeable = header.flags.writeable = False
-            return PositionTable(table, header, tokens, scheme.fractional, scheme.label)
     table, document = _columns(scheme, segments, split, of_text, of_grids)
     _check_columns(table, document, int((segments.kind == PAD).sum()), scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
@@ -276,16 +250,6 @@ def _placed(
         check_next(header[0])
         header[1, whole] = (end - split.start - _real_tokens(segments, split))[whole]
     return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
-
-
-def _numbers(placement: Placement | None, fractional: bool) -> tuple[object, ...] | None:
-    """Give a placement as the extension takes it; without the denominator where there must be none."""
-    if placement is None:
-        return None
-    denominator: IntArray | int | None = placement.denominator
-    if not fractional and not (isinstance(denominator, int) and denominator == 1):
-        denominator = None
-    return denominator, placement.origin, placement.step_frame, placement.step_row, placement.step_col
 
 
 def _columns(

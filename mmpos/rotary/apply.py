@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import operators, paged, reference
+from mmpos.rotary import cpu, operators, paged, reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import (
     DevicePositions,
@@ -22,14 +22,13 @@ from mmpos.rotary.device import (
     number_of,
     rotation_of,
 )
-from mmpos.rotary.memory import check_inference, check_inplace, check_written
+from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written
 from mmpos.rotary.paged import Cache, Scales, Stored
 from mmpos.rotary.reference import (
     FLOATS,
     NO_NORM,
     Norm,
     RotationArguments,
-    check_no_tangent,
     checked_norm,
 )
 from mmpos.support.checks import boolean, instance, one_of
@@ -94,17 +93,18 @@ def apply_rotary(
         UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
     """
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
+    if norm is None and cos_sin is None and implementation == "auto" and not validate:
+        turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
+        if turned is not None:
+            return turned
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
-    keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
-        if k is q:  # here, where a graph that is being traced sees it too
-            raise InvalidInputError("k: got the memory of q, want inplace=False")
-        check_inplace(q, k, checked)
-        operators.rotate_(q4, keys, *checked, *rotation)
+        check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
+        operators.call(operators.rotate_, q4, k4, *checked, *rotation)
         return q, k
-    q_out, k_out = operators.rotate(q4, keys, *checked, *rotation)
+    q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
 
 
@@ -153,20 +153,20 @@ def rotate_and_store(
     """
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    q4, k4 = _views(q, k, layout)
-    if k4 is None:
+    if k is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
+    q4, k4 = _views(q, k, layout)
     v4 = _values(v, k, k4, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
     tensors = {"q": q, "k": k, "v": v}
-    check_inference(tensors | {"norm.q_weight": checked.q_weight, "norm.k_weight": checked.k_weight})
+    check_inference(tensors | checked.named())
     stored = _stored(cache, k4, v4, return_k, validate, _query_scale(cache, q, layout, inplace))
     written = ("key_cache", "value_cache", *stored.scales.written, *("qk" if return_k else "q") * inplace)
     check_written(tensors | cache.tensors(), written)
     if inplace:
-        operators.rotate_and_store_(q4, k4, *stored.arguments(), *checked, *rotation)
+        operators.call(operators.rotate_and_store_, q4, k4, *stored.arguments(), *checked, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.rotate_and_store(q4, k4, *stored.arguments(), *checked, *rotation)
+    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -264,7 +264,7 @@ def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
 
 def _arguments(
     q: Tensor,
-    k: Tensor | None,
+    k: Tensor,
     positions: Positions,
     rotary: Rotary,
     cos_sin: Tensor | None,
@@ -278,7 +278,7 @@ def _arguments(
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
     if rotary.head_axes is not None:
         check_heads("q", q, len(rotary.head_axes), shared=True)
-        if k is not None:
+        if k.shape[2]:
             check_heads("k", k, len(rotary.head_axes))
     ids = ids_on(positions, rotary, q.device, validate, like="q")
     batch, seq, heads, _ = q.shape
@@ -299,8 +299,8 @@ def _arguments(
     return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
-    """Check q and k and view them as (batch, seq, heads, head_dim)."""
+def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """Check q and k and view them as (batch, seq, heads, head_dim); no k has no heads."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
@@ -315,7 +315,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
         check_no_tangent(name, x)
     q4 = _as_bshd(q, layout)
     if k is None:
-        return q4, None
+        return q4, q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
         raise InvalidInputError(
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "

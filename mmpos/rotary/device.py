@@ -22,6 +22,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.memory import check_no_tangent
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
 from mmpos.support.extras import missing
 
@@ -69,16 +70,13 @@ class DevicePositions:
             columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
             columns[OFFSET] = tokens  # which no token reaches
             columns[:, :used] = positions.table
-        starts = positions.documents[FIRST_TOKEN].tolist()
-        length = tokens // max(len(starts), 1)
-        row_length = length if length and starts == list(range(0, tokens, length)) else 0
         table = torch.from_numpy(columns)
         device = torch.device(device)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             table = table.to(device)
-        return cls(table, tokens, row_length, positions.fractional)
+        return cls(table, tokens, row_length_of(positions), positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
         """Put another table of as many tokens into the same memory; valid between replays of a CUDA graph.
@@ -122,6 +120,13 @@ class DevicePositions:
 
             return launch_dense(self.table, self.num_tokens, self.axes, self.fractional)
         return torch.from_numpy(expand.dense(self.table.numpy(), self.num_tokens, self.fractional))
+
+
+def row_length_of(positions: PositionTable) -> int:
+    """Return how many tokens every document has, or 0 if they differ."""
+    starts = positions.documents[FIRST_TOKEN].tolist()
+    length = positions.num_tokens // max(len(starts), 1)
+    return length if length and starts == list(range(0, positions.num_tokens, length)) else 0
 
 
 Positions = DevicePositions | PositionTable | Tensor
@@ -279,7 +284,7 @@ def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: Positio
         raise InvalidInputError("positions: got fractional ids, want integers: cos_sin has rows of whole ids alone")
     if torch.is_grad_enabled() and cos_sin.requires_grad:
         raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one without: none are made")
-    reference.check_no_tangent("cos_sin", cos_sin)
+    check_no_tangent("cos_sin", cos_sin)
     on_host = isinstance(positions, PositionTable) or ids.tensor.device.type == "cpu"
     if ids.tokens and (validate or on_host) and not torch.compiler.is_compiling():
         _check_rows(cos_sin.shape[0], positions)

@@ -1,16 +1,53 @@
-"""Refuse to write where a gradient goes through, or where anything else lies."""
+"""Tell what gradients go through and who else sees a call, and refuse to write where anything else lies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary.reference import Norm, check_no_tangent
+
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+"""Counts the modes that see operators, of which no public name tells; where it is gone there may always be one."""
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Check that an operator may be called without torch's dispatcher, which takes longer than a small rotation.
+
+    Nobody else sees the call: no graph is traced, no mode is on, no gradient goes through, and tensors are in memory.
+    """
+    if torch.compiler.is_compiling() or _modes():
+        return False
+    grad = torch.is_grad_enabled()
+    try:
+        for x in tensors:
+            if type(x) not in (Tensor, Parameter) or (grad and x.requires_grad) or not (x.data_ptr() or not x.numel()):
+                return False
+    except RuntimeError:  # those of vmap and other transforms have no address
+        return False
+    return True
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Check for a gradient in forward mode, which the operators would leave out."""
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_no_tangent(name: str, x: Tensor) -> None:
+    """Refuse gradients in forward mode."""
+    if not torch.compiler.is_compiling() and has_tangent(x):
+        raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
+
+
+def mark_written(*tensors: Tensor) -> None:
+    """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
@@ -24,14 +61,12 @@ def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
         check_no_tangent(name, x)
 
 
-def check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
+def check_inplace(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | None]) -> None:
     """Refuse to rotate in place what gradients go through, or what shares memory."""
-    tensors = {"q": q} if k is None else {"q": q, "k": k}
-    weights = {"norm.q_weight": norm.q_weight, "norm.k_weight": norm.k_weight}
-    for name, x in (weights | tensors).items():
+    for name, x in {**weights, **tensors}.items():
         if x is not None and torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    check_written(tensors, ("q",) if k is None else ("k", "q"), want="inplace=False")
+    check_written(tensors, [*tensors][::-1], want="inplace=False")
 
 
 def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: str | None = None) -> None:

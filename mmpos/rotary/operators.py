@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary.memory import is_plain, mark_written
 from mmpos.rotary.paged import NO_SCALES, Scales, Stored
 from mmpos.rotary.reference import AUTO, NO_NORM, TRITON, Norm, RotationArguments
 
 __all__ = [
+    "call",
     "define_operator",
     "rerotate_",
     "rotate",
@@ -57,7 +59,7 @@ def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     _run(q, k, q, k, *_norm_and_rotation(arguments))
-    _mark_written(q, k)
+    mark_written(q, k)
 
 
 def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
@@ -93,9 +95,12 @@ def _rotate_backward(
     else:
         turn = reference.turning_of(rotation, batch, seq) if norm.after else None
         turn_back = reference.turning_of(back, batch, seq)
-        for grad, x, out, weight, total in zip((q_grad, k_grad), (q, k), outs, norm.weights(), sums, strict=True):
+        for i, (grad, x, out, weight) in enumerate(zip((q_grad, k_grad), (q, k), outs, norm.weights(), strict=True)):
             if weight is not None:
-                reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back, out, total)
+                x_grad, weight_grad = reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back)
+                sums[i] = weight_grad if wanted[2 + i] else None
+                if out is not None:
+                    out.copy_(x_grad)
             elif out is not None:
                 reference.rotate(grad, out, turn_back, rotation.num_pairs)
     weights = (norm.q_weight, norm.k_weight)
@@ -143,7 +148,7 @@ def _differentiable_gradients(
     outs: Sequence[Tensor] = [x.to(torch.float32) for x in inputs]
     if norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
-    outs = [reference.normalised(x, weight, norm) for x, weight in zip(outs, weights, strict=True)]
+    outs = [reference.normalised(x, weight, norm.eps) for x, weight in zip(outs, norm.weights(), strict=True)]
     if not norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
     asked = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]
@@ -165,7 +170,7 @@ def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     stored, norm, rotation = _stored_norm_and_rotation(arguments)
     k_out = k if stored.return_k else _without_heads(k)
     _run_store(q, k, q, k_out, stored, norm, rotation)
-    _mark_written(q, k_out)
+    mark_written(q, k_out)
 
 
 def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
@@ -192,7 +197,7 @@ def _run_store(
         q_out.copy_(q_wanted)
         if stored.return_k:
             k_out.copy_(turned)
-    _mark_written(
+    mark_written(
         *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
     )
 
@@ -230,7 +235,7 @@ def _rerotate_in_place(
         kernel.launch_rerotate(pages, scales, slots, start, stop)
     elif slots.shape[0] and pages.numel():
         _rerotate_plainly(pages, scales, slots, start, stop)
-    _mark_written(pages, *([] if scales is None else [scales]))
+    mark_written(pages, *([] if scales is None else [scales]))
 
 
 def _rerotate_plainly(
@@ -276,11 +281,6 @@ def _without_heads(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:2], 0, x.shape[3]))
 
 
-def _mark_written(*tensors: Tensor) -> None:
-    """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
-
-
 # The operators.
 
 # Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
@@ -300,7 +300,17 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     _LIBRARY.impl(name, _outside_of_graphs(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{name}", fake, lib=_LIBRARY)
     operator: OpOverload[..., Any] = getattr(torch.ops.mmpos, name).default
+    _FUNCTIONS[operator] = function
     return operator
+
+
+_FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
+
+
+def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
+    """Call an operator, or its function where nobody but that would see the call."""
+    plain = is_plain(*(x for x in arguments if isinstance(x, Tensor)))
+    return (_FUNCTIONS[operator] if plain else operator)(*arguments)
 
 
 def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

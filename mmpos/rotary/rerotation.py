@@ -73,7 +73,7 @@ def rerotate(
     check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = number_of(implementation, pages.device)
     rotation = rotation_of(stop, rotary, implementation=number)  # whose factor plays no part
-    operators.rerotate_(pages, written, row, start.tensor, start.mode, *rotation)
+    operators.call(operators.rerotate_, pages, written, row, start.tensor, start.mode, *rotation)
 
 
 def _pages(k_cache: Tensor, cache_layout: CacheLayout, k_scale: Tensor | None, rotary: Rotary) -> Tensor:

@@ -186,6 +186,9 @@ class Scheme(ABC):
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()
     """Kinds of segments with markers that documents may hold and ``place`` counts: CLIP, or THUMBNAIL and TILE."""
+    by_shape: ClassVar[bool] = False
+    """Whether ids follow from the shape of the grid alone, and from the cursor: ``place`` then asks once a shape. Each
+    class says it for itself; its instances must be equal where they place alike, and text must be placed as here."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 

@@ -22,6 +22,7 @@ class MRope(Scheme):
     """
 
     name: ClassVar[str] = "mrope"
+    by_shape = True
     axes = 3
 
     def advance(self, grids: Grids) -> IntArray:
@@ -39,6 +40,7 @@ class MRopeQwen3(MRope):
     """
 
     name: ClassVar[str] = "mrope-qwen3"
+    by_shape = True
     frames = False
 
 
@@ -50,6 +52,7 @@ class MRopeInterleaveReset(MRope):
     """
 
     name: ClassVar[str] = "mrope-interleave-reset"
+    by_shape = True
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return Placement([cursor, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1])
@@ -98,6 +101,7 @@ class MRopeTransformers(TimedMRope):
     """
 
     name: ClassVar[str] = "mrope-transformers"
+    by_shape = True
     tokens_per_second: int | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +131,7 @@ class MRopeQwen25(TimedMRope):
     """
 
     name: ClassVar[str] = "mrope-qwen2.5"
+    by_shape = True
     tokens_per_second: int | Fraction = 2
 
     def __post_init__(self) -> None:

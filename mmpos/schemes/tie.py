@@ -66,6 +66,7 @@ class RopeTie(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie"
+    by_shape = True
 
     def consumed(self, sides: IntArray) -> IntArray:
         return np.multiply.reduce(sides + 1) - 1
@@ -85,6 +86,7 @@ class RopeTieFractional(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-fractional"
+    by_shape = True
     fractional = True
 
     def consumed(self, sides: IntArray) -> IntArray:
@@ -107,6 +109,7 @@ class RopeTieLcm(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-lcm"
+    by_shape = True
 
     def consumed(self, sides: IntArray) -> IntArray:
         return np.lcm.reduce(sides + 1) - 1
@@ -127,6 +130,7 @@ class RopeTieV2(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-v2"
+    by_shape = True
     centred = True
     fractional = True
     rounding: Literal["floor"] | None = None

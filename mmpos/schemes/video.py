@@ -20,6 +20,7 @@ class VideoRope(Scheme):
     """
 
     name: ClassVar[str] = "videorope"
+    by_shape = True
     axes = 3
     delta: int = 2
 
@@ -46,6 +47,7 @@ class VRope(Scheme):
     """
 
     name: ClassVar[str] = "vrope"
+    by_shape = True
     axes = 4
 
     def advance(self, grids: Grids) -> IntArray:

@@ -19,19 +19,6 @@ __all__ = ["Core", "core", "int64"]
 class Core(Protocol):
     """The functions of csrc/, each described there; arrays are anything with a buffer."""
 
-    def columns(
-        self, kind: Array, segment_offsets: Array, start: Array, end: Array | None, block: Array, texts: int,
-        grids: int, of_text: tuple[object, ...] | None, of_grids: tuple[object, ...] | None, table: Array,
-        documents: Array, /,
-    ) -> int | None:  # fmt: skip
-        """Fill the columns of a placed table from the placements of texts and grids; returns its tokens."""
-
-    def cursors(
-        self, kind: Array, segment_offsets: Array, start: Array, of_text: Array | int, of_grids: Array | int,
-        cursors: Array, end: Array, /,
-    ) -> bool | None:  # fmt: skip
-        """Fill in the cursor before every text and grid, and after every document."""
-
     def documents(
         self, documents: Sequence[Sequence[object]], text: type, audio: type, grid: type, names: tuple[str, ...], /
     ) -> tuple[bytes, bytes, bytes] | None:
@@ -39,6 +26,9 @@ class Core(Protocol):
 
     def elements(self, raw: bytes, schema: Array, most: int, /) -> int | None:
         """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
+
+    def enter(self, plan: Array, rows: Array, /) -> bool | None:
+        """Enter rows into the hash table of a plan, which has more empty slots."""
 
     def expand(
         self, table: Array, num_tokens: int, fractional: bool, out: Array, axes: bytes | None, wide: bool, /
@@ -60,30 +50,28 @@ class Core(Protocol):
         Patches of a block lie side by side. With frames they are planes of floats, each repeated so many times.
         """
 
+    def place(
+        self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, timed: bool,
+        start: object, plan: Array, rules: tuple[bool, bool, bool], table: Array, documents: Array, /,
+    ) -> int | None:  # fmt: skip
+        """Fill a placed table by a plan; its tokens, or -1 - s where the plan does not have the shape of segment s."""
+
+    def placed(self, table: Array, documents: Array, num_tokens: int, fractional: bool, /) -> bool:
+        """Check whether these are surely the arrays of a placed table; False is for Python to look at."""
+
     def rotate(
-        self,
-        tensors: tuple[Array, ...],
-        source: tuple[object, ...],
-        norm: tuple[object, ...] | None,
-        first: int,
-        stop: int,
-        adjacent: bool,
-        conjugate: bool,
-        wide: bool,
-        /,
-    ) -> bool:
+        self, tensors: tuple[object, ...], source: tuple[object, ...], norm: tuple[object, ...] | None, first: int,
+        stop: int, flags: int, /,
+    ) -> bool:  # fmt: skip
         """Normalise and rotate tokens first to stop of q, and of k, into their outs; False, and nothing written, else.
 
         Args:
-            tensors: (q, q_out) or (q, q_out, k, k_out), each (batch, seq, heads, head_dim) of float32, or of int16
-                that hold bfloat16; an out may be what it comes from.
-            source: (cos, sin), or positions, frequencies and coefficients, as csrc/rotate.c has them.
+            tensors: (q, q_out) or (q, q_out, k, k_out), capsules of DLPack; an out may be what it comes from.
+            source: positions and what turns by them, or cos and sin, as csrc/rotate.c has them.
             norm: None, or eps and, for each of q and k, (head_dim,) float32 weights or None.
             first: a token, from 0 to batch · seq.
             stop: likewise.
-            adjacent: whether pair j is channels (2j, 2j + 1).
-            conjugate: rotate backwards.
-            wide: by the widest vectors of the CPU instead of those that all have; the bits are the same.
+            flags: those of csrc/rotate.c.
         """
 
     def runs(self, input_ids: Array, starts: Array, stops: Array, token: int, other: int, /) -> bytes | None:
@@ -96,12 +84,6 @@ class Core(Protocol):
         self, lengths: Array, offsets: Array, grid_thw: Array, documents: Array | None, separators: bool, /
     ) -> tuple[bytes, bytes, bytes, bytes] | None:
         """Lay out segments: kind, extents, segment offsets and the segment of each span, as bytes."""
-
-    def split(
-        self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, start: Array,
-        block: Array, /,
-    ) -> tuple[int, int, bool, bool] | None:  # fmt: skip
-        """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
 
 def int64(data: bytes) -> IntArray:

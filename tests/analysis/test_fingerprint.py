@@ -19,8 +19,7 @@ from mmpos.positions.table import LAYOUTS, Side
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieV2
 
 PARTS = st.one_of(
-    st.builds(Text, st.integers(1, 6)),
-    st.builds(Grid, st.integers(1, 4), st.integers(1, 4), frames=st.integers(1, 3)),
+    st.builds(Text, st.integers(1, 6)), st.builds(Grid, st.integers(1, 4), st.integers(1, 4), frames=st.integers(1, 3))
 )
 DOCUMENTS = st.lists(st.lists(PARTS, min_size=1, max_size=4), min_size=1, max_size=3)
 SCHEMES = st.sampled_from([RopeTie(axes=3), RopeTieV2(axes=3), RopeTieFractional(axes=3), "mrope", "v2pe", "flatten"])
@@ -226,6 +225,7 @@ def test_padding_may_stand_anywhere() -> None:
         ),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
         ({"position_ids": [2147483647.5]}, "position_ids: got numbers that are not finite or beyond int32"),
+        ({"position_ids": [-2147483648.5]}, "position_ids: got numbers that are not finite or beyond int32"),
         ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]}, "position_ids: got a PositionTable with other"),
     ],
 )

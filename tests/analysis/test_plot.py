@@ -59,6 +59,7 @@ def test_the_plane_holds_columns_right_and_rows_down() -> None:
         ("2x3,2", "rope-tie", [], None),
         ("1,2x2,1", "rows", [], None),  # its text is off the diagonal
         ("1,2x1x3,1", "mrope", ["gaps (1, 1) and (3, 1)"], (0, 4)),
+        ("1,2x2,1x2,1", "mrope", [], None),  # two without text between
     ],
 )
 def test_gaps_of_an_image_are_named(spec: str, scheme: str, gaps: list[str], square: Any) -> None:
@@ -196,6 +197,7 @@ def test_a_picture_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: 
     figure, *others = [draw(None) for draw in DRAWS]
     assert all(isinstance(each, Picture) for each in (figure, *others))
     assert list(tmp_path.iterdir()) == []
+    assert [each.png(50) == each.png(50) for each in others] == [True] * 3
     assert DRAWS[0](Path("a.png")).png() == figure.png() == Path("a.png").read_bytes()
     with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
         shown = figure._repr_png_()

@@ -71,7 +71,7 @@ def test_the_default_is_the_middle_of_the_first_image_in_its_middle_frame() -> N
     rotary = Rotary(12, axes=3)
     assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
     found = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
-    assert (found.query, found.patches.shape) == ((1, 2), (2, 4))
+    assert (found.query, found.patches.shape, found.patches[1, 2]) == ((1, 2), (2, 4), 1)
     same = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary, token=2 + 8 + 6)
     assert (found.patches == same.patches).all()
     assert (found.before == same.before).all()
@@ -131,22 +131,17 @@ def test_a_picture_names_every_kernel_over_its_map_and_at_its_curve(tmp_path: Pa
     pytest.importorskip("matplotlib")
     plot_attention([kernel("one"), kernel("two")], tmp_path / "a.svg")
     words = texts(tmp_path / "a.svg")
-    assert [words.count(word) for word in ("one", "two", "row", "column", "the image", "mean cosine")] == [
-        2,
-        2,
-        1,
-        2,
-        1,
-        1,
-    ]
+    counts = {word: words.count(word) for word in ("one", "two", "row", "column", "the image", "mean cosine")}
+    assert counts == {"one": 2, "two": 2, "row": 1, "column": 2, "the image": 1, "mean cosine": 1}
     assert {"tokens before the image", "tokens after the image"} <= set(words)
 
 
 def test_maps_share_one_scale_from_the_least_cosine_to_one() -> None:
     pytest.importorskip("matplotlib")
-    figure = plot_attention([kernel("low"), kernel("flat", patches=np.full((3, 4), 0.6))])
+    flat = kernel("flat", patches=np.full((3, 4), 0.6))
+    figure = plot_attention([kernel("low"), *[flat] * 4])  # in two rows, of which one is not full
     maps = [axes.images[0] for axes in figure.axes if axes.images]
-    assert [image.get_clim() for image in maps] == [(0.2, 1)] * 2
+    assert [image.get_clim() for image in maps] == [(0.2, 1)] * 5
     assert [np.asarray(image.get_array()).tolist() for image in maps][1] == [[0.6] * 4] * 3
 
 

@@ -66,9 +66,7 @@ CASES = {
     "split": Case(Rotary(128, allocation="split"), blocks(32, 32), ladder(64, 1e4)),
     "axial": Case(Rotary(128, allocation="axial", pairing="adjacent"), blocks(32, 32), np.tile(ladder(32, 1e4), 2)),
     "pixtral": Case(
-        Rotary(128, allocation="pixtral"),
-        blocks(32, 32),
-        np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]]),
+        Rotary(128, allocation="pixtral"), blocks(32, 32), np.concatenate([ladder(64, 1e4)[::2], ladder(64, 1e4)[1::2]])
     ),
     "sections": Case(
         Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24]), blocks(16, 24, 24), ladder(64, 1e6)
@@ -123,7 +121,7 @@ def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> Non
 def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
     case = CASES[name]
     ids = random_ids(case, 10, seed=3)
-    for noise in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+    for noise in (0.05, 0.2, 0.8):
         reading = read(case.turn(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
         assert told(reading, ids)[1] == 0
     assert not reading.known[:, 1:].any()  # but for the reference, which is 0 from itself
@@ -151,7 +149,7 @@ def test_none_of_many_tokens_is_wrong_while_noise_grows(case: Case, added: bool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [30, 1500])
+@pytest.mark.parametrize("tokens", [30, 300])
 def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: str) -> None:
     ids = np.arange(tokens)[None]
     for theta in (1.01, 1.5, 2.0):
@@ -161,7 +159,7 @@ def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: s
 
 
 def test_no_id_is_wrong_of_keys_that_were_changed_after_their_rotation() -> None:
-    case, ids = CASES["1-D"], np.arange(3000)[None]
+    case, ids = CASES["1-D"], np.arange(1000)[None]
     weights = np.random.default_rng(1).uniform(0.7, 1.3, 64)
     for keys in (case.turn(ids).clip(-1, 1), case.turn(ids) * weights):
         for dtype in DTYPES.values():
@@ -404,15 +402,6 @@ def test_sections_instead_of_interleaved_pairs() -> None:
         assert named.first_wrong == (None if positions is None else 31)  # as above; 30 has one id on all axes
 
 
-def test_half_of_the_frequencies_on_the_wrong_axis() -> None:
-    """vllm-omni#1784: even and odd frequencies belong to rows and columns, and blocks were taken."""
-    meant = CASES["interleaved"]
-    keys = Case(meant.rotary, blocks(32, 32), ladder(64, 1e4)).turn(place(PROMPT).dense()).astype(np.float32)
-    named = identify(keys, meant.rotary, place(PROMPT))
-    assert named.cause == "pairs are allocated as 'split', not as 'interleaved'"
-    assert named.first_wrong == 30  # the first patch, whose row has id 53 and whose column 47
-
-
 def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_explains() -> None:
     documents = SegmentTable.from_documents([[Text(4500), Grid(6, 6), Text(9)]])
     table = place(documents, "mrope-qwen3")
@@ -421,17 +410,6 @@ def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_ex
     assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
     rows = keys[:4510].reshape(2, 2255, 1, 128)
     assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
-
-
-def test_a_decode_delta_that_is_lost() -> None:
-    """TensorRT-LLM#15661: generated tokens turn by their index."""
-    ids = IDS.copy()
-    ids[:, -20:] = np.arange(ids.shape[1])[-20:]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == ids.shape[1] - 20
-    named = identify(QWEN3_VL.turn(ids), QWEN3_VL.rotary, MEANT)  # no rotation explains other ids
-    assert (named.named, named.first_wrong) == (False, ids.shape[1] - 20)
-    assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
 
 
 def test_drafts_of_several_steps() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from probe_configs import GEMMA3, GLM, QWEN
 from mmpos.__main__ import main
 from mmpos.analysis.probe import transformers as keys_of
 from mmpos.analysis.probe import write_checkpoint
-from mmpos.analysis.probe.confidence import ONE_KEY
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -155,58 +152,24 @@ TWO = TEXT | {
 }
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a model with two rotations."""
-    return write_checkpoint(TWO, tmp_path_factory.mktemp("probe"))
-
-
-def run(folder: Path, network: Any, dump: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
-    """What mmpos probe run says of the keys of a running model."""
-    ids = torch.arange(5, 45)[None]
-    np.savez(dump, *(one.keys for one in keys_of(network, {"input_ids": ids[:, :30]}, {"input_ids": ids[:, 30:]})))
-    code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
-    return code, json.loads(capsys.readouterr().out)["layers"]
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_faults_of_single_layers_and_heads_of_a_model_are_named(
-    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_layers_with_two_rotations_are_judged_by_the_references_beside_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    network = transformers.AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32).eval()
+    folder, dump = write_checkpoint(TWO, tmp_path / "probe"), tmp_path / "keys.npz"
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert (network.config.num_attention_heads, network.config.num_key_value_heads) == (4, 2)
-    code, layers = run(two, network, tmp_path / "keys.npz", capsys)
-    kinds = {name: one["layer_type"] for name, one in layers.items()}
-    assert (code, kinds) == (0, {"arr_0": "sliding_attention", "arr_1": "full_attention"})
-    assert all(one["factor_judged"] for one in layers.values())
-    rotary = network.model.rotary_emb
-    factor, rotary.full_attention_attention_scaling = rotary.full_attention_attention_scaling, 1.0
-    code, layers = run(two, network, tmp_path / "keys.npz", capsys)
-    assert (code, [one["equal"] for one in layers.values()]) == (3, [True, False])
-    assert f"cos and sin are multiplied by 1, not by {factor:.4g}" in str(layers["arr_1"]["message"])
-    rotary.full_attention_attention_scaling = factor
-    with patch_of_head(network.model.layers[0].self_attn, 1):
-        code, layers = run(two, network, tmp_path / "keys.npz", capsys)
-    assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[1], []])
-    assert layers["arr_0"]["message"][0] == "Of 2 kv heads, head 1 alone:"
-    assert ONE_KEY in layers["arr_0"]["message"]
-
-
-@contextmanager
-def patch_of_head(attention: Any, head: int) -> Iterator[None]:
-    """Leave a kv head of one layer as it is, while all others are turned."""
-    own, theirs = transformers.models.gemma3.modeling_gemma3.apply_rotary_pos_emb, attention.layer_idx
-    calls: list[int] = []
-
-    def turned(q: Any, k: Any, *rest: Any, **named: Any) -> Any:
-        q_out, k_out = own(q, k, *rest, **named)
-        if len(calls) % 2 == theirs:
-            k_out = torch.cat([k_out[:, :head], k[:, head : head + 1], k_out[:, head + 1 :]], dim=1)
-        calls.append(1)
-        return q_out, k_out
-
-    with mock.patch("transformers.models.gemma3.modeling_gemma3.apply_rotary_pos_emb", turned):
-        yield
+    for factor in (network.model.rotary_emb.full_attention_attention_scaling, 1.0):
+        network.model.rotary_emb.full_attention_attention_scaling = factor
+        np.savez(dump, *(one.keys for one in keys_of(network, {"input_ids": torch.arange(5, 45)[None]})))
+        code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
+        layers = json.loads(capsys.readouterr().out)["layers"]
+        assert {name: one["layer_type"] for name, one in layers.items()} == {
+            "arr_0": "sliding_attention",
+            "arr_1": "full_attention",
+        }
+        assert (code, [one["equal"] for one in layers.values()]) == (0 if factor > 1 else 3, [True, factor > 1])
+        assert all(one["factor_judged"] for one in layers.values())
 
 
 @pytest.mark.filterwarnings("ignore")

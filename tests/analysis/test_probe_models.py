@@ -1,9 +1,9 @@
-"""Models of Transformers probed while they run: no alarm where they are right, and their known bugs named."""
+"""Models of Transformers probed while they run: no alarm where they are right."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -15,8 +15,7 @@ import pytest
 from probe_configs import GEMMA3, GLM, QWEN
 
 import mmpos
-from mmpos.analysis.diagnosis import Diagnosis
-from mmpos.analysis.probe import Identification, KeyRecorder, check, identify, read, write_checkpoint
+from mmpos.analysis.probe import check, identify, read, write_checkpoint
 from mmpos.analysis.probe import transformers as keys_of
 from mmpos.analysis.probe.checkpoint import FAMILIES
 from mmpos.integrations.hf import patch
@@ -240,94 +239,3 @@ def packed_row(name: str, padded: Mapping[str, Any]) -> tuple[dict[str, Any], Me
     del row["attention_mask"]
     row["position_ids"] = ids if len(ids) == 1 else ids[:, None]
     return row, want._replace(real=np.ones((1, ids.shape[1]), np.bool_))
-
-
-TWO = "A {image} and then{image} 7"
-
-
-class Qwen3VL:
-    """A running Qwen3-VL, what enters its cache, and what the config means."""
-
-    def __init__(self) -> None:
-        self.network = deepcopy(model_of("qwen3_vl").network)
-        self.recorder = KeyRecorder(self.network)
-        self.rotary = rotary_of("qwen3_vl", 0)
-        self.cache: Any = None
-
-    @property
-    def text(self) -> Any:
-        return self.network.model.language_model
-
-    def run(self, inputs: Mapping[str, Any], **changes: Any) -> None:
-        """Call the model with the cache of the call before."""
-        with self.recorder, torch.no_grad():
-            self.cache = self.network(**inputs, **changes, use_cache=True, **{CACHE: self.cache})[CACHE]
-
-    def decode(self, tokens: int, **changes: Any) -> None:
-        self.run({"input_ids": torch.full((1, tokens), 5)}, **changes)
-
-    def check(self, segments: SegmentTable) -> Diagnosis:
-        """Compare the second layer, whose diagnosis the first one shares."""
-        first, second = (check(read(one.keys[0], self.rotary), segments, "mrope-qwen3") for one in self.recorder.layers)
-        assert (first.token, first.cause) == (second.token, second.cause)
-        return second
-
-    def identify(self, segments: SegmentTable) -> Identification:
-        return identify(self.recorder.layers[1].keys[0], self.rotary, mmpos.place(segments, "mrope-qwen3"))
-
-
-def patches(inputs: Mapping[str, Any]) -> list[int]:
-    return torch.nonzero(inputs["input_ids"][0] == 555).flatten().tolist()
-
-
-ROTATIONS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "height and width dropped": (lambda freq: freq[0], "all pairs turn by axis 0 (frame): the other axes are dropped"),
-    "sections in blocks": (
-        lambda freq: torch.cat([freq[0, ..., :24], freq[1, ..., 24:44], freq[2, ..., 44:]], dim=-1),
-        "pairs are allocated as 'sections', not as 'mrope-interleaved'",
-    ),
-}
-"""What a rotary of the model makes of (axes, batch, tokens, pairs) angles."""
-
-
-@pytest.mark.parametrize("name", ROTATIONS)
-def test_another_rotary_of_the_model_is_named(name: str) -> None:
-    (chosen, cause), model, inputs = ROTATIONS[name], Qwen3VL(), prompt("qwen3_vl", TWO)
-    model.text.rotary_emb.recomposition_frequencies = lambda freq: torch.cat([chosen(freq)] * 2, dim=-1)
-    model.run(inputs)
-    found = model.identify(meant("qwen3_vl", inputs).segments)
-    assert found.cause == cause
-    assert found.first_wrong == patches(inputs)[1]  # the first patch has one id on all axes, the second another column
-
-
-def test_a_delta_of_the_model_that_is_lost_before_decoding() -> None:
-    model, inputs = Qwen3VL(), prompt("qwen3_vl", TWO)
-    model.run(inputs)
-    delta = int(model.network.model.rope_deltas)
-    model.network.model.rope_deltas = torch.zeros(1, 1, dtype=torch.int64)
-    for _ in range(6):
-        model.decode(1)
-    found = model.check(meant("qwen3_vl", inputs, 6).segments)
-    assert found.token == inputs["input_ids"].shape[1]
-    assert found.cause == f"from the first difference on ids are the token's index: the delta {delta} is forgotten"
-    assert delta < 0
-
-
-def test_a_delta_of_the_request_before_that_stays_on_the_model() -> None:
-    model, first, second = Qwen3VL(), prompt("qwen3_vl", TWO), prompt("qwen3_vl", "One {image}")
-    model.run(first)
-    stale, model.cache = model.network.model.rope_deltas, None
-    model.run(second)
-    assert int(stale) != int(model.network.model.rope_deltas)
-    model.network.model.rope_deltas = stale
-    for _ in range(6):
-        model.decode(1)
-    one, two = meant("qwen3_vl", first).segments, meant("qwen3_vl", second, 6).segments
-    both = SegmentTable.from_arrays(
-        np.append(one.kind, two.kind), np.append(one.extents, two.extents, axis=1), [0, one.kind.size, 8]
-    )
-    found = model.check(both)
-    assert (found.document, found.token) == (1, second["input_ids"].shape[1])
-    assert found.cause == (
-        f"the delta {int(stale)} of documents[0] is used for documents[1], from the first difference on"
-    )

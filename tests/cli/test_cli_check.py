@@ -221,10 +221,7 @@ WANT = "want an array saved with numpy.save"
         (lambda path: path.write_text("[0, 1]"), f"ids.npy: got no .npy file, {WANT}"),
         (lambda path: path.mkdir(), f"ids.npy: got Is a directory, {WANT}"),
         (lambda path: None, f"ids.npy: got No such file or directory, {WANT}"),
-        (
-            save_archive,
-            f"ids.npy: got an archive (.npz, or of torch.save), {WANT}",
-        ),
+        (save_archive, f"ids.npy: got an archive (.npz, or of torch.save), {WANT}"),
         (lambda path: np.save(path, np.array([None])), None),
         (lambda path: np.save(path, np.array(["a"])), None),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), None),
@@ -275,10 +272,7 @@ def test_positions_writes_the_file_that_check_reads(capsys: pytest.CaptureFixtur
     assert np.load("ids.npy").tolist() == RIGHT
     assert main(["check", "ids.npy", "--spec", "3,2x3,2"]) == 0
     capsys.readouterr()
-    assert fail("positions", "3", "-o", "ids.txt") == (
-        2,
-        "--output: got 'ids.txt', want a file ending in .npy",
-    )
+    assert fail("positions", "3", "-o", "ids.txt") == (2, "--output: got 'ids.txt', want a file ending in .npy")
 
 
 def test_help_says_what_the_exit_codes_mean() -> None:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from mmpos import Grid, SegmentTable, Text, from_hf_config, place
-from mmpos.__main__ import main
 from mmpos.analysis.probe.confidence import ONE_KEY
 
 TEXT: dict[str, Any] = {
@@ -48,6 +47,10 @@ def config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
+OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+UNJUDGED = "The attention factor was not judged"
+
+
 def turned(
     ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS, theta: float = 5e6
 ) -> npt.NDArray[np.float32]:
@@ -59,6 +62,22 @@ def turned(
     return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
 
 
+def unturned(seed: int = 0) -> npt.NDArray[np.float32]:
+    """(2, 128) the key before its rotation."""
+    return turned(0 * IDS[:, :1], seed)[0]
+
+
+def save_reference(*keys: npt.NDArray[np.float32]) -> None:
+    """Write the keys of layers before their rotation beside the config."""
+    arrays: dict[str, Any] = {str(layer): key for layer, key in enumerate(keys)}
+    np.savez("reference.npz", **arrays)
+
+
+def heads(*parts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The kv heads of several keys, each in its place."""
+    return np.concatenate([part[:, head : head + 1] for head, part in enumerate(parts)], axis=1)
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -66,6 +85,21 @@ Run = Callable[..., tuple[int, str, str]]
 def run(run: Run) -> Run:
     """Run the command with the config."""
     return lambda *arguments: run("probe", "run", *arguments, "--config", "config.json")
+
+
+Layers = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
+
+
+@pytest.fixture
+def judged(run: Run) -> Layers:
+    """Save arrays, and give the exit code and what is said of each layer in JSON."""
+
+    def command(*arguments: str, **arrays: Any) -> tuple[int, dict[str, dict[str, Any]]]:
+        np.savez("keys.npz", **arrays)
+        code, out, _ = run("keys.npz", *arguments, "--json")
+        return code, json.loads(out)["layers"]
+
+    return command
 
 
 def test_keys_as_meant(run: Run) -> None:
@@ -102,18 +136,18 @@ def test_padding_of_ids_is_left_out_by_the_lengths_of_rows(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "words"),
+    ("count", "words"),
     [
         (2, "positions: got shape (3, 16), want (3, 2), as rotary and keys have; 1 token, the first 1, have "),
         (4, "positions: got shape (3, 16), want (3, 4), as rotary and keys have; 3 tokens, the first 1, have "),
     ],
 )
-def test_a_layout_that_is_another_is_told_beside_the_number_of_tokens(heads: int, words: str, run: Run) -> None:
-    keys = np.concatenate([turned(IDS), turned(IDS, seed=1)], axis=1)[:, :heads]
+def test_a_layout_that_is_another_is_told_beside_the_number_of_tokens(count: int, words: str, run: Run) -> None:
+    keys = np.concatenate([turned(IDS), turned(IDS, seed=1)], axis=1)[:, :count]
     np.savez("keys.npz", keys=keys.swapaxes(0, 1))
     code, out, err = run("keys.npz", "--spec", SPEC)
     assert (code, out) == (2, "")
-    assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({heads}, 16, 128), {words}")
+    assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({count}, 16, 128), {words}")
     assert "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?" in err
 
 
@@ -126,22 +160,6 @@ def test_a_terminal_shows_how_many_tokens_are_read(run: Run, monkeypatch: pytest
     assert (code, out) == silent[:2]
     said = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", err)
     assert re.search("━+ 16/16 tokens first", said)
-
-
-def test_the_group_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "Usage: mmpos probe [OPTIONS] COMMAND [ARGS]..." in out
-    assert "checkpoint" in out
-
-
-def test_keys_alone_are_compared_with_nothing(run: Run) -> None:
-    np.save("keys.npy", turned(IDS))
-    code, out, _ = run("keys.npy")
-    assert code == 3
-    assert "Nothing was compared: give --spec or --ids, the positions that were meant." in out
-    assert "other ids than" not in out
 
 
 def test_layers_that_read_differently_are_told_apart_though_nothing_was_meant(run: Run) -> None:
@@ -179,18 +197,13 @@ def test_values_and_keys_before_their_rotation_are_one_key(run: Run, noise: floa
     assert (code, "one key" in out) == (0, False)
 
 
-def test_pairs_on_other_axes_are_named_with_the_first_token_they_turn_wrong(run: Run) -> None:
-    blocks = np.repeat([0, 1, 2], [24, 20, 20])
-    np.savez("keys.npz", right=turned(IDS), mixed=turned(IDS, axis=blocks))
-    code, out, _ = run("keys.npz", "--spec", SPEC)
-    assert code == 3
-    assert "The first token whose key is another is 4. Cause: pairs are allocated as 'sections'" in out
-    assert out.count("Cause") == 1, "the ids look like a dropped axis, through the rotation that was meant"
-    layers = json.loads(run("keys.npz", "--spec", SPEC, "--json")[1])["layers"]
-    assert {name: (layer["equal"], layer["first_wrong"]) for name, layer in layers.items()} == {
-        "right": (True, None),
-        "mixed": (False, 4),
-    }
+def test_pairs_on_other_axes_are_named_with_the_first_token_they_turn_wrong(judged: Layers) -> None:
+    code, layers = judged("--spec", SPEC, right=turned(IDS), mixed=turned(IDS, axis=np.repeat([0, 1, 2], [24, 20, 20])))
+    assert (code, layers["right"]["equal"], layers["right"]["first_wrong"]) == (3, True, None)
+    assert (layers["mixed"]["equal"], layers["mixed"]["first_wrong"]) == (False, 4)
+    said = str(layers["mixed"]["message"])
+    assert "The first token whose key is another is 4. Cause: pairs are allocated as 'sections'" in said
+    assert said.count("Cause") == 1, "the ids look like a dropped axis, through the rotation that was meant"
 
 
 def test_a_lost_delta_is_named_and_no_rotation_blamed(run: Run) -> None:
@@ -198,49 +211,34 @@ def test_a_lost_delta_is_named_and_no_rotation_blamed(run: Run) -> None:
     ids[:, 13:] = [13, 14, 15]
     np.save("keys.npy", turned(ids))
     code, out, _ = run("keys.npy", "--spec", SPEC)
-    assert code == 3
-    assert "the delta -4 is forgotten" in out
-    assert "rotation" not in out
+    assert (code, "the delta -4 is forgotten" in out, "rotation" in out) == (3, True, False)
 
 
-UNJUDGED = "The attention factor was not judged"
-
-
-def layers_of(out: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(out)["layers"]
-    return found
-
-
-def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(run: Run) -> None:
-    asked = "keys.npz", "--spec", SPEC
+def test_an_attention_factor_is_judged_by_the_reference_beside_the_config(run: Run, judged: Layers) -> None:
     dump: dict[str, Any] = {"layers.0.attn": turned(IDS), "layers.1.attn": 1.1 * turned(IDS, seed=1)}
     np.savez("keys.npz", **dump)
-    code, out, _ = run(*asked)
+    code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, out.splitlines()[-1][: len(UNJUDGED)]) == (0, UNJUDGED)
-    unturned = [turned(0 * IDS[:, :1], seed=layer)[0] for layer in range(2)]
-    np.savez("reference.npz", **{"0": unturned[0], "1": unturned[1]})
-    code, out, _ = run(*asked)
+    save_reference(unturned(), unturned(1))
+    code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, UNJUDGED in out) == (3, False)
     assert "cos and sin are multiplied by 1.1, not by 1." in out
-    np.savez("reference.npz", **{"0": unturned[1], "1": unturned[1]})  # the first is of other weights
-    layers = layers_of(run(*asked, "--json")[1])
+    save_reference(unturned(1), unturned(1))  # the first is of other weights
+    _, layers = judged("--spec", SPEC, **dump)
     assert [(one["equal"], one["factor_judged"]) for one in layers.values()] == [(False, False), (False, True)]
-    other = "The keys are not those of reference.npz: other weights, heads, or order of channels."
-    assert [other in one["message"] for one in layers.values()] == [True, False]
+    assert [OTHER in one["message"] for one in layers.values()] == [True, False]
     keys = turned(IDS)
     keys[6:, 1] = turned(IDS + 1)[6:, 1]
-    np.savez("keys.npz", keys)
-    (layer,) = layers_of(run(*asked, "--json")[1]).values()
-    assert (layer["wrong_heads"], layer["message"][-1]) == ([1], other)
+    (layer,) = judged("--spec", SPEC, layers_0=keys)[1].values()
+    assert (layer["wrong_heads"], layer["message"][-1]) == ([1], OTHER)
 
 
 def test_a_reference_shows_what_all_ids_have_too_much(run: Run) -> None:
     np.savez("keys.npz", layer0=turned(IDS + 3))
     assert run("keys.npz", "--spec", SPEC)[0] == 0
-    np.savez("reference.npz", **{"0": turned(0 * IDS)[0]})
+    save_reference(unturned())
     code, out, _ = run("keys.npz", "--spec", SPEC)
-    assert code == 3
-    assert "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out
+    assert (code, "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out) == (3, True)
     np.savez("keys.npz", layer0=turned(IDS + 3), layer1=turned(IDS + 3, seed=1))  # the second has no reference
     assert "other ids than" not in run("keys.npz")[1]
 
@@ -259,15 +257,14 @@ GEMMA3 = {
 }
 
 
-def test_layers_are_judged_by_the_rotation_of_their_type(run: Run) -> None:
+def test_layers_are_judged_by_the_rotation_of_their_type(run: Run, judged: Layers) -> None:
     Path("config.json").write_text(json.dumps(GEMMA3))
     count = np.arange(40)[None]
     full = turned(np.tile(count, (3, 1)))
     sliding = turned(np.tile(count, (3, 1)), theta=1e4)
     asked = "keys.npz", "--spec", "40"
-    np.savez("keys.npz", sliding, full)
-    code, out, _ = run(*asked, "--json")
-    kinds = {name: one["layer_type"] for name, one in layers_of(out).items()}
+    code, layers = judged("--spec", "40", arr_0=sliding, arr_1=full)
+    kinds = {name: one["layer_type"] for name, one in layers.items()}
     assert (code, kinds) == (0, {"arr_0": "sliding_attention", "arr_1": "full_attention"})
     np.savez("keys.npz", full)
     assert run(*asked)[0] == 3
@@ -278,13 +275,23 @@ def test_layers_are_judged_by_the_rotation_of_their_type(run: Run) -> None:
     assert err.startswith("mmpos: error: keys: layer_type: got None, want one of 'full_attention', 'sliding_attention'")
 
 
-def test_mistakes_in_placing_documents_are_named_as_mmpos_check_names_them(run: Run) -> None:
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
-    text = {**TEXT, "model_type": "qwen2_5_vl_text", "rope_scaling": None, "rope_parameters": rope}
+def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
+    """A config of Qwen2.5-VL."""
+    rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": sections}
+    text = {
+        **TEXT,
+        "model_type": "qwen2_5_vl_text",
+        "head_dim": head_dim,
+        "rope_scaling": None,
+        "rope_parameters": rope,
+    }
     vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
-    Path("config.json").write_text(
-        json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
-    )
+    config = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS}
+    Path("config.json").write_text(json.dumps(config))
+
+
+def test_mistakes_in_placing_documents_are_named_as_mmpos_check_names_them(run: Run) -> None:
+    save_qwen25(head_dim=128, sections=[24, 20, 20], theta=5e6)
     video = Grid(1, 2, frames=4, seconds_per_frame=1)
     given = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
     np.savez("keys.npz", turned(given, axis=np.repeat([0, 1, 2], [24, 20, 20])))
@@ -295,37 +302,22 @@ def test_mistakes_in_placing_documents_are_named_as_mmpos_check_names_them(run: 
     assert "Cause: seconds_per_frame is forgotten: frames are one second apart." in out
 
 
-def test_a_head_that_is_wrong_alone_is_named(run: Run) -> None:
+def test_a_head_that_is_wrong_alone_is_named(judged: Layers) -> None:
     right, still, other = turned(IDS), turned(0 * IDS), turned(IDS, theta=1e4)
-    heads = {
-        "still": [right[:, :1], still[:, 1:]],
-        "another": [other[:, :1], right[:, 1:]],
-        "both": [other[:, :1], other[:, 1:]],
-        "missing": [right[:, :1], 0 * right[:, 1:]],
+    dump = {
+        "still": heads(right, still),
+        "another": heads(other, right),
+        "both": other,
+        "missing": heads(right, 0 * right),
     }
-    dump: dict[str, Any] = {name: np.concatenate(two, axis=1) for name, two in heads.items()}
-    np.savez("keys.npz", **dump)
-    code, out, _ = run("keys.npz", "--spec", SPEC, "--json")
-    layers = layers_of(out)
+    code, layers = judged("--spec", SPEC, **dump)
     assert (code, [one["equal"] for one in layers.values()]) == (3, [False] * 4)
-    assert {name: one["wrong_heads"] for name, one in layers.items()} == {
-        "still": [1],
-        "another": [0],
-        "both": [],
-        "missing": [1],
-    }
-    assert [one["message"][0] for one in layers.values()] == [
-        "Of 2 kv heads, head 1 alone:",
-        "Of 2 kv heads, head 0 alone:",
-        layers["both"]["message"][0],
-        "Of 2 kv heads, head 1 alone:",
-    ]
+    assert [one["wrong_heads"] for one in layers.values()] == [[1], [0], [], [1]]
+    first = [one["message"][0] for one in layers.values()]
+    assert [first[0], first[1], first[3]] == [f"Of 2 kv heads, head {head} alone:" for head in (1, 0, 1)]
     assert ONE_KEY in layers["still"]["message"]
     assert all("theta is 10,000, not 5,000,000" in str(layers[name]["message"]) for name in ("another", "both"))
     assert layers["missing"]["message"][1].startswith("reference: token 0: got nothing but zeros")
-
-
-OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
 
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "hidden_size": 256, "num_attention_heads": 2, "rope_theta": 5e6}
@@ -337,7 +329,7 @@ def shifted(*late: int) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "judged", "said"),
+    ("keys", "wrong", "factor", "said"),
     [
         (shifted(0, 300), [1], True, ["Of 2 kv heads, head 1 alone:", "Cause: documents start at 300, not at 0."]),
         (shifted(300, 500), [0, 1], True, ["Of 2 kv heads, head 1 alone:", "Cause: documents start at 500, not at 0."]),
@@ -346,21 +338,20 @@ def shifted(*late: int) -> npt.NDArray[np.float32]:
     ],
 )
 def test_each_head_is_judged_by_its_own_row_of_the_reference(
-    keys: npt.NDArray[np.float32], heads: list[int], judged: bool, said: list[str], run: Run
+    keys: npt.NDArray[np.float32], wrong: list[int], factor: bool, said: list[str], judged: Layers
 ) -> None:
     Path("config.json").write_text(json.dumps(QWEN3))
-    np.savez("reference.npz", **{"0": turned(0 * IDS[:, :1])[0]})
-    np.savez("keys.npz", layer0=keys)
-    code, out, _ = run("keys.npz", "--spec", "6", "--json")
-    layer = layers_of(out)["layer0"]
-    assert (code, layer["equal"], layer["wrong_heads"], layer["factor_judged"]) == (3, False, heads, judged)
+    save_reference(unturned())
+    code, layers = judged("--spec", "6", layer0=keys)
+    layer = layers["layer0"]
+    assert (code, layer["equal"], layer["wrong_heads"], layer["factor_judged"]) == (3, False, wrong, factor)
     assert set(said) <= set(layer["message"])
     assert layer["message"].count(OTHER) == said.count(OTHER)
 
 
 def test_a_reference_of_heads_that_were_turned_apart_is_theirs(run: Run) -> None:
     Path("config.json").write_text(json.dumps(QWEN3))
-    np.savez("reference.npz", **{"0": turned(0 * IDS[:, :1])[0]})
+    save_reference(unturned())
     np.savez("keys.npz", layer0=shifted(0, 300))
     code, out, _ = run("keys.npz")
     assert (code, UNJUDGED in out, OTHER in out, "Kv heads were not turned alike." in out) == (3, False, False, True)
@@ -370,92 +361,64 @@ def test_a_reference_of_heads_that_were_turned_apart_is_theirs(run: Run) -> None
     ("empty", "reference", "since"), [(0, False, 12), (0, True, 12), (np.nan, False, 12), (np.nan, True, 5)]
 )
 def test_keys_that_were_never_written_are_wrong_from_the_first(
-    empty: float, reference: bool, since: int, run: Run
+    empty: float, reference: bool, since: int, judged: Layers
 ) -> None:
     if reference:
-        np.savez("reference.npz", **{str(layer): turned(0 * IDS[:, :1])[0] for layer in range(4)})
+        save_reference(*[unturned()] * 4)
     keys = turned(IDS)
     head, late = keys.copy(), keys.copy()
     head[:, 1], late[since:] = empty, empty
-    np.savez("keys.npz", layer0=keys * np.float32(empty), layer1=keys, layer2=head, layer3=late)
-    code, out, _ = run("keys.npz", "--spec", SPEC, "--json")
-    layers = layers_of(out)
+    code, layers = judged("--spec", SPEC, layer0=keys * np.float32(empty), layer1=keys, layer2=head, layer3=late)
     assert (code, [one["equal"] for one in layers.values()]) == (3, [False, True, False, False])
     assert [one["first_wrong"] for one in layers.values()] == [0, None, 0, since]
     assert [one["wrong_heads"] for one in layers.values()] == [[], [], [1], []]
     assert [one["known"] for one in layers.values()][:3] == [0, 1, 0.5]
-    assert OTHER not in out
+    assert OTHER not in str(layers)
     assert all(layers[name]["factor_judged"] == reference for name in ("layer1", "layer2", "layer3"))
 
 
-def test_most_keys_that_were_never_written_raise_no_warning(run: Run) -> None:
+def test_most_keys_that_were_never_written_raise_no_warning(judged: Layers) -> None:
     keys = turned(IDS)[:, :1]
     keys[5:] = 0
-    np.savez("keys.npz", keys=keys)
-    code, out, _ = run("keys.npz", "--spec", SPEC, "--json")
-    assert (code, layers_of(out)["keys"]["first_wrong"]) == (3, 5)
+    code, layers = judged("--spec", SPEC, keys=keys)
+    assert (code, layers["keys"]["first_wrong"]) == (3, 5)
 
 
-def test_ids_are_counted_as_the_heads_that_are_named_tell_them(run: Run) -> None:
-    keys = turned(IDS)
-    keys[:, 1:] = turned(IDS + 40 * (np.arange(16) >= 3))[:, 1:]
-    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
-    asked = "keys.npz", "--spec", SPEC
-    assert run(*asked)[1].startswith("keys: 96 of 96 ids of 2 kv heads read, at most ")
-    layer = layers_of(run(*asked, "--json")[1])["keys"]
+def test_ids_are_counted_as_the_heads_that_are_named_tell_them(run: Run, judged: Layers) -> None:
+    keys = heads(turned(IDS), turned(IDS + 40 * (np.arange(16) >= 3)))
+    layer = judged("--spec", SPEC, keys=keys, reference=unturned())[1]["keys"]
     assert (layer["known"], layer["unknown_tokens"], layer["wrong_heads"]) == (1, 0, [1])
+    assert run("keys.npz", "--spec", SPEC)[1].startswith("keys: 96 of 96 ids of 2 kv heads read, at most ")
 
 
-def test_keys_before_their_rotation_are_one_key_where_few_pairs_tell_no_ids(run: Run) -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    text = {**TEXT, "model_type": "qwen2_5_vl_text", "head_dim": 16, "rope_scaling": None, "rope_parameters": rope}
-    vision = {"model_type": "qwen2_5_vl", "tokens_per_second": 4, "spatial_merge_size": 2}
-    Path("config.json").write_text(
-        json.dumps({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **TOKENS})
-    )
+def test_keys_before_their_rotation_are_one_key_where_few_pairs_tell_no_ids(judged: Layers) -> None:
+    save_qwen25(head_dim=16, sections=[2, 3, 3], theta=1e6)
     key = np.random.default_rng(0).normal(size=(2, 8, 2)).view(np.complex128)[..., 0]
     angle = IDS[np.repeat([0, 1, 2], [2, 3, 3])].T * 1e6 ** -(np.arange(8) / 8)
     right, still = (
         np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
         for pairs in (key * np.exp(1j * turns)[:, None] for turns in (angle, 0 * angle))
     )
-    half = np.concatenate([right[:, :1], still[:, 1:]], axis=1)
-    np.savez("keys.npz", layer0=right, layer1=half, layer2=still)
-    for reference in ({}, {str(layer): still[0] for layer in range(3)}):
-        np.savez("reference.npz", **reference)
-        code, out, _ = run("keys.npz", "--spec", SPEC, "--json")
-        layers = layers_of(out)
+    for references in ([], [still[0]] * 3):
+        save_reference(*references)
+        code, layers = judged("--spec", SPEC, layer0=right, layer1=heads(right, still), layer2=still)
         assert (code, [one["wrong_heads"] for one in layers.values()]) == (3, [[], [1], []])
         assert [one["message"].count(ONE_KEY) for one in layers.values()] == [0, 1, 1]
         assert [one["first_wrong"] for one in layers.values()] == [None, 1, 1]
-        assert "Cause" not in out
+        assert "Cause" not in str(layers)
 
 
-def test_lengths_of_another_pairing_are_no_factor(run: Run) -> None:
+def test_lengths_of_another_pairing_are_no_factor(judged: Layers) -> None:
     keys = turned(IDS).reshape(16, 2, 2, 64).swapaxes(2, 3).reshape(16, 2, 128)
-    np.savez("keys.npz", keys=keys, reference=turned(0 * IDS[:, :1])[0])
-    code, out, _ = run("keys.npz", "--spec", SPEC)
-    assert (code, "times as long" in out) == (3, False)
+    code, layers = judged("--spec", SPEC, keys=keys, reference=unturned())
+    assert (code, "times as long" in str(layers)) == (3, False)
 
 
-def test_one_token_alone_is_not_as_meant(run: Run) -> None:
-    np.save("keys.npy", turned(IDS[:, :1]))
-    code, out, _ = run("keys.npy", "--spec", "1")
-    assert code == 3
-    assert "The one token is the reference: its ids are 0 from itself, and nothing is told." in out
-    np.savez("keys.npz", keys=turned(IDS[:, 7:8]), reference=turned(0 * IDS[:, :1])[0], position_ids=IDS[:, 7:8])
-    assert run("keys.npz")[0] == 0
-
-
-def test_another_rotation_cannot_be_read(run: Run) -> None:
-    adjacent = np.random.default_rng(0).normal(size=(16, 2, 128)).astype(np.float32)
-    np.savez("keys.npz", keys=adjacent)
-    code, out, _ = run("keys.npz", "--json")
-    assert code == 3
-    found: dict[str, Any] = json.loads(out)
-    assert found["equal"] is False
-    assert found["layers"]["keys"]["known"] == 0
-    assert "have pairs of other lengths than the reference" in found["layers"]["keys"]["message"][0]
+def test_one_token_alone_is_not_as_meant(judged: Layers) -> None:
+    code, layers = judged("--spec", "1", keys=turned(IDS[:, :1]))
+    said = "The one token is the reference: its ids are 0 from itself, and nothing is told."
+    assert (code, said in layers["keys"]["message"]) == (3, True)
+    assert judged(keys=turned(IDS[:, 7:8]), reference=unturned(), position_ids=IDS[:, 7:8])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -542,32 +505,27 @@ def test_sentences_do_not_contradict_each_other(run: Run, shape: tuple[int, int]
     assert "rotation that was meant" not in out
 
 
-def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_words(run: Run) -> None:
+def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_words(judged: Layers) -> None:
     ids = np.concatenate([np.tile(np.arange(16), (3, 1)), IDS], axis=1)
     late = ids + (np.arange(32) >= 29)
-    np.savez("keys.npz", late=turned(late), other=turned(ids[[0, 0, 0]]))
-    arguments = ["keys.npz", "--spec", "16", "--spec", SPEC]
-    code, out, _ = run(*arguments)
-    assert code == 3
-    assert "documents[1], token 13, is token 2 of a run of text (segment 3)" in out
-    assert "Counted over all rows, this is token 29." in out
-    assert "The first token whose key is another is 20. Cause: all pairs turn by axis 0" in out
-    layers = json.loads(run(*arguments, "--json")[1])["layers"]
-    assert {name: layer["first_wrong"] for name, layer in layers.items()} == {"late": 29, "other": 20}
+    code, layers = judged("--spec", "16", "--spec", SPEC, late=turned(late), other=turned(ids[[0, 0, 0]]))
+    assert (code, {name: layer["first_wrong"] for name, layer in layers.items()}) == (3, {"late": 29, "other": 20})
+    said = " ".join(layers["late"]["message"])
+    assert "documents[1], token 13, is token 2 of a run of text (segment 3)" in said
+    assert "Counted over all rows, this is token 29." in said
+    other = " ".join(layers["other"]["message"])
+    assert "The first token whose key is another is 20. Cause: all pairs turn by axis 0" in other
 
 
-def test_tokens_that_cannot_be_read_are_different_and_those_that_may_be_right_are_counted(run: Run) -> None:
+def test_tokens_that_cannot_be_read_are_different_and_those_that_may_be_right_are_counted(judged: Layers) -> None:
     ids = np.tile(np.arange(200), (3, 1))
     keys = turned(ids)
     keys[150] = np.nan
-    np.savez("keys.npz", nan=keys, position_ids=ids)
-    code, out, _ = run("keys.npz")
-    assert code == 3
-    assert "Cause: no id explains the keys of 1 token." in out
-    layer = json.loads(run("keys.npz", "--json")[1])["layers"]["nan"]
-    assert (layer["equal"], layer["unknown_tokens"], layer["first_wrong"]) == (False, 0, 150)
+    code, layers = judged(nan=keys, position_ids=ids)
+    layer = layers["nan"]
+    assert (code, layer["equal"], layer["unknown_tokens"], layer["first_wrong"]) == (3, False, 0, 150)
+    assert "Cause: no id explains the keys of 1 token." in layer["message"]
     keys[150] = keys[149]
     keys[150, :, np.arange(128) % 64 % 3 == 2] = 0  # one axis alone
-    np.savez("keys.npz", half=keys, position_ids=ids)
-    layer = json.loads(run("keys.npz", "--json")[1])["layers"]["half"]
+    layer = judged(half=keys, position_ids=ids)[1]["half"]
     assert (layer["equal"], layer["first_wrong"]) == (False, 150)

@@ -12,7 +12,7 @@ import torch
 from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
 from results import same
 
-from mmpos import Grid, InterleavedSequence, InvalidInputError, MmposError, SegmentTable, Text, place
+from mmpos import Grid, InterleavedSequence, InvalidInputError, SegmentTable, Text, place
 from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.packing import Packer
@@ -141,12 +141,6 @@ def test_ranks_get_the_features_of_their_tokens() -> None:
             tokens, rows = part.audio_tokens()
             ours[tokens] = audio[rows]
             assert ours.tolist() == whole[batch.positions.shard_indices(rank, 2, layout)].tolist()
-
-
-def test_spans_and_features_of_a_batch_belong_together() -> None:
-    batch = PackedCollator()([example((Audio(1), True))])
-    with pytest.raises(MmposError, match=r"^audio_feature_spans: got 0 spans, want 1 as in audio_spans$"):
-        replace(batch, audio_feature_spans=None)
 
 
 def _tiled() -> Example:

@@ -17,12 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from data_corpus import records, write_jsonl, write_parquet
 
-from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
-from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Batcher
-from mmpos.data.quarantine import read_quarantine
+from mmpos.data.examples import RecordError
 from mmpos.data.readers import Reader, TarReader, shards
-from mmpos.sequence.builder import SequenceBuilder
 
 BLOCK = 512
 LOST = ", want a record that can be read; what follows it is lost"
@@ -271,16 +267,6 @@ def test_a_flipped_byte_in_a_packed_shard_is_seen_by_all_or_by_none(tmp_path: Pa
             assert errors or found == good or kind == "jsonl.zst"
 
 
-def test_a_checksum_that_is_wrong_at_the_end_is_an_error_after_the_records(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar.gz"
-    data = gzip.compress(FOUR)
-    path.write_bytes(changed(data, len(data) - 8, bytes([data[-8] ^ 1])))
-    *before, (index, message) = seen_by_all(path)
-    assert (before, index) == (whole(4, path), 4)
-    assert "CRC check failed" in message
-    assert message.endswith(LOST)
-
-
 def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", records(0, 21))
     # Pages of some damage give fewer rows and no error.
@@ -293,27 +279,3 @@ def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pyt
 
 
 # Loaders
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_workers_of_a_loader_skip_what_one_skips(tmp_path: Path, packed: bool) -> None:
-    path = written(tmp_path, changed(archive(members(30)), 5 * 17 * BLOCK, bytes(BLOCK)), packed)
-    preprocess = Preprocess(_document, SequenceBuilder())
-    given = []
-    for workers in (1, 2, 3):
-        folder = tmp_path / str(workers)
-        keys: list[str] = []
-        for worker in range(workers):
-            options: dict[str, Any] = {"on_error": "skip", "quarantine": folder, "world_size": workers}
-            dataset = BatchDataset(shards(path), preprocess, Batcher(4), rank=worker, **options)
-            keys += [example.key for group in dataset for example in group]
-        (line,) = read_quarantine(folder)
-        given.append((sorted(keys, key=int), line["index"], line["error"]))
-    keys_alone, index, error = given[0]
-    assert keys_alone == [str(i) for i in range(16)]
-    assert (index, error.count("one block of zeros at byte 43520")) == (16, 1)
-    assert given == given[:1] * 3
-
-
-def _document(record: Any, location: Location) -> Document:
-    return Document(record["__key__"], (Piece("text"),))

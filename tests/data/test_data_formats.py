@@ -743,22 +743,6 @@ def test_formats_pickle(name: str) -> None:
     assert pieces(again(RECORDS[name], HERE)) == pieces(FORMATS[name](images=LOCAL)(RECORDS[name], HERE))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_photographs_go_through_a_builder(name: str) -> None:
-    record = deepcopy(RECORDS[name])
-    example = Preprocess(plain(name, images=LOCAL), BUILDER)(record, HERE)
-    assert record == RECORDS[name]  # which is not changed
-    document = FORMATS[name](images=LOCAL)(RECORDS[name], HERE)
-    images = [part for part in document.parts if not isinstance(part, str)]
-    alone = [BUILDER.build([image]) for image in images]
-    assert alone
-    assert example.sequence.image_hashes == tuple(found.image_hashes[0] for found in alone)
-    assert example.sequence.patches is not None
-    assert (example.sequence.patches == np.concatenate([found.patches for found in alone])).all()
-    text = b"".join(part.encode() for part in document.parts if isinstance(part, str))
-    assert bytes(token for token in example.sequence.input_ids.tolist() if token < 256) == text
-
-
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from(["", "text", "user", "coffee.jpg", "..", "http://host", "data:,"]),

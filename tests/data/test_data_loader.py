@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -12,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, assert_type
 
 import datasets
@@ -25,16 +28,16 @@ from results import same
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import ImageProcessor, SequenceBuilder
+from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import HFImages, Pairs
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import SkipLimit, read_quarantine
+from mmpos.data.quarantine import Quarantine, SkipLimit, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.data.stream import START, Feed, Split
+from mmpos.data.stream import BatchStream, Feed, Portion, Split, Stages
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
@@ -114,12 +117,8 @@ def test_all_consumers_together_read_every_record_once(
 
 
 def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
-    assert [(part.shard, part.step) for part in Split(1, 2, 1, 2).portions(9)] == [(3, 1), (7, 1)]
-    assert [(part.shard, part.first, part.step) for part in Split(1, 2, 1, 2).portions(3)] == [
-        (0, 3, 4),
-        (1, 2, 4),
-        (2, 1, 4),
-    ]
+    assert Split(1, 2, 1, 2).portions(9) == [Portion(3), Portion(7)]
+    assert Split(1, 2, 1, 2).portions(3) == [Portion(0, 3, 4), Portion(1, 2, 4), Portion(2, 1, 4)]
     # Two shards left over go to two ranks.
     left = [len(Split(rank, 2, worker, 2).portions(6)) for rank in (0, 1) for worker in (0, 1)]
     assert left == [2, 1, 2, 1]
@@ -159,21 +158,6 @@ def test_an_epoch_has_its_own_order_and_always_the_same() -> None:
     moved = [i - 10 * first.index(key) for i, key in enumerate(sorted(first))]
     assert moved
     assert len({key[:2] for key in first[:15]}) == 2
-
-
-@pytest.mark.parametrize("window", [1, 5])
-def test_every_place_of_a_feed_is_found_again(window: int) -> None:
-    readers = (Numbers("a", 7), Numbers("b", 0), Numbers("c", 11))
-    for split in (Split(), Split(1, 2, by="records")):
-        feed = Feed(readers, tuple(split.portions(3)), window, (1, 2, 3))
-        whole = list(feed.entries(START))
-        for i, entry in enumerate(whole):
-            assert list(feed.entries(entry.after)) == whole[i + 1 :]
-        origins = {entry.origin for entry in whole[::3]}
-        assert {(o, at, raw["id"]) for o, at, raw in feed.find(origins)} == {  # type: ignore[index]
-            (entry.origin, entry.location, entry.raw["id"])  # type: ignore[index]
-            for entry in whole[::3]
-        }
 
 
 def test_set_epoch_reaches_workers_that_live_on() -> None:
@@ -227,12 +211,6 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
     ]
     found = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
     same(found, found[:1] * 5)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs a GPU")
-def test_batches_are_pinned() -> None:
-    loader = DataLoader(data([Numbers("a", 9)]), batch_size=None, num_workers=1, pin_memory=True)
-    assert all(batch.input_ids.is_pinned() for batch in loader)
 
 
 def test_without_collate_come_groups() -> None:
@@ -292,7 +270,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
     if kind == "packed":
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
-    for i, state in enumerate(states):
+    for i, state in list(enumerate(states))[:: 3 if kind == "bursts" else 1]:
         again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
@@ -357,13 +335,11 @@ def test_a_state_is_not_given_to_other_workers(corpus: list[Reader]) -> None:
         next(iter(DataLoader(resumed, batch_size=None, num_workers=2)))
 
 
-def test_what_workers_read_has_its_state_with_the_loader(corpus: list[Reader]) -> None:
-    dataset = data(corpus)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1))
-    next(batches)
+def test_what_workers_read_has_its_state_with_the_loader() -> None:
+    dataset = data([Numbers("a", 9)])
+    list(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(UnsupportedError, match="state_dict: got a dataset that workers read, want the state_dict of"):
         dataset.state_dict()
-    del batches
     next(iter(dataset))
     assert dataset.state_dict()["counts"]["batches"] == 1
 
@@ -420,6 +396,13 @@ def test_skipped_records_are_counted_logged_and_written_down(
     assert counts["skipped"] == 3
     assert counts["records"] == len(want) + 3
     assert counts["batches"] == counts["packs"] == len(batches)
+    list(dataset)
+    assert read_quarantine(folder) == lines, "once an epoch"
+    dataset.set_epoch(3)
+    list(dataset)
+    assert [(line["index"], line["epoch"]) for line in read_quarantine(folder)] == [
+        (line["index"], epoch) for epoch in (2, 3) for line in lines
+    ]
 
 
 class Photos(MadeShard):
@@ -546,28 +529,6 @@ def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_pa
         assert len(read_quarantine(folder)) == 10
 
 
-def test_a_resumed_run_writes_a_skipped_record_once_an_epoch(corpus: list[Reader], tmp_path: Path) -> None:
-    def new() -> BatchDataset:
-        return data(corpus, on_error="skip", quarantine=tmp_path, shuffle=0)
-
-    states = []
-    dataset = new()
-    for _ in dataset:
-        states.append(json.loads(json.dumps(dataset.state_dict())))
-    lines = read_quarantine(tmp_path)
-    assert len(lines) == 3
-    for state in states:
-        resumed = new()
-        resumed.load_state_dict(state)
-        list(resumed)
-    assert read_quarantine(tmp_path) == lines
-    dataset.set_epoch(1)
-    list(dataset)
-    assert [(line["index"], line["epoch"]) for line in read_quarantine(tmp_path)] == [
-        (line["index"], epoch) for epoch in (0, 1) for line in lines
-    ]
-
-
 def test_a_full_disk_cuts_no_line_of_the_quarantine(
     corpus: list[Reader], tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
@@ -682,11 +643,49 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
     assert all(message.startswith("rank: got a dataset made before torch.distributed") for _, message in found)
 
 
+# Walks
+
+
+def walked(work: Callable[[], object]) -> int:
+    """Functions of ours that a call walks through once it is warm: who reads it reads no more."""
+    ours, seen = str(Path(str(resources.files("mmpos")))), set()
+
+    def profile(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours) and not frame.f_code.co_name.startswith("<"):
+            seen.add(frame.f_code)
+
+    work()
+    gc.collect()  # or what others left is closed meanwhile
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+def test_parts_become_ids_and_records_batches_in_few_hops() -> None:
+    grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
+    assert walked(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 39
+    (row,) = records(0, 1)
+
+    def batch() -> None:
+        feed, quarantine = Feed((One("a", 1),), (Portion(0),), 1, (0, 0, 0)), Quarantine("raise", None, SkipLimit())
+        (made,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
+        assert len(made.grid_thw) == 1
+
+    class One(MadeShard):
+        def make(self, i: int) -> Any:
+            return row
+
+    assert walked(batch) <= 132
+
+
 # Memory
 
 _MEMORY = """
 import resource, sys
-from mmpos import ImageProcessor, SequenceBuilder
+from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Pairs, Preprocess, shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(

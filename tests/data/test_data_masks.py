@@ -41,7 +41,7 @@ uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without to
 some = documents.filter(lambda given: 0 < len(given) <= 4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(some, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
@@ -58,8 +58,7 @@ def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multi
 
 
 @uncompiled
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("packed", "bidirectional"), [(True, True), (False, False)])
 def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidirectional: bool) -> None:
     examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
     batch = (PackedCollator if packed else PaddedCollator)(multiple_of=8)(examples)

@@ -58,18 +58,6 @@ def test_the_files_are_those_of_the_local_engine(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_later_run_completes_an_earlier_one(tmp_path: Path) -> None:
-    readers = shards(corpus(tmp_path, 2, 2))
-    write_sequences(readers, tmp_path / "out", PAGES)
-    whole = contents(tmp_path / "out")
-    (tmp_path / "out" / "s1.parquet").unlink()
-    # More workers than there are processors, or shards: those work that there is room for.
-    again = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=9)
-    assert [each.reused for each in again.outputs] == [True, False]
-    assert contents(tmp_path / "out") == whole
-
-
-@pytest.mark.usefixtures("cluster")
 def test_errors_are_those_of_the_local_engine(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
     with pytest.raises(RecordError) as here:

@@ -17,7 +17,7 @@ import torch
 from data_corpus import Record, caption, records, write_jsonl, write_parquet, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from mmpos.data.examples import Location, RecordError
+from mmpos.data.examples import RecordError
 from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
 from mmpos.errors import InvalidInputError
 
@@ -155,12 +155,6 @@ def test_text_that_is_no_unicode_is_the_error_of_its_row(tmp_path: Path) -> None
     (first, (_, message), last) = read(ParquetReader(str(path)))
     assert (first, last) == ((0, "0"), (2, "2"))
     assert message.startswith("a.parquet[1]: got 'utf-8' codec can't decode byte 0xff")
-
-
-def test_columns_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", ROWS)
-    found = list(ParquetReader(str(path), columns=("id",)).records(19))
-    assert found == [(Location(str(path), 19), {"id": "19"}), (Location(str(path), 20), {"id": "20"})]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar"])

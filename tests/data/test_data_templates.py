@@ -14,7 +14,6 @@ from chat_tokenizer import QWENS, chat_tokenizer
 
 from mmpos import ByteTokenizer, Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
 from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, TokenizerTemplate
-from mmpos.data.preprocess.shard_job import describe
 from mmpos.integrations.hf import MMPosProcessor
 from mmpos.schemes import TMRope
 from mmpos.segments import Audio, Clip
@@ -227,9 +226,3 @@ def test_tokenizers_without_a_template_are_refused() -> None:
         TokenizerTemplate(ByteTokenizer())
     with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
         TokenizerTemplate(tokenizer(None))
-
-
-def test_settings_tell_templates_apart() -> None:
-    settings = [describe({"format": Chat(TokenizerTemplate(tokenizer(text)))}) for text in ("{{ 1 }}", "{{ 2 }}")]
-    assert settings[0] != settings[1]
-    assert settings[0] == describe({"format": Chat(TokenizerTemplate(tokenizer("{{ 1 }}")))})

@@ -213,11 +213,14 @@ class Sized(Shards):
 
 
 @pytest.mark.parametrize(
-    "batching",
-    [Packer(60), Packer(47, buffer=3, multiple_of=47), Batcher(3, max_tokens=30), Batcher(7, drop_last=True)],
+    ("batching", "rank", "workers"),
+    [
+        (Packer(60), 0, 2),
+        (Packer(47, buffer=3, multiple_of=47), 1, 0),
+        (Batcher(3, max_tokens=30), 0, 0),
+        (Batcher(7, drop_last=True), 1, 2),
+    ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_counted_by_sizes_as_they_come(batching: Any, rank: int, workers: int) -> None:
     shards = [Sized(name, 23) for name in "abc"]
     for split in ("records", "shards"):

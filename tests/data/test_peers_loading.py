@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import webdataset
 from data_corpus import MadeShard
 from peer_cases import meeting
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -21,7 +20,6 @@ from mmpos import SequenceBuilder
 from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Piece, Preprocess, RecordError
 from mmpos.data.packing import Pack
 from mmpos.data.readers import TarReader
-from mmpos.data.stream import Split
 
 pytestmark = [
     pytest.mark.slow,
@@ -183,23 +181,3 @@ def test_records_of_random_archives_are_those_of_webdataset(format_: int, compre
         for start in range(3):
             part = [raw for _, raw in TarReader(str(path)).records(start, 3)]
             assert list(map(str, part)) == list(map(str, found[start::3]))
-
-
-@pytest.mark.parametrize(("world", "workers"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (5, 2)])
-def test_shards_are_split_as_by_node_and_by_worker(world: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    urls = [f"{i}.tar" for i in range(11)]
-    seen = []
-    for rank in range(world):
-        for worker in range(workers):
-            numbers = {"RANK": rank, "WORLD_SIZE": world, "WORKER": worker, "NUM_WORKERS": workers}
-            for name, number in numbers.items():
-                monkeypatch.setenv(name, str(number))
-            pipeline = webdataset.DataPipeline(
-                webdataset.SimpleShardList(urls), webdataset.split_by_node, webdataset.split_by_worker
-            )
-            want = [found["url"] for found in pipeline]
-            portions = Split(rank, world, worker, workers).portions(len(urls))
-            assert [urls[portion.shard] for portion in portions] == want
-            assert {(portion.first, portion.step) for portion in portions} == {(0, 1)}
-            seen += want
-    assert sorted(seen) == sorted(urls)

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import CASES, Case, Document, documents, place_document
+from oracle import CASES, SECONDS, Case, Document, documents, place_document
 
 from mmpos import (
     Grid,
     InvalidInputError,
     PositionTable,
-    Scheme,
     SegmentTable,
     SequenceBuilder,
     Text,
@@ -103,10 +102,15 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
     elif what == "part" and isinstance(part, Text):
         document[i] = Text(part.length + 1)
     elif what == "part" and isinstance(part, Grid):
-        side = request.case.side
-        sides = ["height", "width", *(["frames"] if request.case.frames else [])]
-        name = draw(st.sampled_from(sides))
-        document[i] = resized(part, name, getattr(part, name) + (1 if name == "frames" else side))
+        case = request.case
+        changes: list[dict[str, Any]] = [
+            {"height": part.height + case.side},
+            {"width": part.width + case.side},
+            {"seconds_per_frame": draw(st.sampled_from(SECONDS))},
+        ]
+        changes += [{"frames": part.frames + 1}] * case.frames
+        changes += [{"row_separator": not part.row_separator}] * case.separators
+        document[i] = dataclasses.replace(part, **draw(st.sampled_from(changes)))
     elif what == "order":
         document[i - 1], document[i] = document[i], document[i - 1]
         other = dataclasses.replace(request, document=document)
@@ -123,11 +127,6 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
         other = dataclasses.replace(request, case=draw(st.sampled_from(CASES)))
         return other if takes(other) else request
     return dataclasses.replace(request, document=document)
-
-
-def resized(grid: Grid, name: str, value: int) -> Grid:
-    sides = {side: getattr(grid, side) for side in ("height", "width", "frames")} | {name: value}
-    return Grid(**sides, row_separator=grid.row_separator, seconds_per_frame=grid.seconds_per_frame)
 
 
 def takes(request: Request) -> bool:
@@ -152,27 +151,6 @@ def test_keys_are_equal_exactly_where_everything_up_to_the_end_of_the_block_is(
         if i < len(keys[a]) and j < len(keys[b]):
             same = tokens[a][: (i + 1) * block_size] == tokens[b][: (j + 1) * block_size]
             assert (keys[a][i] == keys[b][j]) == same
-
-
-IMAGE = [Text(2), Grid(2, 3), Text(2)]
-VIDEO = [Text(2), Grid(1, 2, frames=2), Text(4)]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "one", "other", "equal"),
-    [
-        ("flatten", IMAGE, [Text(2), Grid(2, 3, row_separator=True), Text(2)], [True, False, False]),
-        ("flatten", IMAGE, [Text(2), Grid(2, 2, row_separator=True), Text(2)], [True, False, False]),
-        # A time between frames moves all but the first frame.
-        ("mrope-qwen2.5", VIDEO, [Text(2), Grid(1, 2, frames=2, seconds_per_frame=3), Text(4)], [True, True, False]),
-    ],
-)
-def test_two_documents_share_these_blocks(
-    scheme: str | Scheme, one: Document, other: Document, equal: list[bool]
-) -> None:
-    tables = [SegmentTable.from_documents([document]) for document in (one, other)]
-    (a,), (b,) = (block_keys(segments, place(segments, scheme), 2) for segments in tables)
-    assert [x == y for x, y in zip(a, b, strict=False)][: len(equal)] == equal
 
 
 def test_a_key_is_made_of_these_bytes() -> None:

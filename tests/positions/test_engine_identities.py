@@ -71,13 +71,6 @@ def test_slices_concatenated_are_the_whole(positions: PositionTable, data: st.Da
 
 
 @settled
-@given(tables(RESUMABLE), st.data())
-def test_decoding_does_not_depend_on_the_chunk(positions: PositionTable, data: st.DataObject) -> None:
-    stop = data.draw(st.integers(0, positions.num_tokens))
-    assert exact(positions.slice(0, stop).decode(3)) == exact(positions.decode(3))
-
-
-@settled
 @given(tables(), st.data())
 def test_ranges_are_columns_of_the_whole(positions: PositionTable, data: st.DataObject) -> None:
     """Ranges may overlap, repeat and go backwards within a document, cross documents and be empty."""
@@ -183,12 +176,6 @@ def test_padding_has_id_zero_and_moves_nothing(
     np.testing.assert_array_equal(mask.sum(axis=1), positions.lengths)
     for row in mask.tolist():
         assert row == sorted(row, reverse=side == "right")
-
-
-@settled
-@given(tables(RESUMABLE), st.sampled_from(["left", "right"]))
-def test_padded_batches_decode_like_unpadded_ones(positions: PositionTable, side: Literal["left", "right"]) -> None:
-    assert exact(positions.pad(positions.max_seqlen + 2, side).decode(2)) == exact(positions.decode(2))
 
 
 PREFIX_STABLE = [case for case in RESUMABLE if case.name != "mrope-transformers"]

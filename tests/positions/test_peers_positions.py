@@ -1,7 +1,7 @@
 """Ids of peers: prompts of their own tests and more like them, as they place them, in golden files.
 
 Multimodal-RoPEs, of the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py, for the designs we
-    have, and the pairs that each axis turns in those that turn every head alike.
+    have.
 vLLM 0.33, tests of get_mrope_input_positions of PaddleOCR-VL.
 SGLang 0.5.23, TestMropePositionsFastPath: extending and decoding text.
 """
@@ -42,24 +42,6 @@ def test_designs_of_multimodal_ropes(case: dict[str, Any]) -> None:
     positions = place(segments, scheme)
     assert exact(positions) == list(zip(*[map(Fraction, axis) for axis in case["position_ids"]], strict=True))
     assert positions.deltas.tolist() == [int(case["delta"])]
-
-
-META = [0, 0, 1, 2, 1, 2, 1, 2] * 8
-"""MM-RoPE: components of eight pairs."""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "axes"),
-    [
-        ({"allocation": "sections", "mrope_section": [16, 24, 24]}, [0] * 16 + [1] * 24 + [2] * 24),
-        ({"allocation": "mrope-interleaved", "mrope_section": [24, 20, 20]}, [0, 1, 2] * 20 + [0] * 4),
-        ({"allocation": META}, META),
-        ({"axes": 3, "allocation": "interleaved"}, [*[0, 1, 2] * 21, 0]),
-    ],
-    ids=["mrope", "mrope-interleave", "mmrope", "grape, alternating"],
-)
-def test_allocations_of_multimodal_ropes(arguments: dict[str, Any], axes: list[int]) -> None:
-    assert Rotary(128, 5e6, **arguments).pair_axis.tolist() == axes
 
 
 @pytest.mark.parametrize("case", PADDLE, ids=range(len(PADDLE)))

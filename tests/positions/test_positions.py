@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from fractions import Fraction
 from typing import Any
 
@@ -76,13 +75,6 @@ def test_tables_hold_integers_only(scheme: str) -> None:
     assert not any(array.flags.writeable for view in views for array in (view.table, view.documents))
 
 
-def test_tables_survive_pickling(batch: PositionTable) -> None:
-    again = pickle.loads(pickle.dumps(batch))
-    np.testing.assert_array_equal(again.table, batch.table)
-    np.testing.assert_array_equal(again.documents, batch.documents)
-    assert repr(again) == repr(batch)
-
-
 def test_lengths_for_varlen_attention(batch: PositionTable) -> None:
     assert batch.cu_seqlens.tolist() == [0, 11, 13, 15]
     assert batch.cu_seqlens.dtype == np.int32
@@ -135,13 +127,6 @@ def test_tables_beyond_one_block_of_expansion(scheme: str, way: str, monkeypatch
     np.testing.assert_array_equal(numerators / denominators, want)
 
 
-def test_rationals_are_exact() -> None:
-    numerators, denominators = placed([Text(1), Grid(1, 2), Text(1)], "rope-tie-v2").rationals()
-    assert numerators.tolist() == [[0, 3, 3, 3], [0, 2, 4, 3]]
-    assert denominators.tolist() == [1, 2, 2, 1]
-    assert numerators.dtype == denominators.dtype == np.int64
-
-
 def test_ids_at_both_ends_of_int32() -> None:
     top = placed([Text(4), Grid(1, 1), Text(3)], "flatten", INT32_MAX - 7)
     assert top.dense().tolist() == [list(range(INT32_MAX - 7, INT32_MAX + 1))]
@@ -176,29 +161,6 @@ def test_the_largest_denominators_stay_exact() -> None:
     assert positions.next_positions.tolist() == [area + 1]
 
 
-def test_take_keeps_documents_that_become_empty(batch: PositionTable) -> None:
-    taken = batch.take([1, 4, 14], [3, 6, 15])
-    assert taken.dense().tolist() == [[1, 2, 6, 6, 102], [1, 2, 8, 11, 102]]
-    assert taken.lengths.tolist() == [4, 0, 1]
-    assert taken.next_positions.tolist() == [16, 9, 104]
-    assert taken.pad(5).lengths.tolist() == [5, 5, 5]
-    assert taken.decode(1).dense()[0].tolist() == [16, 9, 104]
-
-
-def test_windows_are_documents_in_any_order(batch: PositionTable) -> None:
-    windows = batch.window([2, 0, 1, 0], [0, 4, 1, 10], [2, 3, 3, 3])
-    assert windows.dense()[1].tolist() == [100, 102, 8, 11, 5, 8, 9, 10, 15, 16, 17]
-    assert windows.cu_seqlens.tolist() == [0, 2, 5, 8, 11]
-    assert windows.next_positions.tolist() == [104, 16, 11, 18]
-    assert windows.deltas.tolist() == [2, 5, 0, 5]
-
-
-def test_decoding_groups_by_document(batch: PositionTable) -> None:
-    assert batch.decode().dense().tolist() == [[16, 9, 104]] * 2
-    assert batch.decode([2, 0, 1]).dense().tolist() == [[16, 17, 104]] * 2
-    assert batch.decode(2).dense().tolist() == [[16, 17, 9, 10, 104, 105]] * 2
-
-
 def test_only_documents_that_go_on_need_a_next_position() -> None:
     """The first video ends half an id after its last whole one, the other document in text."""
     half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]
@@ -216,33 +178,6 @@ def test_only_documents_that_go_on_need_a_next_position() -> None:
         positions.window([1, 2], [2, 2], [3, 1])
     with pytest.raises(UnsupportedError, match=said):
         positions.decode([0, 1, 1])
-
-
-def test_zigzag_of_packed_documents() -> None:
-    positions = place(SegmentTable.from_documents([[Text(4)], [Text(4)]]), "flatten", [0, 10])
-    assert positions.cu_seqlens.tolist() == [0, 4, 8]
-    assert positions.shard_indices(0, 2).tolist() == [0, 3, 4, 7]
-    assert positions.shard(0, 2).dense().tolist() == [[0, 3, 10, 13]]
-    assert positions.shard(0, 2).cu_seqlens.tolist() == [0, 2, 4]
-
-
-def test_shards_of_the_whole_sequence_cut_through_documents() -> None:
-    documents: list[Document] = [[Text(3)], [Grid(1, 3)], [Text(2)]]
-    positions = place(SegmentTable.from_documents(documents), "flatten", [0, 10, 20], strict=False)
-    outer, inner = (positions.shard(rank, 2, "zigzag-sequence") for rank in range(2))
-    assert (outer.dense().tolist(), outer.lengths.tolist()) == ([[0, 1, 20, 21]], [2, 0, 2])
-    assert (inner.dense().tolist(), inner.lengths.tolist()) == ([[2, 10, 11, 12]], [1, 3, 0])
-    assert outer.next_positions.tolist() == inner.next_positions.tolist() == [3, 13, 22]
-    assert positions.shard_indices(1, 2, "zigzag-sequence").tolist() == [2, 3, 4, 5]
-    first, last = (positions.shard(rank, 2, "contiguous-sequence") for rank in range(2))
-    assert (first.dense().tolist(), first.cu_seqlens.tolist()) == ([[0, 1, 2, 10]], [0, 3, 4, 4])
-    assert (last.dense().tolist(), last.cu_seqlens.tolist()) == ([[11, 12, 20, 21]], [0, 0, 2, 4])
-    assert positions.shard_indices(1, 2, "contiguous-sequence").tolist() == [4, 5, 6, 7]
-
-
-def test_the_advice_for_odd_lengths_works(batch: PositionTable) -> None:
-    assert batch.pad(12).shard(1, 2).lengths.tolist() == [6, 6, 6]
-    assert batch.pad([*batch.lengths[:-1], 3]).shard(1, 2, "zigzag-sequence").lengths.tolist() == [7, 1, 0]
 
 
 def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import cache
 from itertools import product
 from math import gcd, prod
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from oracle import Document, Id, exact, placed
 
-from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos import Grid, SegmentTable, Text, place
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 
 FAMILY = {cls.name: cls for cls in (RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2)}
@@ -96,36 +95,6 @@ def _strides(name: str, height: int, width: int) -> Id:
     return exact(placed([Grid(height, width)], name, 1))[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "cols", "following", "gap"),
-    [
-        ("rope-tie", (7, 11), (6, 9, 12), 15, (4, 3)),
-        ("rope-tie-lcm", (7, 11), (6, 9, 12), 15, (4, 3)),
-        (
-            "rope-tie-fractional",
-            (Fraction(16, 3), Fraction(23, 3)),
-            (Fraction(19, 4), Fraction(13, 2), Fraction(33, 4)),
-            10,
-            (Fraction(7, 3), Fraction(7, 4)),
-        ),
-        ("rope-tie-v2", (6, 7), (Fraction(11, 2), Fraction(13, 2), Fraction(15, 2)), 10, (3, Fraction(5, 2))),
-    ],
-)
-def test_the_worked_example(name: str, rows: Id, cols: Id, following: int, gap: Id) -> None:
-    ids = exact(placed([Text(3), Grid(2, 3), Text(1)], name, 1))
-    assert ids == [(1, 1), (2, 2), (3, 3), *product(rows, cols), (following, following)]
-    assert tuple(value - 3 for value in ids[3]) == tuple(following - value for value in ids[8]) == gap
-
-
-def test_floor_is_the_truncation_of_hunyuan_image() -> None:
-    document: Document = [Text(3), Grid(2, 3), Text(1)]
-    floored = placed(document, RopeTieV2(rounding="floor"), 1)
-    assert floored.dense().tolist() == [[1, 2, 3, 6, 6, 6, 7, 7, 7, 10], [1, 2, 3, 5, 6, 7, 5, 6, 7, 10]]
-    assert floored.dense().dtype.name == "int32"
-    odd = placed(document, RopeTieV2(rounding="floor"), -4)
-    assert odd.dense().tolist()[1] == [-4, -3, -2, 0, 1, 2, 0, 1, 2, 5]
-
-
 ADVANCES = {
     (24, 24): (624, 576, 576, 24, 24),
     (64, 64): (4224, 4096, 4096, 64, 64),
@@ -140,33 +109,3 @@ def test_the_growth_table(sides: tuple[int, int]) -> None:
     names = ("rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope")
     consumed = [int(placed([Grid(*sides)], name).next_positions[0]) for name in names]
     assert tuple(consumed) == ADVANCES[sides]
-
-
-@pytest.mark.parametrize(("height", "width"), [(24, 24), (2, 3), (1, 9), (7, 4)])
-def test_the_largest_id_plus_one_is_not_the_next_position(height: int, width: int) -> None:
-    positions = placed([Grid(height, width)], "rope-tie", 1)
-    wrong = int(positions.dense().max()) + 1
-    assert positions.next_positions[0] - wrong == min(height, width)
-    if (height, width) == (24, 24):
-        assert (wrong, positions.next_positions.tolist()) == (601, [625])
-
-
-SEPARATED: list[str | Scheme] = [
-    *FAMILY,
-    *(cls(axes=3) for cls in FAMILY.values()),
-    RopeTieV2(rounding="floor"),
-    "naive-2d",
-]
-
-
-@pytest.mark.parametrize("scheme", SEPARATED, ids=str)
-def test_row_separators_are_column_w_plus_one_and_move_nothing(scheme: str | Scheme) -> None:
-    plain = exact(placed([Text(2), Grid(4, 3), Text(1)], scheme))
-    separated = exact(placed([Text(2), Grid(4, 3, row_separator=True), Text(1)], scheme))
-    grid = separated[2:-1]
-    rows = [grid[i : i + 4] for i in range(0, 16, 4)]
-    assert [position for row in rows for position in row[:3]] == plain[2:-1]
-    assert separated[-1] == plain[-1]
-    for row in rows:
-        step = row[1][-1] - row[0][-1]
-        assert row[3] == (*row[2][:-1], row[2][-1] + step)

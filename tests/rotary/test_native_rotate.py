@@ -6,6 +6,7 @@ are those of every processor.
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +22,11 @@ from hypothesis import strategies as st
 from oracle import settled
 from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, ROTARIES, heads, packed, table_of
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, cpu
 from mmpos.rotary.device import ids_on, rotation_of
+from mmpos.rotary.reference import DENSE_FIXED, DENSE_INTEGER, TABLE_FRACTIONAL, TABLE_INTEGER
 from mmpos.support import native
 
 if native.core is None:
@@ -36,6 +39,7 @@ PAIRINGS = ("half", "adjacent")
 WIDTHS = pytest.mark.parametrize("wide", [True, False], ids=["wide", "plain"])
 NORMED = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 EPS = 1e-5
+SHORT_VECTORS = 32  # see csrc/rotate.c
 
 
 def weight(size: int) -> Tensor:
@@ -55,21 +59,16 @@ def normalised(x: Tensor, w: Tensor) -> Tensor:
     return torch.from_numpy(value * scale) * w
 
 
-def wanted(x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
+def wanted(x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, after: bool = False, **options: Any) -> Tensor:
     """The norm in the order of C, and the rotation of the reference, rounded once."""
-    value = x if w is None else normalised(x, w)
-    return apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0].to(x.dtype)
+    value = x.float() if w is None or after else normalised(x, w)
+    turned = apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0]
+    return (turned if w is None or not after else normalised(turned, w)).to(x.dtype)
 
 
 def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
     ids = ids_on(positions, rotary, CPU)
-    made = cpu.angles_of(rotation_of(ids, rotary), ids.tokens)
-    assert made is not None
-    return made
-
-
-def bits(x: Tensor) -> Any:
-    return x.view(cpu.BITS[x.dtype]).numpy()
+    return cpu.source_of(rotation_of(ids, rotary), ids.tokens, rotary.head_dim)
 
 
 def assert_same(got: Tensor | None, want: Tensor | None) -> None:
@@ -83,15 +82,21 @@ def assert_same(got: Tensor | None, want: Tensor | None) -> None:
 
 
 def assert_agrees(
-    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True
-) -> None:
+    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True,
+    after: bool = False,
+) -> None:  # fmt: skip
     """(tokens, heads, head_dim) by the extension alone, out of place and in place."""
-    want = wanted(x, w, positions, rotary, conjugate=conjugate)
-    norm, adjacent = None if w is None else (EPS, w.numpy()), rotary.pairing == "adjacent"
+    want = wanted(x, w, positions, rotary, after, conjugate=conjugate)
+    norm = None if w is None else (EPS, w.numpy())
+    flags = (
+        cpu.ADJACENT * (rotary.pairing == "adjacent")
+        | cpu.CONJUGATE * conjugate
+        | SHORT_VECTORS * (not wide)
+        | cpu.NORM_AFTER * after
+    )
     for out in (torch.full_like(x, torch.nan), x.clone()):
         start = x if out.isnan().all() else out
-        tensors = tuple(bits(tensor.unsqueeze(0)) for tensor in (start, out))
-        assert CORE.rotate(tensors, source(positions, rotary), norm, 0, len(x), adjacent, conjugate, wide)
+        assert CORE.rotate((to_dlpack(start), to_dlpack(out)), source(positions, rotary), norm, 0, len(x), flags)
         assert_same(out, want)
 
 
@@ -99,18 +104,18 @@ def assert_agrees(
 
 
 @WIDTHS
-@NORMED
+@pytest.mark.parametrize("normed", ["not", "before", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128])
 def test_any_number_of_pairs_and_of_other_channels(
-    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: bool, wide: bool
+    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: str, wide: bool
 ) -> None:
     ids = torch.tensor([[0, 1, -1, 77, INT32_MAX, INT32_MIN, 123_456_789]])
     for rest in (0, 2, 6, 30):
         rotary = Rotary(rotary_dim + rest, rotary_dim=rotary_dim, axes=1, pairing=pairing)
-        w = weight(rotary.head_dim) if normed else None
-        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide)
+        w = None if normed == "not" else weight(rotary.head_dim)
+        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide, after=normed == "after")
 
 
 @settled
@@ -259,9 +264,10 @@ def test_no_norm_of_k_or_of_q_leaves_its_bits_to_the_rotation() -> None:
     for dtype in DTYPES:
         q, k = heads(13, 5, 24, dtype), heads(13, 2, 48, dtype, seed=1)[..., ::2]
         for of_q, of_k in ((w, None), (None, w), (w, w + 1)):
-            got = apply_rotary(q, k, ids, rotary, norm=Norm(of_q, of_k, EPS))
-            assert_same(got[0], wanted(q, of_q, ids, rotary))
-            assert_same(got[1], wanted(k, of_k, ids, rotary))
+            for after in (False, True):
+                got = apply_rotary(q, k, ids, rotary, norm=Norm(of_q, of_k, EPS, after=after))
+                assert_same(got[0], wanted(q, of_q, ids, rotary, after))
+                assert_same(got[1], wanted(k, of_k, ids, rotary, after))
 
 
 def test_weights_of_any_dtype_and_strides_and_with_gradients_go_by_the_extension(
@@ -300,7 +306,7 @@ def test_a_range_writes_its_own_tokens() -> None:
     want, given = wanted(q, None, ids, rotary), source(ids, rotary)
     for first, stop in ((0, 0), (15, 31), (80, 80), (60, 61)):
         out, expected = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan).flatten(0, 1)
-        assert CORE.rotate((bits(q), bits(out)), given, None, first, stop, False, False, True)
+        assert CORE.rotate((to_dlpack(q), to_dlpack(out)), given, None, first, stop, 0)
         expected[first:stop] = want.flatten(0, 1)[first:stop]
         assert_same(out.flatten(0, 1), expected)
 
@@ -343,106 +349,147 @@ def test_what_the_extension_declines_and_all_without_it_goes_by_the_reference(
 def test_what_the_extension_declines_in_the_end_goes_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     q, table = heads(32, 3, 24), packed("rope-tie")
     want, _ = apply_rotary(q, None, table, Rotary(24), implementation="reference")
-    monkeypatch.setattr(native, "core", SimpleNamespace(expand=CORE.expand, rotate=lambda *_: False))
+    monkeypatch.setattr(native, "core", SimpleNamespace(rotate=lambda *_: False))
     assert_same(apply_rotary(q.clone(), None, table, Rotary(24), inplace=True)[0], want)
 
 
-X = np.zeros((1, 4, 2, 16), np.float32)
-GIVEN: tuple[Any, ...] = (
-    np.zeros((2, 4), np.int32), False, np.zeros((3, 8), np.int64), np.zeros((1, 8), np.int32), cpu.COEFFICIENTS, 1.0
-)  # fmt: skip
-TABLES: tuple[Any, ...] = (np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32))
+X = torch.zeros(1, 4, 2, 16)
 WEIGHT = np.ones(16, np.float32)
+ROTARY = Rotary(16, axes=2)
+CONSTANTS: bytes = source(torch.zeros(2, 4, dtype=torch.int32), ROTARY)[3]
+TABLE = packed("rope-tie").take([0], [4]).table
+COS = np.ones((4, 8), np.float32)
 
 
-def with_part(part: int, value: Any) -> dict[str, Any]:
-    return {"given": (*GIVEN[:part], value, *GIVEN[part + 1 :])}
+def dense(ids: Any = None, mode: int = DENSE_INTEGER, tokens: Any = 4, constants: Any = CONSTANTS) -> dict[str, Any]:
+    return {"given": (np.zeros((2, 4), np.int32) if ids is None else ids, mode, tokens, constants)}
+
+
+def numbers(**changed: int) -> dict[str, Any]:
+    """Constants of which some whole numbers are others."""
+    names = ("pairs", "groups", "axes", "channels")
+    values = {**dict(zip(names, struct.unpack("=4q", CONSTANTS[:32]), strict=True)), **changed}
+    return dense(constants=struct.pack("=4q", *(values[name] for name in names)) + CONSTANTS[32:])
+
+
+def with_axis(axis: int) -> dict[str, Any]:
+    return dense(constants=CONSTANTS[:-4] + struct.pack("=i", axis))
+
+
+def cos_sin(cos: Any = COS, sin: Any = COS, groups: Any = 1) -> dict[str, Any]:
+    return {"given": (cos, sin, groups)}
 
 
 DECLINED: dict[str, dict[str, Any]] = {
-    "three dimensions": {"x": X[0]},
-    "float64": {"x": X.astype(np.float64)},
-    "float16": {"x": X.astype(np.float16)},
-    "big endian": {"x": X.astype(">f4")},
-    "strided channels": {"x": np.zeros((1, 4, 2, 32), np.float32)[..., ::2]},
-    "channels backwards": {"x": X[..., ::-1]},
-    "no buffer": {"x": X.tolist()},
-    "fewer channels than pairs": {"x": X[..., :15]},
+    "two dimensions": {"x": X[0, 0]},
+    "five dimensions": {"x": X[None]},
+    "three dimensions with heads first": {"x": X[0], "flags": cpu.HEADS_FIRST},
+    "float64": {"x": X.double()},
+    "float16": {"x": X.half()},
+    "int16": {"x": X.short()},
+    "strided channels": {"x": torch.zeros(1, 4, 2, 32)[..., ::2]},
+    "no capsule": {"tensors": (X, X)},
+    "other channels": {"x": X[..., :15]},
     "other tokens": {"x": X[:, :3]},
     "no tokens": {"x": X[:, :0]},
-    "an out of another shape": {"out": np.zeros((1, 4, 1, 16), np.float32)},
-    "an out of another dtype": {"out": np.zeros(X.shape, np.int16)},
-    "an out of strided channels": {"out": np.zeros((1, 4, 2, 32), np.float32)[..., ::2]},
-    "an out to read": {"out": np.frombuffer(bytes(X.nbytes), np.float32).reshape(X.shape)},
-    "k of another dtype": {"k": np.zeros((1, 4, 1, 16), np.int16)},
-    "k of other tokens": {"k": np.zeros((1, 5, 1, 16), np.float32)},
-    "k of few channels": {"k": np.zeros((1, 4, 1, 14), np.float32)},
-    "k without an out": {"tensors": (X, X.copy(), X)},
+    "no heads": {"x": X[:, :, :0]},
+    "an out of another shape": {"out": torch.zeros(1, 4, 1, 16)},
+    "an out of another dtype": {"out": X.bfloat16()},
+    "an out of strided channels": {"out": torch.zeros(1, 4, 2, 32)[..., ::2]},
+    "k of another dtype": {"k": X.bfloat16()},
+    "k of other tokens": {"k": torch.zeros(1, 5, 1, 16)},
+    "k of other channels": {"k": torch.zeros(1, 4, 1, 18)},
+    "k without an out": {"tensors": tuple(to_dlpack(X) for _ in range(3))},
     "no tensors": {"tensors": ()},
-    "too many tensors": {"tensors": (X, X.copy()) * 3},
+    "too many tensors": {"tensors": tuple(to_dlpack(X) for _ in range(6))},
     "a first below 0": {"first": -1},
     "a stop past the end": {"stop": 5},
     "a stop before the first": {"first": 3, "stop": 2},
     "a first beyond int64": {"first": 1 << 70},
-    "a list for the source": {"given": list(GIVEN)},
-    "a source of other length": {"given": GIVEN[:5]},
-    "ids of other tokens": with_part(0, np.zeros((2, 5), np.int32)),
-    "ids of one dimension": with_part(0, np.zeros(4, np.int32)),
-    "float ids": with_part(0, np.zeros((2, 4))),
-    "too many axes": with_part(0, np.zeros((9, 4), np.int32)),
-    "narrow fixed point": with_part(1, True),
-    "narrow words": with_part(2, np.zeros((3, 8), np.int32)),
-    "two words": with_part(2, np.zeros((2, 8), np.int64)),
-    "words of fewer pairs": with_part(2, np.zeros((3, 7), np.int64)),
-    "wide axes of pairs": with_part(3, np.zeros((1, 8), np.int64)),
-    "axes of fewer pairs": with_part(3, np.zeros((1, 7), np.int32)),
-    "a pair of an axis past the last": with_part(3, np.array([[0, 1] * 3 + [1, 2]], np.int32)),
-    "a pair of an axis below none": with_part(3, np.array([[0, -2] * 4], np.int32)),
-    "seven coefficients": with_part(4, cpu.COEFFICIENTS[:28]),
-    "coefficients in a list": with_part(4, [1.0] * 8),
-    "a whole factor": with_part(5, 1),
-    "cos of other tokens": {"given": (np.ones((5, 8), np.float32),) * 2},
-    "cos in float64": {"given": (np.ones((4, 8)),) * 2},
-    "sin of other tokens": {"given": (TABLES[0], np.ones((3, 8), np.float32))},
-    "sin of other pairs": {"given": (TABLES[0], np.ones((4, 7), np.float32))},
-    "no pairs": {"given": (np.ones((4, 0), np.float32),) * 2},
-    "more pairs than channels": {"given": (np.ones((4, 9), np.float32),) * 2},
+    "a list for the source": {"given": list(dense()["given"])},
+    "a source of other length": {"given": dense()["given"][:2]},
+    "ids of other tokens": dense(np.zeros((2, 5), np.int32)),
+    "ids of one dimension": dense(np.zeros(4, np.int32)),
+    "float ids": dense(np.zeros((2, 4))),
+    "ids of another axis": dense(np.zeros((3, 4), np.int32)),
+    "rows of strided ids": dense(np.zeros((2, 8), np.int32)[:, ::2]),
+    "too many axes": dense(np.zeros((9, 4), np.int32), constants=numbers(axes=9)["given"][3]),
+    "narrow fixed point": dense(mode=DENSE_FIXED),
+    "an unknown mode": dense(mode=4),
+    "a mode below 0": dense(mode=-1),
+    "tokens in a float": dense(tokens=4.0),
+    "a narrow table": dense(TABLE.astype(np.int32), TABLE_INTEGER),
+    "a table without columns": dense(TABLE[:, :0], TABLE_INTEGER),
+    "a table without axes": dense(TABLE[:5], TABLE_INTEGER),
+    "a table of an axis more": dense(np.concatenate([TABLE, TABLE[-4:]]), TABLE_INTEGER),
+    "constants in a list": dense(constants=[1.0] * 8),
+    "few constants": dense(constants=CONSTANTS[:64]),
+    "constants without the last axis": dense(constants=CONSTANTS[:-4]),
+    "constants and one byte": dense(constants=CONSTANTS + b"0"),
+    "no pairs": numbers(pairs=0),
+    "more pairs than constants": numbers(pairs=9),
+    "no groups": numbers(groups=0),
+    "many groups": numbers(groups=1 << 61),
+    "other channels than those of constants": numbers(channels=18),
+    "a pair of an axis past the last": with_axis(2),
+    "a pair of an axis below none": with_axis(-2),
+    "cos of other tokens": cos_sin(np.ones((5, 8), np.float32), np.ones((5, 8), np.float32)),
+    "cos in float64": cos_sin(COS.astype(np.float64), COS.astype(np.float64)),
+    "sin of other tokens": cos_sin(sin=np.ones((3, 8), np.float32)),
+    "sin of other pairs": cos_sin(sin=np.ones((4, 7), np.float32)),
+    "cos of no pairs": cos_sin(COS[:, :0], COS[:, :0]),
+    "more pairs than channels": cos_sin(*[np.ones((4, 9), np.float32)] * 2),
+    "cos of no groups": cos_sin(groups=0),
+    "groups that do not divide cos": cos_sin(groups=3),
+    "groups that do not divide heads": cos_sin(groups=4),
     "a norm in a list": {"norm": [1e-6, WEIGHT]},
     "a norm without a weight": {"norm": (1e-6,)},
     "a norm of two tensors for one": {"norm": (1e-6, WEIGHT, WEIGHT)},
     "a norm of one tensor for two": {"norm": (1e-6, WEIGHT), "k": X[:, :, :1]},
     "a whole eps": {"norm": (1, WEIGHT)},
     "a weight of fewer channels": {"norm": (1e-6, WEIGHT[:15])},
-    "a weight of the channels of q for k": {"norm": (1e-6, None, WEIGHT), "k": np.zeros((1, 4, 1, 18), np.float32)},
     "a weight in float64": {"norm": (1e-6, WEIGHT.astype(np.float64))},
     "a weight of int16": {"norm": (1e-6, WEIGHT.astype(np.int16))},
     "a weight in a row": {"norm": (1e-6, WEIGHT[None])},
     "a strided weight": {"norm": (1e-6, np.ones(32, np.float32)[::2])},
     "a weight in a tuple": {"norm": (1e-6, tuple(WEIGHT))},
+    "an out whose tokens share memory": {"out": torch.zeros(1, 4, 2, 16)[:, :1].expand(X.shape), "flags": cpu.APART},
+    "an out whose heads overlap": {"out": torch.zeros(200).as_strided(X.shape, (64, 32, 15, 1)), "flags": cpu.APART},
+    "outs that share memory": {"k": X, "k_out": "out", "flags": cpu.APART},
 }
 
 
+GIVEN = dense()["given"]
+
+
 def attempt(
-    x: Any = X, out: Any = None, k: Any = None, tensors: Any = None, given: Any = GIVEN, norm: Any = None,
-    first: int = 0, stop: int = 4,
+    x: Any = X, out: Any = None, k: Any = None, k_out: Any = None, tensors: Any = None, norm: Any = None,
+    given: Any = GIVEN, first: int = 0, stop: int = 4, flags: int = 0,
 ) -> bool:  # fmt: skip
-    out = np.full(np.shape(x), 7, getattr(x, "dtype", np.float32)) if out is None else out
-    before = out.copy()
-    made = (x, out) if k is None else (x, out, k, np.zeros_like(k))
-    done = CORE.rotate(made if tensors is None else tensors, given, norm, first, stop, False, False, True)
-    assert done or np.array_equal(out, before)
+    out = torch.full_like(x, 7) if out is None else out
+    before = out.clone()
+    made = (x, out) if k is None else (x, out, k, out if k_out == "out" else torch.zeros_like(k))
+    tensors = tuple(map(to_dlpack, made)) if tensors is None else tensors
+    done = CORE.rotate(tensors, given, norm, first, stop, flags)
+    assert done or torch.equal(out, before)
     return done
 
 
 def test_what_is_declined_is_taken_without_its_flaw() -> None:
     assert attempt()
-    assert attempt(given=TABLES)
-    assert attempt(**with_part(3, np.array([[0, -1] * 4], np.int32)))  # −1 is none
-    assert attempt(k=np.zeros((1, 4, 0, 18), np.float32))
-    assert attempt(x=X.astype(np.int16))
+    assert attempt(**cos_sin())
+    assert attempt(**cos_sin(groups=2))
+    assert attempt(**with_axis(-1))  # which is none
+    assert attempt(**dense(TABLE, TABLE_INTEGER))
+    assert attempt(**dense(TABLE, TABLE_FRACTIONAL))
+    assert attempt(**dense(np.zeros((2, 4), np.int64), DENSE_FIXED))
+    assert attempt(x=X[0])
+    assert attempt(x=X.transpose(1, 2).contiguous(), flags=cpu.HEADS_FIRST)
+    assert attempt(k=torch.zeros(1, 4, 1, 16), flags=cpu.APART)
+    assert attempt(x=X.bfloat16())
     assert attempt(first=4)
     assert attempt(norm=(1e-6, WEIGHT))
-    assert attempt(norm=(1e-6, None, np.ones(18, np.float32)), k=np.zeros((1, 4, 1, 18), np.float32))
+    assert attempt(norm=(1e-6, None, WEIGHT), k=torch.zeros(1, 4, 1, 16))
 
 
 @pytest.mark.parametrize("case", DECLINED)
@@ -450,8 +497,15 @@ def test_anything_else_is_declined_and_nothing_written(case: str) -> None:
     assert not attempt(**DECLINED[case])
 
 
+def test_any_numbers_in_a_table_are_read_without_harm() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        table = draw.choice(np.array([0, 1, -1, 3, -(2**63), 2**63 - 1, 2**31]), TABLE.shape)
+        assert attempt(**dense(table, int(draw.integers(2))))
+
+
 def test_other_arguments_are_a_type_error() -> None:
-    flags = False, False, True
-    for arguments in ((), ((X, X), GIVEN), ([X, X], GIVEN, None, 0, 4, *flags), ((X, X), GIVEN, None, 0, 4.0, *flags)):
+    given, both = GIVEN, (to_dlpack(X), to_dlpack(X))
+    for arguments in ((), (both, given), ([*both], given, None, 0, 4, 0), (both, given, None, 0, 4.0, 0)):
         with pytest.raises(TypeError, match="rotate takes"):
             CORE.rotate(*arguments)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.segments import Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
@@ -95,10 +95,3 @@ def test_runs_of_a_stretched_row_are_columns_of_the_table() -> None:
         "token 7 (documents[0], token 7) is row 1, column 2 of a grid of width 4 (segment 2): "
         "position (0, 1, 4) = (0, 1, 0) + 2·(0, 0, 2)"
     )
-
-
-def test_schemes_of_other_models_refuse_thumbnails() -> None:
-    segments = SegmentTable.from_documents([[Text(1), Thumbnail(1, 1), Tile(1, 1)]])
-    want = r"documents\[0\]\[1\]: got a thumbnail, want a grid between texts in scheme 'mrope'"
-    with pytest.raises(UnsupportedError, match=want):
-        place(segments, "mrope")

@@ -116,5 +116,5 @@ def test_five_axes_are_told_and_drawn_by_number() -> None:
     placed = place(SEGMENTS, Five())
     assert heading(placed, 0) == "8 tokens, scheme five, positions (axis 0, axis 1, axis 2, axis 3, axis 4)"
     plane = read_plane(placed, 0)
-    assert plane.names == ("id on axis 1", "id on axis 0 (downwards)")
+    assert plane.names == ("id on axis 1", "id on axis 0")
     assert plane.images[0].points.tolist() == placed.dense()[[1, 0], 1:7].tolist()

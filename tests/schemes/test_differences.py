@@ -24,7 +24,6 @@ COUNT = 350
 # Ids.
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("model", "videos", "scheme"),
     [

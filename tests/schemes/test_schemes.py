@@ -11,18 +11,16 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import CASES, Case, Document, batches, documents, exact, grids, place_all, placed, settled
+from oracle import CASES, Case, Document, batches, exact, place_all, placed, settled
 
 from mmpos import Grid, Scheme, SegmentTable, Text, diagnose, place
 from mmpos.analysis.compare import measure
 from mmpos.analysis.plot import id_growth
 from mmpos.schemes import (
     SCHEMES,
-    V2PE,
     Grid2D,
     Grids,
     MRopeQwen25,
-    MRopeTransformers,
     Placement,
     RopeTieV2,
     XDRope,
@@ -55,46 +53,6 @@ def test_a_batch_equals_the_oracle(case: Case, data: st.DataObject) -> None:
         assert positions.deltas.tolist() == [n - s - t for n, s, t in zip(nexts, starts, lengths, strict=True)]
 
 
-@EVERY_CASE
-@settled
-@given(data=st.data())
-def test_positions_move_with_their_start(case: Case, data: st.DataObject) -> None:
-    document, start, shift = data.draw(documents(case)), data.draw(STARTS), data.draw(st.integers(1, 1000))
-    here, there = exact(placed(document, case.scheme, start)), exact(placed(document, case.scheme, start + shift))
-    if case.name == "mrope-interleave-reset":  # text and the frame axis only
-        text = [isinstance(part, Text) for part in document for _ in range(_tokens(part))]
-        moved = [(t + shift, i + shift * k, j + shift * k) for (t, i, j), k in zip(here, text, strict=True)]
-    elif case.name == "xd-rope":  # text and the axes of places
-        text = [isinstance(part, Text) for part in document for _ in range(_tokens(part))]
-        moves = [[shift] * (len(here[0]) - 3) + [shift * k] * 3 for k in text]
-        moved = [
-            tuple(value + move for value, move in zip(position, each, strict=True))  # type: ignore[misc]
-            for position, each in zip(here, moves, strict=True)
-        ]
-    else:
-        moved = [tuple(value + shift for value in position) for position in here]  # type: ignore[misc]
-    assert there == moved
-
-
-def _tokens(part: Text | Grid) -> int:
-    return part.length if isinstance(part, Text) else part.frames * part.height * (part.width + part.row_separator)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
-@settled
-@given(data=st.data())
-def test_splitting_a_text_run_changes_nothing(case: Case, data: st.DataObject) -> None:
-    before = data.draw(grids(case))
-    after = data.draw(grids(case))
-    n = data.draw(st.integers(2, 6))
-    cut = data.draw(st.integers(1, n - 1))
-    whole = placed([before, Text(n), after, Text(1)], case.scheme)
-    split = placed([before, Text(cut), Text(n - cut), after, Text(1)], case.scheme)
-    assert exact(split) == exact(whole)
-    if case.resumable:
-        assert split.next_positions.tolist() == whole.next_positions.tolist()
-
-
 M_ROPE: list[tuple[int, ...]] = [(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)]
 CANONICAL: dict[str, tuple[list[tuple[int, ...]], int]] = {
     **dict.fromkeys(("mrope-qwen2.5", "mrope-qwen3", "tmrope", "tmrope-qwen3"), (M_ROPE, 6)),
@@ -120,19 +78,6 @@ def test_rows_is_a_page_of_lines() -> None:
     page = [[(1, 1), (1, 2), (1, 3)], [(2, 1), (2, 2), (2, 3)], [(3, 1), (3, 2), (3, 3)]]
     page += [[(4, 1), (4, 2), (4, 3)], [(5, 1), (5, 2)], [(6, 1)], [(7, 1)]]
     assert exact(positions) == [position for line in page for position in line]
-
-
-def test_merged_order_keeps_the_patches_of_a_block_together() -> None:
-    positions = placed([Grid(2, 4)], Grid2D(order="merged", spatial_merge_size=2))
-    assert exact(positions) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
-
-
-def test_three_axes_of_grid_2d_count_frames_too() -> None:
-    for scheme in (Grid2D(axes=3), Grid2D("merged", 1, axes=3)):
-        frames = [[(t, 0, 0), (t, 0, 1), (t, 1, 0), (t, 1, 1)] for t in (0, 1)]
-        assert exact(placed([Grid(2, 2, frames=2)], scheme)) == [*frames[0], *frames[1]]
-    merged = exact(placed([Grid(2, 4, frames=2)], Grid2D("merged", 2, axes=3)))
-    assert [position[0] for position in merged] == [0] * 8 + [1] * 8
 
 
 def test_class_tokens_stand_at_the_start_of_patches_that_count_from_one() -> None:
@@ -165,45 +110,6 @@ def test_seconds_and_rates_cancel_before_they_grow() -> None:
     seconds = Fraction(2**31 - 1, 2**31 - 2)
     video = placed([Grid(1, 1, frames=9, seconds_per_frame=seconds)], MRopeQwen25(tokens_per_second=1 / seconds))
     assert video.dense()[0].tolist() == list(range(9))
-
-
-def test_transformers_goes_on_below_the_frames() -> None:
-    positions = placed([Text(3), Grid(2, 2, frames=3), Text(1)], MRopeTransformers(tokens_per_second=50))
-    assert positions.dense()[0].tolist() == [0, 1, 2] + [3] * 4 + [53] * 4 + [103] * 4 + [5]
-    assert positions.dense()[1:, -1].tolist() == [5, 5]
-    assert positions.next_positions.tolist() == [104]
-    assert positions.decode(2).dense().tolist() == [[104, 105]] * 3
-
-
-def test_transformers_floors_frames_and_not_seconds() -> None:
-    timed: Document = [
-        Grid(1, 1, frames=3, seconds_per_frame=2.9),
-        Text(1),
-        Grid(1, 1, frames=3, seconds_per_frame=0.9),
-    ]
-    assert placed(timed, MRopeTransformers(tokens_per_second=2)).dense()[0].tolist() == [0, 5, 11, 1, 2, 3, 5]
-    assert placed(timed, "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 1, 2, 3, 4]
-
-
-def test_v2pe_strides() -> None:
-    document: Document = [Text(3), Grid(1, 3), Text(1)]
-    third = placed(document, V2PE(stride=96))
-    assert third.dense().tolist() == [[0, 1, 2, 2.375, 2.75, 3.125, 5]]
-    whole = placed(document, V2PE(stride=256))
-    assert whole.dense().tolist() == [[0, 1, 2, 3, 4, 5, 6]]
-    finest = placed([Text(1), Grid(16, 16), Text(1)], V2PE(stride=1))
-    assert exact(finest)[1:3] == [(Fraction(1, 256),), (Fraction(2, 256),)]
-    assert exact(finest)[-2:] == [(1,), (2,)]
-    assert whole.fractional  # of the scheme, not of the batch
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (5, 2), (4, 4), (1, 7)])
-def test_vrope_is_symmetric_for_every_size(height: int, width: int) -> None:
-    positions = placed([Text(3), Grid(height, width), Text(1)], "vrope")
-    ids = positions.dense()[:, 3:-1]
-    last, following = 2, int(positions.dense()[0, -1])
-    assert (ids.min(axis=1) - last).tolist() == (following - ids.max(axis=1)).tolist()
-    np.testing.assert_array_equal(last + following - ids, ids[::-1])
 
 
 @dataclass(frozen=True)

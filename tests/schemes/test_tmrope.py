@@ -216,28 +216,6 @@ def test_ids_of_clips_are_those_of_a_loop(scheme: Scheme) -> None:
     check()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
-def test_verbs_of_tables_with_clips(scheme: Scheme) -> None:
-    clip = Clip(2, 2, frames=4, audio=30, seconds_per_frame=1)
-    documents: list[list[Segment]] = [[Text(2), clip, Text(3)], [Audio(5), clip]]
-    positions = place(SegmentTable.from_documents(documents), scheme)
-    ids, tokens = exact(positions), positions.num_tokens
-    for cut in (3, 11, 30, 57):
-        assert exact(positions.slice(0, cut)) + exact(positions.slice(cut, tokens)) == ids
-    assert exact(positions.take([7, 60], [19, 66])) == ids[7:19] + ids[60:66]
-    first, second = positions.lengths.tolist()
-    window = positions.window([1, 0], [second - 3, 5], [5, 4])
-    following = int(positions.next_positions[1])
-    assert exact(window) == [*ids[-3:], *[(n,) * 3 for n in (following, following + 1)], *ids[5:9]]
-    assert exact(positions.decode(2))[0] == (positions.next_positions[0],) * 3
-    padded = positions.pad(first + second)
-    for layout in ("zigzag", "contiguous"):
-        columns = padded.shard_indices(1, 5, layout)
-        everything = exact(padded)
-        assert exact(padded.shard(1, 5, layout)) == [everything[column] for column in columns]
-    assert "token 2 (documents[0], token 2)" in positions.explain(2)
-
-
 def test_a_clip_at_id_0_whose_markers_share_it_is_no_padding() -> None:
     positions = placed([Clip(1, 1, frames=1, audio=1)], "tmrope")
     assert not positions.is_padding.any()

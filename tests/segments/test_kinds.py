@@ -189,6 +189,7 @@ def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
         (Audio(2), "grid-2d", "documents[0][1]: got audio, want grids only in scheme 'grid-2d'"),
         (CLIP_OF_3, "rows", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'rows'"),
         (CLIP_OF_3, "mrope", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'mrope'"),
+        (TILED[0], "mrope", "documents[0][1]: got a thumbnail, want a grid between texts in scheme 'mrope'"),
     ],
 )
 def test_schemes_refuse_kinds_that_they_do_not_know(part: Segment, scheme: str, words: str) -> None:

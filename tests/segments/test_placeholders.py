@@ -97,14 +97,6 @@ def test_packed_documents(data: st.DataObject, merge: int, apart: bool) -> None:
 
 @settled
 @given(st.data(), st.sampled_from([1, 2]), st.booleans())
-def test_one_document_in_one_row(data: st.DataObject, merge: int, apart: bool) -> None:
-    made = data.draw(tokens(merge, apart))
-    segments = SegmentTable.from_input_ids(made.ids, **arguments([made], merge, apart))
-    assert fields(segments) == fields(SegmentTable.from_documents([made.document]))
-
-
-@settled
-@given(st.data(), st.sampled_from([1, 2]), st.booleans())
 def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
     batch = data.draw(st.lists(tokens(merge, apart), min_size=1, max_size=3))
     width = max(len(made.ids) for made in batch) + data.draw(st.integers(0, 2))
@@ -184,12 +176,6 @@ def test_zero_documents(input_ids: npt.ArrayLike, options: dict[str, Any] | None
     options = {"attention_mask": input_ids} if options is None else options
     segments = SegmentTable.from_input_ids(input_ids, Placeholders(image=IMAGE), **options)
     assert fields(segments) == fields(SegmentTable.from_documents([]))
-
-
-def test_masks_may_be_bools() -> None:
-    segments = SegmentTable.from_input_ids([[5, 5, 5]], Placeholders(image=IMAGE), attention_mask=[[False, True, True]])
-    assert segments.kind.tolist() == [PAD, 0]
-    assert segments.lengths.tolist() == [1, 2]
 
 
 def test_nothing_of_the_caller_is_written() -> None:

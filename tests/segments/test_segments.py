@@ -36,27 +36,12 @@ def test_a_table_of_documents() -> None:
     assert repr(segments) == "SegmentTable(2 documents, 4 segments (3 grids), 27 tokens)"
 
 
-def test_plain_documents_hold_no_times_and_no_separators() -> None:
-    segments = SegmentTable.from_documents([[Text(1), Grid(1, 1)]])
-    assert segments.seconds_per_frame is None
-    assert segments.row_separator is None
-    assert segments.kind.dtype == np.uint8
-    assert segments.extents.dtype == segments.segment_offsets.dtype == np.int64
-
-
 def test_zero_documents() -> None:
     nothing = {"kind": [], "extents": [[], [], []], "segment_offsets": [0]}
     nothing |= {"seconds_per_frame": None, "row_separator": None, "extra_tokens": None}
     assert fields(SegmentTable.from_documents([])) == nothing
     assert fields(SegmentTable.from_spans([], [], [])) == nothing
     assert fields(SegmentTable.from_arrays([], [], [0])) == nothing
-
-
-def test_one_row_of_patches_is_not_text() -> None:
-    text, grid = SegmentTable.from_documents([[Text(4)]]), SegmentTable.from_documents([[Grid(1, 4)]])
-    assert text.extents.tolist() == grid.extents.tolist()
-    assert place(text, "rope-tie").dense()[1].tolist() == [0, 1, 2, 3]
-    assert place(grid, "rope-tie").dense()[1].tolist() == [1, 3, 5, 7]
 
 
 def test_a_grid_is_named_by_frames_height_width() -> None:
@@ -142,12 +127,6 @@ def test_one_document_needs_no_documents_of_its_spans() -> None:
     assert fields(segments) == fields(
         SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
     )
-
-
-def test_spans_may_touch_and_documents_may_lack_them() -> None:
-    segments = SegmentTable.from_spans([4, 3, 5], [0, 2, 1], [[1, 1, 2], [1, 1, 2], [1, 2, 2]], [0, 0, 2])
-    documents: list[Document] = [[Grid(1, 2), Grid(1, 2)], [Text(3)], [Text(1), Grid(2, 2)]]
-    assert fields(segments) == fields(SegmentTable.from_documents(documents))
 
 
 def test_padding_has_no_ids_and_moves_none() -> None:

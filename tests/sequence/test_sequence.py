@@ -2,10 +2,8 @@
 
 import dataclasses
 import io
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -60,11 +58,6 @@ def test_the_segments_are_what_from_input_ids_finds() -> None:
     segments = SegmentTable.from_input_ids(sequence.input_ids, Placeholders(image=258), sequence.grid_thw)
     assert (segments.extents == sequence.segments.extents).all()
     assert (place(segments).table == sequence.positions.table).all()
-
-
-def test_two_images_in_a_row_stand_apart_by_their_markers() -> None:
-    sequence = SequenceBuilder().build([Grid(1, 1), Grid(1, 1)])
-    assert sequence.input_ids.tolist() == [256, 258, 257, 256, 258, 257]
 
 
 def test_a_photo_gives_the_patches_and_the_hash_of_the_processor() -> None:
@@ -198,12 +191,6 @@ def test_scheme_start_and_strictness_reach_the_positions() -> None:
     assert builder.build(["a", Grid(1, 2)]).positions.dense()[1].tolist() == [10, 11, 12, 13, 14]
 
 
-def test_a_batch_is_its_sequences_one_by_one() -> None:
-    builder = SequenceBuilder()
-    batch = builder.build_batch([["a", Grid(1, 2)], ["bc"]])
-    assert [s.input_ids.tolist() for s in batch] == [[97, 256, 258, 258, 257], [98, 99]]
-
-
 def photographs(count: int) -> list[Any]:
     """Files, arrays and Pillow images in turn, of several sizes."""
     images = []
@@ -302,18 +289,3 @@ def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
 
 def test_repr_says_what_is_in_it() -> None:
     assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 token, 0 images, patches=None)"
-
-
-def test_parts_become_ids_in_few_hops() -> None:
-    """Functions of ours that a build calls, once it is warm: whoever reads it reads no more."""
-    builder, parts, seen = SequenceBuilder(), ["A photo of ", Grid(2, 3), " at dusk"], set()
-
-    def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and "/mmpos/" in frame.f_code.co_filename:
-            seen.add(frame.f_code)
-
-    for hook in (None, profile):
-        sys.setprofile(hook)
-        builder.build(parts)
-        sys.setprofile(None)
-    assert len([code for code in seen if not code.co_name.startswith("<")]) <= 40

@@ -16,7 +16,6 @@ from mmpos import (
     InvalidInputError,
     LimitExceededError,
     MmposError,
-    PositionTable,
     SegmentTable,
     Text,
     UnsupportedError,
@@ -486,11 +485,6 @@ def test_grids_may_touch_in_every_other_scheme(name: str) -> None:
     assert "documents[0][1]: got a grid right after" in refused(
         InvalidInputError, lambda: place(segments, name, strict=True)
     )
-
-
-def test_grids_of_two_documents_do_not_touch() -> None:
-    positions: PositionTable = place(from_documents([[Grid(1, 1)], [Grid(1, 1)]]), strict=True)
-    assert positions.dense().tolist() == [[1, 1], [1, 1]]
 
 
 def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:

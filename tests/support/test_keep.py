@@ -29,17 +29,6 @@ from mmpos.rotary import Rotary, apply_rotary
 BATCH = SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)], [Text(3)]])
 
 
-def test_half_of_an_image_is_pruned() -> None:
-    """L = 1, K = 10: patches at rows 4, 7 and columns 4, 7."""
-    mask = np.array([1, 1, 0, 1, 1, 0, 1, 1, 1, 1], bool)
-    kept = place(BATCH, "rope-tie").keep(mask)
-    assert exact(kept) == [(0, 0), (1, 1), (4, 7), (7, 4), (10, 10), (0, 0), (1, 1), (2, 2)]
-    assert kept.cu_seqlens.tolist() == [0, 5, 8]
-    assert kept.next_positions.tolist() == [11, 3]
-    assert kept.deltas.tolist() == [6, 0]  # 11 − 5 tokens; of the whole it was 11 − 7
-    assert exact(kept.decode(1)) == [(11, 11), (3, 3)]
-
-
 @settled
 @given(tables(), st.data())
 def test_kept_tokens_keep_their_ids_and_documents(positions: PositionTable, data: st.DataObject) -> None:

@@ -60,7 +60,7 @@ def test_a_table_takes_so_many_bytes_per_segment(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("collate", "per_token"), [(PackedCollator(), 20), (PackedCollator(multiple_of=7), 20), (PaddedCollator(), 28)]
+    ("collate", "per_token"), [(PackedCollator(), 23), (PackedCollator(multiple_of=7), 23), (PaddedCollator(), 31)]
 )
 def test_a_batch_takes_its_rows_and_those_of_one_document(collate: Any, per_token: int) -> None:
     sequences = SequenceBuilder().build_batch([[np.arange(3000) % 200, Grid(40, 25)] for _ in range(25)])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -25,8 +25,9 @@ from oracle import CASES, Case, Document, batches
 import mmpos
 from mmpos import Grid, InvalidInputError, MmposError, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.positions import table_rows
-from mmpos.positions.place import BLOCK_ROWS
+from mmpos.positions.plan import forget_plans
 from mmpos.positions.table_rows import AXES, DENOMINATOR, HEIGHT, WIDTH
+from mmpos.schemes import get_scheme
 from mmpos.segments import Audio, table
 from mmpos.support import native
 
@@ -60,40 +61,23 @@ def instead(core: Any) -> Iterator[None]:
         native.core = CORE
 
 
-def numpy_alone() -> AbstractContextManager[None]:
-    return instead(None)
-
-
 def outcome(call: Callable[[], object]) -> Any:
-    """Call a function, and give its result in a comparable form: arrays with dtypes, or the words of its error."""
+    """Call a function, and give its arrays in a comparable form, or the words of its error."""
     try:
-        return _plain(call())
+        value = call()
     except MmposError as error:
         return type(error), str(error)
+    return [(str(array.dtype), array.tolist()) for array in (value if isinstance(value, tuple) else (value,))]
 
 
 def both(call: Callable[[], object]) -> Any:
     """The outcome of a call, which must be the same with the extension and without."""
-    with numpy_alone():
+    with instead(None):
         want = outcome(call)
     with instead(Narrow()):
         assert outcome(call) == want
     assert outcome(call) == want
     return want
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, SegmentTable):
-        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
-        return [_plain(getattr(value, name)) for name in fields]
-    if isinstance(value, PositionTable):
-        ids = [_plain(value.dense()), *map(_plain, value.rationals())]
-        return [_plain(value.table), _plain(value.documents), value.num_tokens, value.fractional, value.scheme, *ids]
-    return value
 
 
 def cases() -> st.SearchStrategy[tuple[Case, list[Document]]]:
@@ -120,12 +104,6 @@ def test_ids_are_the_same_in_any_form_of_out(case: tuple[Case, list[Document]], 
         return out.copy(), memory
 
     both(dense)
-
-
-def test_ids_in_columns_of_memory_are_the_same() -> None:
-    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
-    out = np.zeros((positions.num_tokens, 2), np.int32).T
-    assert positions.dense(out=out).tolist() == positions.dense().tolist()
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.data())
@@ -213,17 +191,19 @@ def test_the_tokens_of_a_table_that_changes_stay_inside() -> None:
 
 def test_info_says_whether_the_extension_is_there() -> None:
     assert mmpos.info()["extension"] == "built"
-    with numpy_alone():
+    with instead(None):
         assert mmpos.info()["extension"] == "not built, numpy is used"
 
 
-def test_cursors_of_documents_that_overlap_stay_inside() -> None:
-    kind, offsets = np.ones(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three grids
-    start, end = np.zeros((2, 7), np.int64)
-    for of_grids in (np.ones(12, np.int64), np.ones(3, np.int64)):
-        memory = np.full((20, 3), GUARD, np.int64)
-        assert CORE.cursors(kind, offsets, start, start[:0], of_grids, memory[:2], end) is None
-        assert (memory[2:] == GUARD).all()
+def test_documents_that_overlap_are_placed_inside_their_table() -> None:
+    kind, offsets = np.zeros(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three texts
+    extents, plan = np.ones((3, 3), np.int64), np.zeros((2, 7 + 5), np.int64)
+    memory = np.full((9 + 20, 3), GUARD, np.int64)
+    header = np.zeros((4, 7), np.int64)
+    CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True), memory[:9], header)
+    assert (memory[9:] == GUARD).all()
+    offsets[1] = 4  # a segment that is not there
+    assert CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True), memory[:9], header) is None
 
 
 class Fickle:
@@ -264,16 +244,18 @@ class Recorder:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
+    forget_plans()
     monkeypatch.setattr(native, "core", recorder)
     grid = Grid(2 * case.side, 3 * case.side, frames=2 if case.frames else 1)
     document: Document = [Text(3), grid, Text(2)] if case.text else [grid]
     positions = place(SegmentTable.from_documents([document]), case.scheme)
     positions.dense()
     positions.rationals()
-    timed = case.name in ("mrope-qwen2.5", "tmrope") or "tokens_per_second" in case.label
-    cut = [] if timed or "order=merged" in case.label else ["columns"]  # pieces are put together in numpy
-    assert [name for name, _ in recorder.answers] == ["documents", "sound", "split", "cursors", *cut, *["expand"] * 2]
-    assert [name for name, answer in recorder.answers if answer is None or answer is False] == []
+    by_plan = ["place", "enter", "place"] if vars(type(get_scheme(case.scheme))).get("by_shape") else []
+    assert [name for name, _ in recorder.answers] == ["documents", "sound", *by_plan, *["expand"] * 2]
+    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label  # whose frames are pieces
+    declined = ["place"] if by_plan and timed else []
+    assert [name for name, answer in recorder.answers if answer is None or answer is False] == declined
 
 
 def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +275,6 @@ def test_rows_are_numbered_in_c_as_in_python() -> None:
     enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
     known = [names for names in enums if hasattr(table_rows, names[0])]
     assert [[getattr(table_rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
-    assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]
 
 
 def test_the_extension_exports_its_entry_alone() -> None:
@@ -425,8 +406,8 @@ def test_the_wheel_has_the_stable_abi_where_python_has_the_gil(disabled: int, ta
 
 @pytest.mark.slow
 def test_the_rooms_are_the_same_without_the_extension() -> None:
-    rooms = ("positions", "segments", "placeholders", "golden", "tie", "schemes", "custom_schemes", "errors")
-    more = ("table_checks", "sequence", "engine_identities", "rotary_apply")
+    rooms = ("positions", "segments", "placeholders", "golden", "schemes", "custom_schemes", "errors")
+    more = ("table_checks", "sequence", "rotary_apply", "differences")
     counting = ["-k", "not few_functions and not few_hops"]  # of ours, which are more where numpy does it
     said = run_tests("", *counting, *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more)))
     assert " passed" in said

@@ -174,7 +174,7 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None =
             axes.set_title(kernel.label, loc="left", fontsize=10)
             axes.set_xlabel("column", fontsize=9)
         for axes in maps.flat[len(kernels) :]:
-            axes.remove()
+            axes.set_axis_off()
         maps[0, 0].set_ylabel("row", fontsize=9)
         bar = parts[0].colorbar(image, ax=maps, fraction=0.04)
         bar.outline.set_visible(False)

@@ -14,7 +14,7 @@ from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, draw_curves,
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed
 from mmpos.rotary import Rotary
-from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, UInt64Array, fixed_point_turns
+from mmpos.rotary.frequencies import Exact, Float64Array, fixed_point_turns
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.kinds import Grid
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array
@@ -55,45 +55,23 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
     first_bad("ids", points, minimum=0, maximum=INT32_MAX)
     if not points.size or (np.diff(points) < 0).any():
         raise InvalidInputError(f"ids: got {points.tolist()}, want ascending ids, at least one")
-    rounded, rest = rotary.inv_freq_array.astype(np.float32), turns_rest(rotary)
+    with Exact().context():  # what 64 bits of a turn leave, in units of 2⁻⁹⁶ turn
+        finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
+    rest = finer.astype(np.uint32).view(np.int32).astype(np.int64)
+    hi, lo = (rotary.turns >> np.uint64(32)).astype(np.int64), (rotary.turns & np.uint64(_MASK)).astype(np.int64)
+    frequencies = rotary.inv_freq_float32, rotary.inv_freq_array.astype(np.float32)
     largest = np.empty((3, points.size))
     for i, top in enumerate(points.tolist()):
-        near = np.arange(max(0, top - window + 1), top + 1)
-        truth = true_turns(near, rotary.turns, rest)
-        angles = [float32_angles(near, frequencies) for frequencies in (rotary.inv_freq_float32, rounded)]
-        off = [each.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64 for each in angles]
-        largest[:2, i] = [np.abs(turns - np.rint(turns)).max() * _TURN for turns in off]
-        # The difference of turns is an integer.
-        units = ((exact_turns(near, rotary.turns).astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
+        near = np.arange(max(0, top - window + 1), top + 1)[:, None]
+        truth = near.astype(np.uint64) * rotary.turns + ((near * rest) >> 32).astype(np.uint64)  # of 2⁻⁶⁴ turn
+        for row, frequency in enumerate(frequencies):
+            angle = near.astype(np.float32) * frequency
+            off = angle.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64
+            largest[row, i] = np.abs(off - np.rint(off)).max() * _TURN
+        turned = (near * hi + ((near * lo) >> 32)) & _MASK  # of 2⁻³² turn, as mmpos.rotary.reference.turns
+        units = ((turned.astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
         largest[2, i] = np.abs(units.astype(np.float64)).max() * (_TURN * 2.0**-64)
     return dict(zip(("hf", "float32", "exact"), np.maximum.accumulate(largest, axis=1), strict=True))
-
-
-def turns_rest(rotary: Rotary) -> IntArray:
-    """(pairs,) what rounding to the 64 bits of ``rotary.turns`` left, either sign, in units of 2⁻⁹⁶ turn."""
-    with Exact().context():
-        finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
-    return finer.astype(np.uint32).view(np.int32).astype(np.int64)
-
-
-def true_turns(ids: IntArray, turns: UInt64Array, rest: IntArray) -> UInt64Array:
-    """(ids, pairs) angles in units of 2⁻⁶⁴ turn, modulo one turn, within 1.25 units for ids within int32."""
-    rows = ids[:, None]
-    angles: UInt64Array = rows.astype(np.uint64) * turns + ((rows * rest) >> 32).astype(np.uint64)
-    return angles
-
-
-def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
-    """(ids, pairs) angles in units of 2⁻³² turn: I·hi + ⌊I·lo/2³²⌋, as ``mmpos.rotary.reference.turns`` has them."""
-    hi, lo = (turns >> np.uint64(32)).astype(np.int64), (turns & np.uint64(_MASK)).astype(np.int64)
-    rows = ids[:, None]
-    angles: IntArray = (rows * hi + ((rows * lo) >> 32)) & _MASK
-    return angles
-
-
-def float32_angles(ids: IntArray, inv_freq: Float32Array) -> Float32Array:
-    """(ids, pairs) float32 products of ids and frequencies, as ``mmpos.rotary.reference.cos_sin_as_hf`` has them."""
-    return ids.astype(np.float32)[:, None] * inv_freq
 
 
 def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) -> Picture:

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import (
-    COLOURS,
-    INK,
-    Style,
-    canvas,
-    panel_columns,
-    picture_path,
-    quiet_axes,
-)
+from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, panel_columns, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_TOKEN, NEXT_POSITION
@@ -74,20 +66,9 @@ def plot_positions(
         ImportError: matplotlib is not installed.
     """
     target = picture_path(path)
-    tables: Sequence[Any] = positions if isinstance(positions, Sequence) else [positions]
-    for i, table in enumerate(tables):
-        name = f"positions[{i}]" if tables is positions else "positions"
-        instance(name, table, PositionTable, "mmpos.place")
-        if table.num_tokens > _MAX_TOKENS:
-            raise LimitExceededError(f"{name}: got {counted(table.num_tokens, 'token')}, want at most {_MAX_TOKENS}")
-    most = max((table.num_documents for table in tables), default=0)
-    chosen = [(table, d) for d in range(most) for table in tables if d < table.num_documents]
-    if not chosen:
-        raise InvalidInputError("positions: got no document, want at least one to draw")
-    if len(chosen) > _MAX_PANELS:
-        raise LimitExceededError(f"positions: got {counted(len(chosen), 'document')}, want at most {_MAX_PANELS}")
+    chosen = _documents(positions)
     planes = [read_plane(table, d, segments) for table, d in chosen]
-    names = [f"document {d + 1}, {table.scheme}" if most > 1 else table.scheme for table, d in chosen]
+    names = [f"document {d + 1}, {table.scheme}" if chosen[-1][1] else table.scheme for table, d in chosen]
     laid, columns = iter(pictures), panel_columns(len(planes))
     rows = -(-len(planes) // columns)
     side = min(_WIDTH / columns - 0.8, 5.2)
@@ -103,10 +84,27 @@ def plot_positions(
                 entries.setdefault(label, handle)
         for axes in panels.flat[len(planes) :]:
             axes.remove()
-        figure.legend(
-            entries.values(), entries, ncols=min(len(entries), 5), loc="outside lower left", frameon=False, fontsize=9
-        )
+        place: Style = {"loc": "outside lower left", "ncols": min(len(entries), 5), "frameon": False, "fontsize": 9}
+        for handle in figure.legend(entries.values(), entries, **place).get_lines():
+            handle.set_markersize(5)
     return figure
+
+
+def _documents(positions: PositionTable | Sequence[PositionTable]) -> list[tuple[PositionTable, int]]:
+    """Check tables, and list their documents, those of one index together."""
+    tables: Sequence[Any] = positions if isinstance(positions, Sequence) else [positions]
+    for i, table in enumerate(tables):
+        name = f"positions[{i}]" if tables is positions else "positions"
+        instance(name, table, PositionTable, "mmpos.place")
+        if table.num_tokens > _MAX_TOKENS:
+            raise LimitExceededError(f"{name}: got {counted(table.num_tokens, 'token')}, want at most {_MAX_TOKENS}")
+    most = max((table.num_documents for table in tables), default=0)
+    chosen = [(table, d) for d in range(most) for table in tables if d < table.num_documents]
+    if not chosen:
+        raise InvalidInputError("positions: got no document, want at least one to draw")
+    if len(chosen) > _MAX_PANELS:
+        raise LimitExceededError(f"positions: got {counted(len(chosen), 'document')}, want at most {_MAX_PANELS}")
+    return chosen
 
 
 def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, inches: float) -> None:
@@ -270,7 +268,8 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
     text = ~(patch | audio | padding)
     images = []
     for part in np.unique(owner[patch]).tolist():
-        tokens = np.flatnonzero(patch & (owner == part))
+        begin, stop = owner.searchsorted([part, part + 1])
+        tokens = begin + np.flatnonzero(patch[begin:stop])
         if segments is None:
             noun, sides = "image", (int(positions.height[part]), int(positions.width[part]))
         else:
@@ -279,7 +278,7 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
         image = Image(points[:, tokens], sides, noun)
         a, b = int(tokens[0]), int(tokens[-1]) + 1
         before = points[:, a - 1] if a and text[a - 1] and owner[a - 1] != part else None
-        after = points[:, b] if b < length and text[b] and owner[b] != part else None
+        after = points[:, b] if b < length and text[b] else None
         if after is None and end.size and padding[b:].all():
             after = end[:, 0]
         images.append(_between(image, before, after, int(denominators[tokens].max())) if axes > 1 else image)

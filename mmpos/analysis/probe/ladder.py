@@ -29,12 +29,6 @@ STEP_PAIRS = 10
 NEAR_STEPS = 64
 """Steps that are known from the beginning; longer ones are learned."""
 
-NEAR = 0.995
-"""Least agreement of a usual step for which no other is tried."""
-
-USUAL = 8
-"""Most steps that are tried before the others."""
-
 FITS = 0.8
 """Least agreement, the mean cosine of what is left over, of an id that explains its phases."""
 
@@ -175,20 +169,13 @@ class Ladder:
                     found[i] = spans[top // SPAN] * SPAN - REACH + top % SPAN - SPAN // 2
         return found
 
-    def step(self, moved: Phasors, known: Float64Array) -> tuple[IntArray, Float64Array, Flags]:
-        """Tell steps by (tokens, fastest) phasors between neighbours.
-
-        Returns:
-            (tokens,) which known steps come nearest, (tokens,) these refined, and (tokens,) whether they fit so well
-            that no other is worth a try.
-        """
+    def step(self, moved: Phasors, known: Float64Array) -> Float64Array:
+        """Tell (tokens,) steps by (tokens, fastest) phasors between neighbours: the nearest known one, refined."""
         weight, inv_freq = self.weight[self.fastest], self.inv_freq[self.fastest]
         table, parts = self.phases(known, self.fastest) * weight, moved.view(np.float32)
-        scores = parts @ table.view(np.float32).T
-        best = scores.argmax(axis=1)
+        best = (parts @ table.view(np.float32).T).argmax(axis=1)
         across = table * (1j * inv_freq / max(float(weight @ inv_freq**2), 1e-300)).astype(np.complex64)
-        rest = np.einsum("tp,tp->t", parts, np.take(across.view(np.float32), best, axis=0))
-        return best, known[best] + rest, scores[np.arange(best.size), best] >= NEAR * weight.sum()
+        return known[best] + np.einsum("tp,tp->t", parts, np.take(across.view(np.float32), best, axis=0))
 
     def lengths(self, phasors: Phasors) -> tuple[Float32Array, Float32Array]:
         """Compute (2, tokens) the mean length of phasors, and the mean square of what their lengths are off 1.
@@ -316,7 +303,6 @@ class Follower:
     Args:
         ladder: the pairs of the axis.
         known: steps that occurred.
-        usual: those of them that are tried first.
         last_id: id of the last token that was read.
         last: (pairs,) its phasors.
         searches: tokens that were searched.
@@ -327,7 +313,6 @@ class Follower:
     ladder: Ladder
     last: Phasors
     known: Float64Array = field(default_factory=lambda: np.arange(-NEAR_STEPS, NEAR_STEPS + 1, dtype=np.float64))
-    usual: Float64Array = field(default_factory=lambda: np.arange(2.0))
     last_id: float = 0.0
     searches: int = 0
     found: int = 0
@@ -384,14 +369,7 @@ class Follower:
         """Estimate (tokens,) steps from each token to the next, from the last one on."""
         fast = np.take(phasors, self.ladder.fastest, axis=1)
         moved = fast * np.concatenate([self.last[None, self.ladder.fastest], fast[:-1]]).conj()
-        _, steps, near = self.ladder.step(moved, self.usual)
-        others = np.flatnonzero(~near)
-        if others.size:
-            best, steps[others], _ = self.ladder.step(moved[others], self.known)
-            if 8 * others.size > near.size:
-                often = np.argsort(-np.bincount(best, minlength=self.known.size), kind="stable")[: USUAL - 2]
-                self.usual = np.concatenate([[0.0, 1.0], self.known[often]])
-        return steps
+        return self.ladder.step(moved, self.known)
 
     def _search(self, phasors: Phasors, lengths: Float32Array, at: IntArray, found: Float64Array) -> None:
         for one in range(0, at.size, 64):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import ClassVar
 
 from mmpos.data.examples import Piece
@@ -93,21 +92,17 @@ class HFImages(RecordFormat):
         return f"{self.image}, {self.text}"
 
     def _pieces(self, record: Field) -> list[Piece]:
-        image, text = self._column(record, self.image), self._column(record, self.text)
-        paired = image.is_list and text.is_list
-        images = [self._piece(value, paired, of_text=False) for value in image.several()]
-        texts = [self._piece(value, paired, of_text=True) for value in text.several()]
-        if paired and len(images) != len(texts):
+        for name in (self.image, self.text):
+            if name not in record.value:
+                raise record[name].error("a column of this name", got=f"columns {describe(list(record.value))}")
+        image, text = record[self.image], record[self.text]
+        images, texts = image.several(), text.several()
+        if not (image.is_list and text.is_list):
+            return [*(Piece(each.image(self.images)) for each in images), *(Piece(each.text()) for each in texts)]
+        if len(images) != len(texts):
             raise image.error(f"{len(texts)}, as many as {self.text}", got=f"{len(images)} items")
-        order = chain.from_iterable(zip(images, texts, strict=True)) if paired else chain(images, texts)
-        return [piece for piece in order if piece is not None]
-
-    def _piece(self, value: Field, paired: bool, of_text: bool) -> Piece | None:
-        if paired and value.value is None:
-            return None
-        return Piece(value.text() if of_text else value.image(self.images))
-
-    def _column(self, record: Field, name: str) -> Field:
-        if name not in record.value:
-            raise record[name].error("a column of this name", got=f"columns {describe(list(record.value))}")
-        return record[name]
+        pieces = []
+        for picture, words in zip(images, texts, strict=True):
+            pieces += [] if picture.value is None else [Piece(picture.image(self.images))]
+            pieces += [] if words.value is None else [Piece(words.text())]
+        return pieces

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from mmpos.data.examples import MakeExample
 from mmpos.data.packing import first_fit_decreasing
-from mmpos.data.preprocess.engines import Step, run_local, run_ray
+from mmpos.data.preprocess.engines import run_local, run_ray
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.quarantine import MAX_SKIPPED, OnError
@@ -178,40 +178,17 @@ def write_sequences(
     with locked(folder):
         reused = {} if overwrite else _finished(job, tasks, workers)
         missing = [i for i in range(len(tasks)) if i not in reused]
-        reporter = _Reporter(report, len(tasks), len(reused))
-        made = _make(engine, job, [tasks[i] for i in missing], workers, reporter)
-        reporter.send()  # the end
+
+        def tell(done: int, counts: Iterable[Counts]) -> None:
+            if report is not None:
+                report(Progress(len(tasks), len(reused) + done, len(reused), reduce(add, counts, Counts())))
+
+        made = _make(engine, job, [tasks[i] for i in missing], workers, tell)
+        tell(len(made), made)
         seconds = time.monotonic() - begin
         counts = reused | dict(zip(missing, made, strict=True))
         outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
         return Summary(outputs, _fill(tasks, max_tokens), seconds)
-
-
-class _Reporter:
-    """Sum of the steps of all tasks, which is reported now and then."""
-
-    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
-        self._report = report
-        self._shards, self._reused = shards, reused
-        self._done = reused
-        self._finished, self._running = Counts(), dict[int, Counts]()
-        self._sent_at = -_PAUSE
-
-    def add(self, step: Step) -> None:
-        if step.last:
-            self._running.pop(step.number, None)
-            self._finished += step.counts
-            self._done += 1
-        else:
-            self._running[step.number] = step.counts
-        if time.monotonic() - self._sent_at >= _PAUSE and self._done < self._shards:
-            self.send()
-
-    def send(self) -> None:
-        if self._report is not None:
-            counts = reduce(add, self._running.values(), self._finished)
-            self._report(Progress(self._shards, self._done, self._reused, counts))
-        self._sent_at = time.monotonic()
 
 
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
@@ -249,20 +226,33 @@ def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, C
         return {i: counts for i, counts in numbered if counts is not None}
 
 
-def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, reporter: _Reporter) -> list[Counts]:
-    """Run the tasks, and remove the temporary files of runs and workers that were killed."""
+def _make(
+    engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, tell: Callable[[int, Iterable[Counts]], None]
+) -> list[Counts]:
+    """Run the tasks, and remove the temporary files of runs and workers that were killed.
+
+    Args:
+        engine: see write_sequences, as for the workers.
+        job: the work.
+        tasks: what is missing.
+        workers: see write_sequences.
+        tell: is given, now and then, the number of tasks that are done, and the counts of all that have begun.
+    """
     if not tasks:
         return []
     names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
     made: dict[int, Counts] = {}
+    done, told_at = 0, -_PAUSE
     try:
         _sweep(tasks[0].output.parent, names)
         run = run_local if engine == "local" else run_ray
         with closing(run(job, tasks, workers)) as steps:
             for step in steps:
-                reporter.add(step)
-                if step.last:
-                    made[step.number] = step.counts
+                made[step.number] = step.counts
+                done += step.last
+                if time.monotonic() - told_at >= _PAUSE and done < len(tasks):
+                    tell(done, made.values())
+                    told_at = time.monotonic()
     finally:
         _sweep(tasks[0].output.parent, names)
     return [made[number] for number in range(len(tasks))]

@@ -127,7 +127,7 @@ class ShardJob:
         """
         identity, digest = task.identity, task.digest()
         counts, refused = Counts(), list[Line]()
-        quarantine = Quarantine(self.on_error, refused.append, limit=self.limit)
+        quarantine = Quarantine(self.on_error, refused.append, self.limit)
         with SequenceWriter(task.output) as writer:
             for location, raw in task.reader.records():
                 self.limit.read()

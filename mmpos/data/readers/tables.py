@@ -32,10 +32,7 @@ class ParquetReader(FileReader):
 
     Args:
         path: the file.
-        columns: the columns to read; None is all.
     """
-
-    columns: tuple[str, ...] | None = None
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
@@ -76,7 +73,7 @@ class ParquetReader(FileReader):
         """Yield the number of each row of a row group, with a table of that row or the error that hides it."""
         pa, _ = _arrow()
         index = first
-        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self.columns, use_threads=False)
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False)
         try:
             for batch in batches:
                 for i in range(batch.num_rows):

@@ -1,0 +1,244 @@
+/* A batch of texts and grids placed in one pass, by a plan of its scheme: what the scheme says of every shape of grid.
+ * Where a scheme puts things it says in Python; here its numbers are looked up, summed and written. */
+
+#include <math.h>
+
+#include "table.h"
+
+/* Columns of a plan. A slot without frames is empty, and one without a denominator is of a shape that is not affine. */
+enum {
+    FRAMES,
+    ROWS,
+    COLUMNS,
+    SEPARATOR,
+    CONSUMED,
+    DEMANDED, /* ids from the cursor to the lowest next position, or INT64_MIN */
+    OVER,     /* the denominator */
+    PLAN_AXES
+};
+enum { AT_ZERO, PER_CURSOR, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of every axis, from PLAN_AXES on */
+
+#define MAX_NUMERATOR 4611686018427387904.0 /* 2**62 */
+
+/* The slot of a shape in a plan of a power of two of slots, or the empty slot where it would stand. */
+static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
+    uint64_t hash = 0;
+    for (int i = 0; i < CONSUMED; i++) {
+        hash = (hash ^ (uint64_t)shape[i]) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
+    }
+    for (int64_t slot = (int64_t)(hash & (uint64_t)(plan->rows - 1));; slot = (slot + 1) & (plan->rows - 1)) {
+        int64_t frames = entry(plan, slot, FRAMES);
+        if (frames == 0 ||
+            (frames == shape[FRAMES] && entry(plan, slot, ROWS) == shape[ROWS] &&
+             entry(plan, slot, COLUMNS) == shape[COLUMNS] && entry(plan, slot, SEPARATOR) == shape[SEPARATOR])) {
+            return slot;
+        }
+    }
+}
+
+static int is_plan(const Matrix *plan, int64_t axes) {
+    return plan->format == 'q' && plan->rows > 0 && (plan->rows & (plan->rows - 1)) == 0 &&
+           plan->columns == PLAN_AXES + PLAN_AXIS * axes;
+}
+
+/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are those of padding. */
+static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t slot, const int64_t *shape,
+                    int64_t cursor) {
+    int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, slot, OVER), any = 0;
+    double most = (double)denominator * INT32_MAX;
+    if (denominator < 1 || denominator > INT32_MAX) {
+        return 0;
+    }
+    put_entry(table, DENOMINATOR, s, denominator);
+    put_entry(table, HEIGHT, s, shape[ROWS]);
+    put_entry(table, WIDTH, s, shape[COLUMNS] + shape[SEPARATOR]);
+    for (int64_t axis = 0; axis < axes; axis++) {
+        int64_t from = PLAN_AXES + PLAN_AXIS * axis, to = AXES + 4 * axis;
+        int64_t zero = entry(plan, slot, from + AT_ZERO), slope = entry(plan, slot, from + PER_CURSOR);
+        int64_t step[3];
+        if (fabs((double)zero) + fabs((double)slope) * fabs((double)cursor) > MAX_NUMERATOR) {
+            return 0;
+        }
+        int64_t origin = zero + slope * cursor;
+        double reach = fabs((double)origin);
+        put_entry(table, to + ORIGIN, s, origin);
+        any |= origin;
+        for (int i = 0; i < 3; i++) {
+            step[i] = entry(plan, slot, from + PER_FRAME + i);
+            reach += fabs((double)step[i]) * (double)(shape[i] - 1 + (i == 2 ? shape[SEPARATOR] : 0));
+            put_entry(table, to + STEP_FRAME + i, s, step[i]);
+            any |= step[i];
+        }
+        if (reach > most) {
+            return 0;
+        }
+    }
+    return any != 0;
+}
+
+static int put_text(const Matrix *table, int64_t s, int64_t tokens, int64_t cursor, int64_t step) {
+    put_entry(table, DENOMINATOR, s, 1);
+    put_entry(table, HEIGHT, s, 1);
+    put_entry(table, WIDTH, s, tokens);
+    for (int64_t row = AXES; row < table->rows; row += 4) {
+        put_entry(table, row + ORIGIN, s, step ? cursor : 0);
+        put_entry(table, row + STEP_FRAME, s, 0);
+        put_entry(table, row + STEP_ROW, s, 0);
+        put_entry(table, row + STEP_COL, s, step);
+    }
+    return fabs((double)cursor) + (double)tokens - 1 <= INT32_MAX;
+}
+
+/* What a batch is made of, and where its cursor stands. */
+typedef struct {
+    Vector kind, offsets, separator;
+    Matrix extents, plan, table, documents;
+    int separated, strict, frames, separators, timed;
+    int64_t token, unknown; /* the first grid of a shape that the plan does not have, or -1 */
+} Batch;
+
+/* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */
+static int put_document(Batch *batch, int64_t d, int64_t start) {
+    int64_t first = item(&batch->offsets, d), stop = item(&batch->offsets, d + 1);
+    int64_t cursor = start, real = 0, demanded = INT64_MIN, before = PAD;
+    if (first < 0 || stop > batch->kind.size) {
+        return 0;
+    }
+    put_entry(&batch->documents, FIRST_SEGMENT, d, first);
+    put_entry(&batch->documents, FIRST_TOKEN, d, batch->token);
+    for (int64_t s = first; s < stop; s++) {
+        int64_t what = (uint8_t)batch->kind.data[s * batch->kind.stride];
+        int64_t shape[CONSUMED];
+        for (int i = 0; i < 3; i++) {
+            shape[i] = entry(&batch->extents, i, s);
+        }
+        shape[SEPARATOR] = batch->separated && batch->separator.data[s * batch->separator.stride] != 0;
+        int64_t tokens = tokens_of(shape[FRAMES], shape[ROWS], shape[COLUMNS], shape[SEPARATOR]);
+        put_entry(&batch->table, OFFSET, s, batch->token);
+        put_entry(&batch->table, SKIP, s, 0);
+        batch->token = plus(batch->token, tokens);
+        if (what == GRID) {
+            if ((batch->strict && before == GRID) || (shape[FRAMES] > 1 && (!batch->frames || batch->timed)) ||
+                (shape[SEPARATOR] && !batch->separators)) {
+                return 0;
+            }
+            int64_t slot = slot_of(&batch->plan, shape);
+            if (entry(&batch->plan, slot, FRAMES) == 0) {
+                batch->unknown = s;
+                return 0;
+            }
+            if (!put_grid(&batch->table, s, &batch->plan, slot, shape, cursor)) {
+                return 0;
+            }
+            int64_t lowest = entry(&batch->plan, slot, DEMANDED), consumed = entry(&batch->plan, slot, CONSUMED);
+            if (lowest != INT64_MIN && plus(cursor, lowest) > demanded) {
+                demanded = plus(cursor, lowest);
+            }
+            if (consumed < -(int64_t)INT32_MAX || consumed > INT32_MAX) {
+                return 0;
+            }
+            cursor += consumed;
+            real += tokens;
+        } else if (what == TEXT || what == AUDIO) {
+            if (!put_text(&batch->table, s, tokens, cursor, 1)) {
+                return 0;
+            }
+            cursor += tokens;
+            real += tokens;
+        } else if (what != PAD || !put_text(&batch->table, s, tokens, 0, 0)) {
+            return 0;
+        }
+        before = what;
+        if (tokens == 0 || cursor < INT32_MIN || cursor > (int64_t)INT32_MAX + 1) {
+            return 0;
+        }
+    }
+    int64_t next = cursor > demanded ? cursor : demanded;
+    put_entry(&batch->documents, NEXT_POSITION, d, next);
+    put_entry(&batch->documents, DELTA, d, next - start - real);
+    return next <= (int64_t)INT32_MAX + 1;
+}
+
+/* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules, table, documents)
+ * -> tokens; or -1 - s, where segment s is the first grid of a shape that the plan does not have; or None.
+ *
+ * Fills table, (5 + 4·axes, segments), and documents, (4, documents). Start is one integer or (documents,); rules are
+ * whether grids must not touch, may have frames and may have row separators; timed is whether frames have times, for
+ * which no plan holds. It declines what it cannot place, whatever the reason. */
+PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Batch batch;
+    Vector starts = {NULL, 0, 0};
+    int64_t start = 0;
+    (void)self;
+    if (!arguments("place", 10, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    batch.separated = args[3] != Py_None;
+    batch.timed = args[4] == Py_True;
+    batch.token = 0;
+    batch.unknown = -1;
+    int one = PyLong_CheckExact(args[5]);
+    if (one) {
+        start = PyLong_AsLongLong(args[5]);
+        if (start == -1 && PyErr_Occurred()) { /* beyond int64 */
+            PyErr_Clear();
+            return Py_NewRef(Py_None);
+        }
+    }
+    if (!take_vector(&buffers, args[0], 'B', 0, &batch.kind) || !take_matrix(&buffers, args[1], 0, &batch.extents) ||
+        !take_vector(&buffers, args[2], 'q', 0, &batch.offsets) ||
+        (batch.separated && !take_vector(&buffers, args[3], '?', 0, &batch.separator)) ||
+        (!one && !take_vector(&buffers, args[5], 'q', 0, &starts)) || !take_matrix(&buffers, args[6], 0, &batch.plan) ||
+        !take_matrix(&buffers, args[8], PyBUF_WRITABLE, &batch.table) ||
+        !take_matrix(&buffers, args[9], PyBUF_WRITABLE, &batch.documents) || !is_block(&batch.extents, 3) ||
+        batch.table.rows <= AXES || !is_block(&batch.table, AXES + (batch.table.rows - AXES) / 4 * 4) ||
+        !is_plan(&batch.plan, (batch.table.rows - AXES) / 4) || !is_block(&batch.documents, 4) ||
+        batch.extents.columns != batch.kind.size || batch.table.columns != batch.kind.size ||
+        batch.offsets.size != batch.documents.columns + 1 || (!one && starts.size != batch.documents.columns) ||
+        (batch.separated && batch.separator.size != batch.kind.size) || !PyTuple_Check(args[7]) ||
+        PyTuple_Size(args[7]) != 3) {
+        return answer(&buffers, NULL);
+    }
+    batch.strict = PyTuple_GetItem(args[7], 0) == Py_True;
+    batch.frames = PyTuple_GetItem(args[7], 1) == Py_True;
+    batch.separators = PyTuple_GetItem(args[7], 2) == Py_True;
+    int fits = 1;
+    for (int64_t d = 0; fits && d < batch.documents.columns; d++) {
+        int64_t first = one ? start : item(&starts, d);
+        fits = first >= INT32_MIN && first <= INT32_MAX && put_document(&batch, d, first);
+    }
+    int64_t result = fits ? batch.token : -1 - batch.unknown;
+    return answer(&buffers, fits || batch.unknown >= 0 ? PyLong_FromLongLong(result) : NULL);
+}
+
+/* enter(plan, rows) -> True, or None.
+ *
+ * Enters rows into a plan with more than as many empty slots. */
+PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Matrix plan, rows;
+    (void)self;
+    if (!arguments("enter", 2, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    if (!take_matrix(&buffers, args[0], PyBUF_WRITABLE, &plan) || !take_matrix(&buffers, args[1], 0, &rows) ||
+        rows.format != 'q' || rows.columns != plan.columns || rows.rows >= plan.rows ||
+        !is_plan(&plan, (plan.columns - PLAN_AXES) / PLAN_AXIS)) {
+        return answer(&buffers, NULL);
+    }
+    for (int64_t i = 0; i < rows.rows; i++) {
+        int64_t shape[CONSUMED];
+        for (int j = 0; j < CONSUMED; j++) {
+            shape[j] = entry(&rows, i, j);
+        }
+        int64_t slot = slot_of(&plan, shape);
+        for (int64_t column = 0; column < plan.columns; column++) {
+            put_entry(&plan, slot, column, entry(&rows, i, column));
+        }
+    }
+    return answer(&buffers, Py_NewRef(Py_True));
+}

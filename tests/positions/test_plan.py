@@ -1,0 +1,149 @@
+"""Placing by a plan gives what the general way gives, whatever the plan holds, and leaves to it what it cannot do."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import CASES, batches
+
+from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos.positions import plan
+from mmpos.positions.plan import forget_plans, place_by_plan
+from mmpos.schemes import Grids, MRopeQwen25, Placement, RopeTie, Scheme, get_scheme
+from mmpos.support import native
+
+START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 20]))
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Begin without plans."""
+    forget_plans()
+
+
+def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
+    """Place segments; returns everything of the table, or the error."""
+    try:
+        positions = place(segments, scheme, start, strict)
+    except MmposError as error:
+        return type(error), str(error)
+    rows = positions.table.tolist(), positions.documents.tolist()
+    return *rows, positions.num_tokens, positions.fractional, positions.scheme
+
+
+def by_plan(segments: SegmentTable, scheme: str | Scheme, start: Any = 0) -> PositionTable | None:
+    return place_by_plan(get_scheme(scheme), segments, start, False)
+
+
+@given(st.data(), START, st.sampled_from([None, False, True]))
+def test_a_plan_gives_what_the_general_way_gives(data: st.DataObject, start: int, strict: bool | None) -> None:
+    case = data.draw(st.sampled_from(CASES))
+    segments = SegmentTable.from_documents(data.draw(batches(case)))
+    starts: Any = data.draw(st.sampled_from([start, np.full(segments.num_documents, start)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "core", None)
+        want = outcome(segments, case.scheme, starts, strict)
+    assert outcome(segments, case.scheme, starts, strict) == want
+
+
+@pytest.mark.parametrize("shapes", [1, 3, 5])
+def test_a_plan_that_is_full_begins_anew(shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MAX_SHAPES", 4)
+    for side in (*range(1, 12), *range(1, 12)):
+        segments = SegmentTable.from_documents([[Text(1), Grid(side, side + i), Text(2)] for i in range(shapes)])
+        positions = by_plan(segments, "rope-tie") if shapes <= 4 else place(segments)
+        assert positions is not None
+        consumed = [(side + 1) * (side + i + 1) - 1 for i in range(shapes)]
+        assert positions.next_positions.tolist() == [3 + ids for ids in consumed]
+        assert (by_plan(segments, "rope-tie") is None) == (shapes > 4)
+
+
+def test_threads_share_a_plan() -> None:
+    tables = [SegmentTable.from_documents([[Text(1), Grid(i % 37 + 1, i % 41 + 1), Text(1)]]) for i in range(400)]
+    with ThreadPoolExecutor(8) as threads:
+        tables_of_threads = list(threads.map(lambda segments: place(segments).table.tolist(), tables))
+    forget_plans()
+    assert tables_of_threads == [place(segments).table.tolist() for segments in tables]
+
+
+def test_a_scheme_is_asked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    consumed = RopeTie.consumed
+
+    def recorded(self: RopeTie, sides: Any) -> Any:
+        asked.append(sides)
+        return consumed(self, sides)
+
+    monkeypatch.setattr(RopeTie, "consumed", recorded)
+    for _ in range(3):
+        place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2), Grid(2, 3), Text(1)]]))
+    assert len(asked) == 1
+
+
+def test_frames_that_are_pieces_and_schemes_that_count_are_placed_the_general_way() -> None:
+    image, video = (SegmentTable.from_documents([[Text(1), Grid(2, 3, frames=n)]]) for n in (1, 2))
+    timed = SegmentTable.from_documents([[Text(1), Grid(2, 3, frames=2, seconds_per_frame=1)]])
+    assert by_plan(image, "mrope-qwen2.5") is not None
+    assert by_plan(video, "mrope-qwen2.5") is None
+    assert by_plan(timed, "mrope") is None
+    for scheme in ("xd-rope", "rows", "grid-2d", "tmrope", "mrope-canvas"):
+        assert by_plan(image, scheme) is None
+
+
+@dataclass(frozen=True)
+class Stretched(Scheme):
+    """A scheme of somebody's own that follows from the shape."""
+
+    name: ClassVar[str] = "stretched"
+    by_shape = True
+    axes = 2
+    factor: Any = 1
+    failing: bool = False
+    asked: list[int] = field(default_factory=list, compare=False)
+
+    def advance(self, grids: Grids) -> Any:
+        if self.failing:
+            raise InvalidInputError("stretched: got no luck, want some")
+        self.asked.append(grids.width.size)
+        return self.factor * grids.width
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([cursor, cursor], step_row=[self.factor, 0], step_col=[0, self.factor])
+
+
+@dataclass(frozen=True)
+class Inherited(Stretched):
+    """A subclass, which does not say that its ids follow from the shape: they do not."""
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([grids.document, cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+def test_schemes_of_users_may_have_plans() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
+    scheme = Stretched(2)
+    for _ in range(3):
+        assert place(segments, scheme).next_positions.tolist() == [8]
+    assert len(scheme.asked) == 1
+    assert place(segments, Stretched(5)).next_positions.tolist() == [17]  # another key
+    assert by_plan(segments, Inherited(2)) is None
+    assert by_plan(segments, Stretched([1])) is None  # it cannot be hashed
+    with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
+        place(segments, Stretched(failing=True))
+    with pytest.raises(InvalidInputError, match=r"^scheme 'stretched': got advance float64, want integers$"):
+        place(segments, Stretched(1.5))
+
+
+def test_one_shape_that_is_refused_does_not_keep_others_out_of_the_plan() -> None:
+    scheme = MRopeQwen25(2**31 - 1)
+    far = [Grid(1, 1, frames=2**31 - 1)]
+    place(SegmentTable.from_documents([[Text(1), Grid(2, 3)]]), scheme)
+    with pytest.raises(MmposError, match="want ids within int32"):
+        place(SegmentTable.from_documents([far, [Grid(4, 4)]]), scheme)
+    assert by_plan(SegmentTable.from_documents([[Grid(2, 3), Text(1), Grid(4, 4)]]), scheme) is not None

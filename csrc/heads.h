@@ -1,4 +1,4 @@
-/* Channels of one head, normalised and rotated: float32 arithmetic, one rounding at the end. Included once per width of
+/* Channels of one head, rotated: float32 arithmetic, one rounding at the end. Included once per width of
  * vectors, with
  *
  *   V        bytes of a vector
@@ -8,8 +8,7 @@
  * floats a word again likewise: no lane ever moves. For that, cos and sin of halves stand evens first, then odds, in
  * groups of V / 2 pairs; see order_of in tokens.c. out may be x.
  *
- * Each function rotates whole vectors of pairs from j on, and returns the pair it has come to. With `normed`, which is
- * 1 or 0 where it is called, channels are multiplied by the scale of the head and by their weights before. */
+ * Each function rotates whole vectors of pairs from j on, and returns the pair it has come to. */
 
 typedef float NAME(floats) __attribute__((vector_size(V)));
 typedef uint32_t NAME(words) __attribute__((vector_size(V)));
@@ -21,28 +20,14 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 /* To the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
 #define ROUNDED(bits) ((bits) + 0x7FFFu + (((bits) >> 16) & 1u))
 #define PACKED(low, high) ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
-/* Multiply channels by the scale of the head, and by their weights. */
-#define SCALE(channels, weights)      \
-    do {                              \
-        if (normed) {                 \
-            NAME(floats) factors;     \
-            LOAD(factors, weights);   \
-            (channels) *= head.scale; \
-            (channels) *= factors;    \
-        }                             \
-    } while (0)
 
-static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs, int normed) {
+static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs) {
     for (; j + 2 * LANES <= pairs; j += 2 * LANES) {
         NAME(words) left, right;
         NAME(floats) c, s, d, t;
         LOAD(left, head.x + 2 * j);
         LOAD(right, head.x + 2 * (j + pairs));
         NAME(floats) a = LOW(left), b = LOW(right), e = HIGH(left), f = HIGH(right);
-        SCALE(a, head.weight + j);
-        SCALE(b, head.weight + j + pairs);
-        SCALE(e, head.weight + j + LANES);
-        SCALE(f, head.weight + j + pairs + LANES);
         LOAD(c, head.cos + j);
         LOAD(s, head.sin + j);
         LOAD(d, head.cos + j + LANES);
@@ -55,14 +40,12 @@ static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs
     return j;
 }
 
-static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(Head head, int64_t j, int64_t pairs, int normed) {
+static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(Head head, int64_t j, int64_t pairs) {
     for (; j + LANES <= pairs; j += LANES) {
         NAME(words) both;
         NAME(floats) c, s;
         LOAD(both, head.x + 4 * j);
         NAME(floats) a = LOW(both), b = HIGH(both);
-        SCALE(a, head.weight + j);
-        SCALE(b, head.weight + j + pairs);
         LOAD(c, head.cos + j);
         LOAD(s, head.sin + j);
         both = PACKED(a * c - b * s, b * c + a * s);
@@ -71,13 +54,11 @@ static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(Head head, int64_t j, int64_t p
     return j;
 }
 
-static ALWAYS_INLINE int64_t NAME(fp32_half)(Head head, int64_t j, int64_t pairs, int normed) {
+static ALWAYS_INLINE int64_t NAME(fp32_half)(Head head, int64_t j, int64_t pairs) {
     for (; j + LANES <= pairs; j += LANES) {
         NAME(floats) a, b, c, s, left, right;
         LOAD(a, head.x + 4 * j);
         LOAD(b, head.x + 4 * (j + pairs));
-        SCALE(a, head.weight + j);
-        SCALE(b, head.weight + j + pairs);
         LOAD(c, head.cos + j);
         LOAD(s, head.sin + j);
         left = a * c - b * s;
@@ -88,50 +69,7 @@ static ALWAYS_INLINE int64_t NAME(fp32_half)(Head head, int64_t j, int64_t pairs
     return j;
 }
 
-/* Normalise pairs of adjacent channels that do not turn, the weights of the evens first, then those of the odds. */
-static ALWAYS_INLINE int64_t NAME(bf16_still)(Head head, int64_t j, int64_t pairs) {
-    const int normed = 1;
-    for (; j + LANES <= pairs; j += LANES) {
-        NAME(words) both;
-        LOAD(both, head.x + 4 * j);
-        NAME(floats) a = LOW(both), b = HIGH(both);
-        SCALE(a, head.weight + j);
-        SCALE(b, head.weight + j + pairs);
-        both = PACKED(a, b);
-        STORE(head.out + 4 * j, both);
-    }
-    return j;
-}
-
-/* Likewise channels with their weights in order. */
-static ALWAYS_INLINE int64_t NAME(fp32_still)(Head head, int64_t j, int64_t channels) {
-    const int normed = 1;
-    for (; j + LANES <= channels; j += LANES) {
-        NAME(floats) a;
-        LOAD(a, head.x + 4 * j);
-        SCALE(a, head.weight + j);
-        STORE(head.out + 4 * j, a);
-    }
-    return j;
-}
-
 /* Add the squares of channels to sixteen partial sums, those of whole sixteens; the channel that comes next. */
-static ALWAYS_INLINE int64_t NAME(bf16_squares)(const char *x, int64_t channels, float *sums) {
-    NAME(floats) even[8 / LANES] = {0}, odd[8 / LANES] = {0};
-    int64_t c = 0;
-    for (; c + 16 <= channels; c += 16) {
-        for (int64_t i = 0; i < 8 / LANES; i++) {
-            NAME(words) both;
-            LOAD(both, x + 2 * c + V * i);
-            even[i] += LOW(both) * LOW(both);
-            odd[i] += HIGH(both) * HIGH(both);
-        }
-    }
-    memcpy(sums, even, sizeof even);
-    memcpy(sums + 8, odd, sizeof odd);
-    return c;
-}
-
 static ALWAYS_INLINE int64_t NAME(fp32_squares)(const char *x, int64_t channels, float *sums) {
     NAME(floats) all[16 / LANES] = {0};
     int64_t c = 0;
@@ -154,7 +92,7 @@ static ALWAYS_INLINE int64_t NAME(fp32_squares)(const char *x, int64_t channels,
 #define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, (words_16){i, j, k, l})
 #endif
 
-static ALWAYS_INLINE int64_t fp32_adjacent(Head head, int64_t j, int64_t pairs, int normed) {
+static ALWAYS_INLINE int64_t fp32_adjacent(Head head, int64_t j, int64_t pairs) {
     for (; j + 4 <= pairs; j += 4) {
         floats_16 low, high, c, s;
         LOAD(low, head.x + 8 * j);
@@ -162,8 +100,6 @@ static ALWAYS_INLINE int64_t fp32_adjacent(Head head, int64_t j, int64_t pairs, 
         LOAD(c, head.cos + j);
         LOAD(s, head.sin + j);
         floats_16 a = PICK(low, high, 0, 2, 4, 6), b = PICK(low, high, 1, 3, 5, 7);
-        SCALE(a, head.weight + j);
-        SCALE(b, head.weight + j + pairs);
         floats_16 left = a * c - b * s, right = b * c + a * s;
         low = PICK(left, right, 0, 4, 1, 5);
         high = PICK(left, right, 2, 6, 3, 7);
@@ -181,7 +117,6 @@ static ALWAYS_INLINE int64_t fp32_adjacent(Head head, int64_t j, int64_t pairs, 
 #undef LOW
 #undef HIGH
 #undef ROUNDED
-#undef SCALE
 #undef PACKED
 #undef NAME
 #undef V

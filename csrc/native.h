@@ -133,6 +133,7 @@ PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count)
 PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -1,9 +1,10 @@
-/* Rotation of q and k on a CPU, and the norm before it: cos and sin of a block of tokens, which stay in the first cache,
+/* Rotation of q and k on a CPU, and their norm: cos and sin of a block of tokens, which stay in the first cache,
  * then all their heads.
  *
  * Tensors come as capsules of DLPack, whose shapes and strides torch answers for: what lies within the shape is memory of
  * the tensor. Nothing else is read or written, whatever the numbers are. */
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "phases.h"
@@ -20,15 +21,17 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
                   int64_t stop, int conjugate) {
     int64_t pairs = kind->pairs, seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
     Phases phases;
-    float *weights = malloc((size_t)count * (size_t)channels * sizeof *weights);
+    float *weights = malloc((size_t)(count + 1) * (size_t)channels * sizeof *weights);
     if (weights == NULL || !phases_make(&phases, source, kind->wide)) {
         free(weights);
         return 0;
     }
     order_of(kind, phases.order);
     for (int i = 0; i < count; i++) {
-        if (norm->weights[i] != NULL) {
-            weights_of(kind, phases.order, norm->weights[i], channels, weights + i * channels);
+        for (int64_t c = 0; norm->weights[i] != NULL && c < channels; c++) {
+            float *weight = &weights[i * channels + c];
+            memcpy(weight, norm->weights[i] + 4 * c, 4);
+            *weight = isnan(*weight) ? NAN : *weight; /* whose low bits are zeros, see ROUNDED in heads.h */
         }
     }
     for (int64_t group = 0, next; group < source->constants.groups; group = next) {
@@ -41,6 +44,7 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
             parts[i].out += group * heads * jobs[i].to[HEADS];
             parts[i].shape[HEADS] = (next - group) * heads;
             parts[i].eps = norm->eps;
+            parts[i].room = weights + count * channels;
             parts[i].weight = norm->weights[i] == NULL ? NULL : weights + i * channels;
         }
         phases_read(&phases, group);
@@ -167,7 +171,14 @@ static int apart(const Job *jobs, int count, int64_t size) {
     return count == 1 || stops[0] <= jobs[1].out || stops[1] <= jobs[0].out;
 }
 
-enum { ADJACENT = 1, CONJUGATE = 2, HEADS_FIRST = 4, APART = 8, SHORT_VECTORS = 16 }; /* see mmpos/rotary/cpu.py */
+enum {
+    ADJACENT = 1,
+    CONJUGATE = 2,
+    HEADS_FIRST = 4,
+    APART = 8,
+    NORM_AFTER = 16,
+    SHORT_VECTORS = 32
+}; /* see mmpos/rotary/cpu.py */
 
 /* rotate(tensors, source, norm, first, stop, flags) -> bool, whether these tokens were rotated.
  *
@@ -180,7 +191,7 @@ enum { ADJACENT = 1, CONJUGATE = 2, HEADS_FIRST = 4, APART = 8, SHORT_VECTORS = 
  * norm: None, or (eps, weight, ...), of each of q and k (head_dim,) contiguous float32 or None: first its heads x become
  * x / sqrt(mean(x^2) + eps) * weight.
  * flags: ADJACENT pairs of channels; CONJUGATE angles; HEADS_FIRST, (batch, heads, seq, head_dim); APART declines outs
- * that may share memory; SHORT_VECTORS are those that all CPUs have, instead of the widest; the bits are the same. */
+ * that may share memory; NORM_AFTER, the norm is that of rotated heads; SHORT_VECTORS are those that all CPUs have, instead of the widest; the bits are the same. */
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Job jobs[2];
@@ -202,8 +213,9 @@ PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
                         &jobs[taken], &narrow[taken])) {
             taken++;
         }
-        Kind kind = {source.constants.pairs, (flags & ADJACENT) != 0, narrow[0],
-                     (flags & SHORT_VECTORS) == 0 && has_wide()};
+        Kind kind = {
+            source.constants.pairs, (flags & ADJACENT) != 0,  narrow[0], (flags & SHORT_VECTORS) == 0 && has_wide(),
+            args[2] != Py_None,     (flags & NORM_AFTER) != 0};
         if (2 * taken == size && (taken == 1 || narrow[0] == narrow[1]) && fit(jobs, taken, &source, first, stop) &&
             take_norm(&buffers, args[2], jobs, taken, &norm) &&
             ((flags & APART) == 0 || apart(jobs, taken, narrow[0] ? 2 : 4))) {

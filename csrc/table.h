@@ -9,6 +9,8 @@ enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES };   /* of a placed table 
 enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL };           /* of every axis of it, from AXES on */
 enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* of its documents */
 
+#define MAX_AXES 16
+
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 
 #endif

@@ -12,22 +12,19 @@ typedef struct {
     const char *x;
     char *out;
     int64_t shape[4], from[4], to[4]; /* strides in bytes */
-    const float *weight;              /* of the norm before, as weights_of gives it; NULL for none */
-    float eps;
+    const float *weight;              /* (channels,) of the norm; NULL for none */
+    float eps, *room;                 /* for the channels of a head */
 } Job;
 
 /* How to rotate it. */
 typedef struct {
     int64_t pairs;
     int adjacent, narrow, wide; /* narrow: bfloat16; wide: vectors */
+    int normed, after;          /* whether any tensor is normalised, and after the rotation */
 } Kind;
 
 /* Where the vectors want the cos and sin of each pair: (pairs,) the pair that stands there. */
 void order_of(const Kind *kind, int64_t *order);
-
-/* The weights of channels where the vectors want them: (channels,) those of the first channels of pairs, of the second,
- * and of the rest, of which bfloat16 has evens first, then odds. */
-void weights_of(const Kind *kind, const int64_t *order, const char *given, int64_t channels, float *weight);
 
 /* Normalise and rotate all heads of tokens of one sequence by (tokens, pairs) cos and sin. */
 void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t tokens, const float *cos, const float *sin);

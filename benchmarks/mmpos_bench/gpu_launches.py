@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 from mmpos.rotary import DevicePositions
-from mmpos.rotary.kernel import launching
 from mmpos_bench.cuda import synchronize
 from mmpos_bench.gpu import BROKEN, Kept
 from mmpos_bench.layers import Layer
@@ -26,7 +24,6 @@ from mmpos_bench.suites import QUICK, Comparison, SuiteOptions
 from mmpos_bench.timing import Call, Timing, in_turns
 
 _HOST_TOKENS = 64
-_BY_TRITON = ("into new tensors: mmpos, table", "in place: mmpos, table", "norm, rotation and store: without a norm")
 
 
 def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dry: bool) -> None:
@@ -54,7 +51,7 @@ def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dr
 
 
 def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: int = 100) -> dict[str, Timing]:
-    """Time the host's part of launches: each as it is, and some through Triton's binder, too.
+    """Time the host's part of launches.
 
     Args:
         layer: whose q and k are rotated.
@@ -66,7 +63,6 @@ def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: i
         seconds per call, by name.
     """
     calls: dict[str, Call] = {name: partial(call, 0) for name, call in launches(layer, only).items()}
-    calls |= {f"{name}, by Triton": partial(_by_triton, calls[name]) for name in _BY_TRITON if name in calls}
     calls["a table to the device"] = partial(DevicePositions.from_table, layer.positions, layer.device)
     calls["a table refreshed"] = partial(layer.table.refresh, layer.positions)
 
@@ -80,16 +76,10 @@ def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: i
     return in_turns(calls, rounds, 1, seconds, lambda done, of: None)  # the first round compiles
 
 
-def _by_triton(call: Call) -> None:
-    """Make a call without the way past Triton's binder."""
-    with patch.object(launching, "_goes_straight", lambda kernel: False):
-        call()
-
-
 def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
     """Time what the host spends on a call whose kernel is shorter than that."""
     layer = bench.layer(Size("7B layer", 8 if dry else _HOST_TOKENS), sets=1)
-    times = host_times(layer, _BY_TRITON[1:2], 2, 1) if dry else host_times(layer)
+    times = host_times(layer, ("in place: mmpos, table",), 2, 1) if dry else host_times(layer)
     for name, timing in times.items():
         spread = {"20th percentile, µs": 1e6 * timing.p20, "80th percentile, µs": 1e6 * timing.p80}
         timed = (Timed("a call", "ours", timing),)

@@ -1,4 +1,4 @@
-"""Encodings of positions for whoever studies or compares them: one idea per file, each tested in attention.
+"""Encodings of positions for whoever studies or compares them: one idea per class, each tested in attention.
 
 Shapes used throughout:
     positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
@@ -11,18 +11,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mmpos.encodings.alibi import Alibi
 from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, LearnedBias, LearnedTable, Rotation
-from mmpos.encodings.binary import Binary
-from mmpos.encodings.clipped_relative import ClippedRelative
-from mmpos.encodings.integer import Integer
-from mmpos.encodings.learned_absolute import LearnedAbsolute
-from mmpos.encodings.nope import NoPE, expected_square
-from mmpos.encodings.normalised import Normalised
+from mmpos.encodings.biases import Alibi, ClippedRelative, NoPE, T5Buckets, expected_square
 from mmpos.encodings.rope import HoPE, MHRope, PRope, Rope1D, Rope1DAdjacent, Rope2D, RopeND
-from mmpos.encodings.single_sinusoid import SingleSinusoid
-from mmpos.encodings.sinusoidal import Sinusoidal
-from mmpos.encodings.t5_buckets import T5Buckets
+from mmpos.encodings.tables import Binary, Integer, LearnedAbsolute, Normalised, SingleSinusoid, Sinusoidal
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
 from mmpos.support.ragged import ragged_arange
 
@@ -113,6 +114,8 @@ def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[I
 
 def check_table(table: IntArray, documents: IntArray, num_tokens: int, fractional: bool) -> None:
     """Raise for the first thing that makes these arrays no PositionTable, in O(segments); expansion relies on it."""
+    if native.core is not None and native.core.placed(table, documents, num_tokens, fractional):
+        return
     rows, segments = table.shape
     if (rows - AXES) % 4 or not 1 <= (rows - AXES) // 4 <= MAX_AXES:
         raise InvalidInputError(f"table: got {rows} rows, want 5 + 4·axes for 1 to {MAX_AXES} axes")

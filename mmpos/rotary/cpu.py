@@ -32,7 +32,7 @@ Source: TypeAlias = tuple[Any, ...]
 THREAD_BYTES = 1 << 19
 """Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
 
-ADJACENT, CONJUGATE, HEADS_FIRST, APART = 1, 2, 4, 8
+ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER = 1, 2, 4, 8, 16
 """Flags of the extension's rotate."""
 
 FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
@@ -110,7 +110,7 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
     Returns:
         Whether it was done; if not, nothing was written.
     """
-    if native.core is None or norm.after or q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
+    if native.core is None or q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
         return False
     if q.shape[3] > 1 and not q.stride(3) == k.stride(3) == q_out.stride(3) == k_out.stride(3) == 1:
         q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))  # C wants channels side by side
@@ -125,7 +125,7 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
         return True
     tensors, outs, weights = zip(*with_heads, strict=True)
     scaling = None if norm.is_none else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
-    flags = ADJACENT * rotation.adjacent | CONJUGATE * rotation.conjugate
+    flags = ADJACENT * rotation.adjacent | CONJUGATE * rotation.conjugate | NORM_AFTER * norm.after
     return _turn(tensors, outs, source_of(rotation, tokens, q.shape[3]), scaling, flags, tokens)
 
 

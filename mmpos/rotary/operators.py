@@ -95,9 +95,12 @@ def _rotate_backward(
     else:
         turn = reference.turning_of(rotation, batch, seq) if norm.after else None
         turn_back = reference.turning_of(back, batch, seq)
-        for grad, x, out, weight, total in zip((q_grad, k_grad), (q, k), outs, norm.weights(), sums, strict=True):
+        for i, (grad, x, out, weight) in enumerate(zip((q_grad, k_grad), (q, k), outs, norm.weights(), strict=True)):
             if weight is not None:
-                reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back, out, total)
+                x_grad, weight_grad = reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back)
+                sums[i] = weight_grad if wanted[2 + i] else None
+                if out is not None:
+                    out.copy_(x_grad)
             elif out is not None:
                 reference.rotate(grad, out, turn_back, rotation.num_pairs)
     weights = (norm.q_weight, norm.k_weight)
@@ -145,7 +148,7 @@ def _differentiable_gradients(
     outs: Sequence[Tensor] = [x.to(torch.float32) for x in inputs]
     if norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
-    outs = [reference.normalised(x, weight, norm) for x, weight in zip(outs, weights, strict=True)]
+    outs = [reference.normalised(x, weight, norm.eps) for x, weight in zip(outs, norm.weights(), strict=True)]
     if not norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
     asked = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]

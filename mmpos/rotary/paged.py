@@ -164,18 +164,10 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
     capacity, size = _capacity(caches[0]), caches[0].shape[1]
     if not slots.shape[0]:
         return
-    caches, tensors = [_movable(x) for x in caches], [_movable(x) for x in tensors]
-    rows = [x.flatten(0, 1)[: slots.shape[0]] for x in tensors]
-    if slots.device.type != "cpu":
-        _write_waiting_for_nothing(caches, rows, slots)
-        return
-    low, high = slots.aminmax()
-    if low < 0 or high >= capacity:
-        kept = (slots >= 0) & (slots < capacity)
-        rows, slots = [x[kept] for x in rows], slots[kept]
-    places = slots // size, slots % size
-    for cache, x in zip(caches, rows, strict=True):
-        cache[places] = x
+    kept = (slots >= 0) & (slots < capacity)  # counting them waits for a device, as no kernel does
+    places = slots[kept] // size, slots[kept] % size
+    for cache, x in zip(caches, tensors, strict=True):
+        _movable(cache)[places] = _movable(x).flatten(0, 1)[: slots.shape[0]][kept]
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
@@ -192,19 +184,6 @@ def read(cache: Tensor, slots: Tensor) -> Tensor:
 def _movable(x: Tensor) -> Tensor:
     """View 8-bit floats as bytes, since torch does not index them everywhere."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
-def _write_waiting_for_nothing(caches: Sequence[Tensor], rows: Sequence[Tensor], slots: Tensor) -> None:
-    """Write without a count of the tokens that are kept: a token that is skipped repeats one that is not."""
-    if not _capacity(caches[0]):
-        return
-    kept = (slots >= 0) & (slots < _capacity(caches[0]))
-    token = torch.where(kept, torch.arange(slots.shape[0], device=slots.device), kept.int().argmax())
-    slot = slots[token].clamp(0, _capacity(caches[0]) - 1)
-    places = slot // caches[0].shape[1], slot % caches[0].shape[1]
-    for cache, x in zip(caches, rows, strict=True):
-        # Where none is kept, they all write what is there.
-        cache[places] = torch.where(kept.any(), x[token], cache[places])
 
 
 def _capacity(pages: Tensor) -> int:

@@ -6,7 +6,7 @@ The kernel and the extension are judged by what is here, and it does all that th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -34,9 +34,6 @@ REFERENCE, TRITON, AUTO = range(3)
 
 CPU_BLOCK = 256
 """Tokens whose cos and sin are made at a time on a CPU."""
-
-BLOCK_ELEMENTS = 1 << 18
-"""Channels rotated at a time: the float32 copies of a block stay in a core's cache."""
 
 
 class RotationArguments(NamedTuple):
@@ -370,11 +367,8 @@ def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
     return weight + offset if offset else weight
 
 
-Block: TypeAlias = tuple[slice, slice]
-"""Place of a block in batch and seq."""
-
-Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
-"""Turns float32 heads of a block in place, with scratch of the same shape; channels behind the pairs stay."""
+Turn: TypeAlias = Callable[[Tensor], Tensor]
+"""Turns float32 heads, (batch, seq, heads, head_dim); channels behind the pairs stay."""
 
 
 def rotate(x: Tensor, out: Tensor, turn: Turn, pairs: int, norm: Norm = NO_NORM, weight: Tensor | None = None) -> None:
@@ -386,79 +380,47 @@ def rotate(x: Tensor, out: Tensor, turn: Turn, pairs: int, norm: Norm = NO_NORM,
     Args:
         x: (batch, seq, heads, head_dim) in any floating dtype and strides.
         out: likewise; it may be x.
-        turn: turns blocks.
+        turn: turns heads.
         pairs: pairs of channels that turn.
         norm: the eps and order that go with the weight.
         weight: (head_dim,) float32, what it is offset by included; None does not normalise.
     """
     width = 2 * pairs if weight is None else x.shape[-1]
-    if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
+    value = x[..., :width].to(torch.float32)
+    value = turn(value) if norm.after else turn(normalised(value, weight, norm.eps))
+    value = normalised(value, weight, norm.eps) if norm.after else value
+    if out.data_ptr() != x.data_ptr():
         out[..., width:].copy_(x[..., width:])
-    for block, (value, scratch) in blocks(x[..., :width], 2):
-        value.copy_(x[block][..., :width])
-        if weight is None or norm.after:
-            turn(value, scratch, block)
-        if weight is not None:
-            value.mul_(_inverse_rms(value, scratch, norm.eps)).mul_(weight)
-            if not norm.after:
-                turn(value, scratch, block)
-        out[block][..., :width].copy_(value)
+    out[..., :width].copy_(value)
 
 
 def turning_of(rotation: RotationArguments, batch: int, seq: int) -> Turn:
-    """Return the function that turns blocks of (batch, seq) tokens by a rotation."""
+    """Return the function that turns the heads of (batch, seq) tokens by a rotation."""
     cos, sin = (x.unflatten(0, (batch, seq)) for x in cos_sin(rotation, batch * seq))
     return turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
 
 
 def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """Return the function that turns blocks by these cos and sin, (batch, seq, pairs) float32.
+    """Return the function that turns heads by these cos and sin, (batch, seq, pairs) float32.
 
     With (batch, seq, groups, pairs) the heads are cut into so many groups, each of which turns by its own.
     """
-    cos, sin = (x.unsqueeze(2) if x.dim() == 3 else x for x in (cos, sin))
-    by_channel = ((cos, cos), (-sin, sin))
-    cos, sin = (torch.stack(x, -1).flatten(-2) if adjacent else torch.cat(x, -1) for x in by_channel)
-    cos, sin = cos.unsqueeze(3), sin.unsqueeze(3)
-    groups, _, width = cos.shape[2:]
+    cos, sin = (x.reshape(*x.shape[:2], -1, 1, x.shape[-1]) for x in (cos, sin))
+    groups, width = cos.shape[2], 2 * cos.shape[-1]
 
-    def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
-        value, scratch = (x[..., :width].unflatten(2, (groups, x.shape[2] // groups)) for x in (value, scratch))
-        _swap_halves(value, scratch, adjacent)
-        value.mul_(cos[block]).add_(scratch.mul_(sin[block]))
+    def turn(value: Tensor) -> Tensor:
+        heads = value[..., :width].unflatten(2, (groups, value.shape[2] // groups))
+        first, second = (heads[..., 0::2], heads[..., 1::2]) if adjacent else heads.chunk(2, dim=-1)
+        both = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack(both, -1).flatten(-2) if adjacent else torch.cat(both, -1)
+        return torch.cat((turned.flatten(2, 3), value[..., width:]), -1)
 
     return turn
 
 
-def blocks(x: Tensor, count: int) -> Iterator[tuple[Block, list[Tensor]]]:
-    """Cut batch and seq into blocks of about BLOCK_ELEMENTS channels, with so many float32 buffers of their shape."""
-    batch, seq, heads, head_dim = x.shape
-    tokens = max(1, BLOCK_ELEMENTS // max(1, heads * head_dim))
-    rows = max(1, tokens // max(1, seq))
-    buffers: list[Tensor] = []
-    for b in range(0, batch, rows):
-        for s in range(0, seq, tokens):
-            block = slice(b, b + rows), slice(s, s + tokens)
-            shape = x[block].shape
-            if not buffers or buffers[0].shape != shape:
-                buffers = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(count)]
-            yield block, buffers
-
-
-def _swap_halves(value: Tensor, turned: Tensor, adjacent: bool) -> None:
-    half = value.shape[-1] // 2
-    if adjacent:
-        turned[..., 0::2].copy_(value[..., 1::2])
-        turned[..., 1::2].copy_(value[..., 0::2])
-    else:
-        turned[..., :half].copy_(value[..., half:])
-        turned[..., half:].copy_(value[..., :half])
-
-
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, turn: Turn | None, back: Turn,
-    x_grad: Tensor | None, weight_grad: Tensor | None,
-) -> None:  # fmt: skip
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, turn: Turn | None, back: Turn
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``rotate`` with a weight, in float32.
 
     With y = turned(x · r · w), r = 1/√(mean(x²) + eps), and g the gradient of y turned back, that of w is the sum of
@@ -470,39 +432,26 @@ def norm_backward(
         x: what was normalised, likewise.
         weight: (head_dim,) float32, what it is offset by included.
         eps: added to the mean of squares.
-        turn: turns blocks as before a norm that comes after; None for one that comes before.
-        back: turns blocks backwards.
-        x_grad: where the gradient of x goes; None if nobody wants it.
-        weight_grad: (head_dim,) float32 zeros to which that of the weight is added, block after block; likewise.
+        turn: turns heads as before a norm that comes after; None for one that comes before.
+        back: turns heads backwards.
+
+    Returns:
+        those of x and of the weight.
     """
-    for block, (value, gradient, scratch) in blocks(x, 3):
-        gradient.copy_(grad[block])
-        value.copy_(x[block])
-        if turn is None:
-            back(gradient, scratch, block)
-        else:
-            turn(value, scratch, block)
-        scale = _inverse_rms(value, scratch, eps)
-        value.mul_(scale)
-        if weight_grad is not None:
-            weight_grad.add_(torch.mul(gradient, value, out=scratch).sum((0, 1, 2)))
-        if x_grad is not None:
-            gradient.mul_(weight)
-            mean = torch.mul(gradient, value, out=scratch).mean(-1, keepdim=True)
-            gradient.sub_(value.mul_(mean)).mul_(scale)
-            if turn is not None:
-                back(gradient, scratch, block)
-            x_grad[block].copy_(gradient)
+    gradient, value = grad.to(torch.float32), x.to(torch.float32)
+    gradient, value = (back(gradient), value) if turn is None else (gradient, turn(value))
+    scale = _inverse_rms(value, eps)
+    value = value * scale
+    weight_grad, gradient = (gradient * value).sum((0, 1, 2)), gradient * weight
+    gradient = (gradient - value * (gradient * value).mean(-1, keepdim=True)) * scale
+    return gradient if turn is None else back(gradient), weight_grad
 
 
-def normalised(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
-    """Normalise float32 heads by operations that have gradients of gradients; without a weight leave them."""
-    if weight is None:
-        return x
-    scale = x.square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
-    return x * scale * (weight.to(torch.float32) + norm.offset)
+def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalise float32 heads by a weight, what it is offset by included; without one leave them."""
+    return x if weight is None else x * _inverse_rms(x, eps) * weight
 
 
-def _inverse_rms(value: Tensor, scratch: Tensor, eps: float) -> Tensor:
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """Compute the (…, 1) factor that brings heads to a mean square of 1."""
-    return torch.mul(value, value, out=scratch).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return x.square().mean(-1, keepdim=True).add(eps).rsqrt()

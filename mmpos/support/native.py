@@ -56,6 +56,9 @@ class Core(Protocol):
     ) -> int | None:  # fmt: skip
         """Fill a placed table by a plan; its tokens, or -1 - s where the plan does not have the shape of segment s."""
 
+    def placed(self, table: Array, documents: Array, num_tokens: int, fractional: bool, /) -> bool:
+        """Check whether these are surely the arrays of a placed table; False is for Python to look at."""
+
     def rotate(
         self, tensors: tuple[object, ...], source: tuple[object, ...], norm: tuple[object, ...] | None, first: int,
         stop: int, flags: int, /,

@@ -92,7 +92,7 @@ def number(text: str) -> Any:
 
 def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
     matrix, want = record.schemes(), by_hand(SCHEMES)
-    assert {row: [each.value for each in found] for row, found in matrix.rows.items()} == want
+    assert {row: [each.value for each in found.values()] for row, found in matrix.rows.items()} == want
     assert list(matrix.rows) == list(want)
 
 
@@ -236,7 +236,7 @@ class Halved(AdditiveTable):
 
 def test_an_encoding_that_gives_two_positions_one_vector_is_told_which() -> None:
     matrix = measure_encodings([Halved(), LearnedAbsolute.drawn(20, 4), Sinusoidal(128)])
-    assert [value.value for value in matrix.rows["halved"]] == [1, False, 0]
+    assert [value.value for value in matrix.rows["halved"].values()] == [1, False, 0]
     assert matrix["halved", "unique"].why == "0 is as 1"
     assert [matrix[name, "unique"].value for name in ("learned-absolute", "sinusoidal(dim=128)")] == [True, True]
 

@@ -225,6 +225,7 @@ def test_padding_may_stand_anywhere() -> None:
         ),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
         ({"position_ids": [2147483647.5]}, "position_ids: got numbers that are not finite or beyond int32"),
+        ({"position_ids": [-2147483648.5]}, "position_ids: got numbers that are not finite or beyond int32"),
         ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]}, "position_ids: got a PositionTable with other"),
     ],
 )

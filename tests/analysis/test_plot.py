@@ -197,7 +197,7 @@ def test_a_picture_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: 
     figure, *others = [draw(None) for draw in DRAWS]
     assert all(isinstance(each, Picture) for each in (figure, *others))
     assert list(tmp_path.iterdir()) == []
-    assert [each.png() == each.png() for each in others] == [True] * 3
+    assert [each.png(50) == each.png(50) for each in others] == [True] * 3
     assert DRAWS[0](Path("a.png")).png() == figure.png() == Path("a.png").read_bytes()
     with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
         shown = figure._repr_png_()

@@ -402,15 +402,6 @@ def test_sections_instead_of_interleaved_pairs() -> None:
         assert named.first_wrong == (None if positions is None else 31)  # as above; 30 has one id on all axes
 
 
-def test_half_of_the_frequencies_on_the_wrong_axis() -> None:
-    """vllm-omni#1784: even and odd frequencies belong to rows and columns, and blocks were taken."""
-    meant = CASES["interleaved"]
-    keys = Case(meant.rotary, blocks(32, 32), ladder(64, 1e4)).turn(place(PROMPT).dense()).astype(np.float32)
-    named = identify(keys, meant.rotary, place(PROMPT))
-    assert named.cause == "pairs are allocated as 'split', not as 'interleaved'"
-    assert named.first_wrong == 30  # the first patch, whose row has id 53 and whose column 47
-
-
 def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_explains() -> None:
     documents = SegmentTable.from_documents([[Text(4500), Grid(6, 6), Text(9)]])
     table = place(documents, "mrope-qwen3")
@@ -419,17 +410,6 @@ def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_ex
     assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
     rows = keys[:4510].reshape(2, 2255, 1, 128)
     assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
-
-
-def test_a_decode_delta_that_is_lost() -> None:
-    """TensorRT-LLM#15661: generated tokens turn by their index."""
-    ids = IDS.copy()
-    ids[:, -20:] = np.arange(ids.shape[1])[-20:]
-    found = check(read(QWEN3_VL.turn(ids), QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == ids.shape[1] - 20
-    named = identify(QWEN3_VL.turn(ids), QWEN3_VL.rotary, MEANT)  # no rotation explains other ids
-    assert (named.named, named.first_wrong) == (False, ids.shape[1] - 20)
-    assert found.cause == "from the first difference on ids are the token's index: the delta -698 is forgotten"
 
 
 def test_drafts_of_several_steps() -> None:

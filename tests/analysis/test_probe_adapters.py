@@ -104,17 +104,6 @@ def test_padding_whose_embedding_is_zero_is_not_the_state_of_all() -> None:
     assert_at(keys_of(model, call), [range(7)])
 
 
-def test_a_patched_model_shows_the_positions_it_is_given() -> None:
-    from mmpos import Grid, SegmentTable, Text, place
-    from mmpos.integrations.hf import patch
-    from mmpos.rotary import Rotary
-
-    model = model_of("llama")
-    patch(model, Rotary.from_hf_config(model.config, axes=1), implementation="reference")
-    table = place(SegmentTable.from_documents([[Text(3), Grid(1, 2), Text(2)]]), "flatten", start=100)
-    assert_at(keys_of(model, {"input_ids": IDS, "mm_position_ids": table}), [range(100, 107)])
-
-
 def test_a_norm_after_the_rotation_leaves_no_reference() -> None:
     layers = keys_of(model_of("hunyuan_v1_dense"), {"input_ids": IDS})
     assert [one.reference for one in layers] == [None, None]

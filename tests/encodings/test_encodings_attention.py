@@ -271,25 +271,6 @@ def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
     assert_within(rope(0), rope(9), rounding(lambda: attention(x), [x, *attention.parameters()]))
 
 
-def test_corrected_a_table_of_angles_goes_along_the_sequence_and_not_along_the_batch() -> None:
-    encoding, seq = Rope1D(head_dim=8), 3
-    angles = encoding.angles(range(seq))
-    cos, sin = np.cos(angles), np.sin(angles)
-
-    def layer(x: Any, cos: object, sin: object) -> Any:
-        a, b = x[..., :4], x[..., 4:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    x = np.random.default_rng(0).normal(size=(3, seq, 8))
-    right = np.stack([encoding.rotate(row, range(seq)) for row in x])
-    bound = rotations(right, cos_sin(3.0, FREQUENCY + 1, np.float64))
-    assert_within(layer(x, cos[None], sin[None]), right, bound)
-    by_batch = layer(x, cos[:, None], sin[:, None])  # as the source has it: fits when batch is seq, by accident
-    assert_within(by_batch[2], encoding.rotate(x[2], [2, 2, 2]), bound[2].max())
-    with pytest.raises(ValueError, match="could not be broadcast"):
-        layer(x[:2], cos[:, None], sin[:, None])
-
-
 # Errors
 
 

@@ -138,8 +138,3 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     """Normal numbers, the same in every run."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
-
-
-def drawn(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Integers below high, the same in every run."""
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)

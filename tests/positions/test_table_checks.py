@@ -21,6 +21,7 @@ from mmpos.positions.table_rows import (
     SKIP,
     WIDTH,
 )
+from mmpos.support import native
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
 GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
@@ -131,6 +132,35 @@ def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | No
     with pytest.raises(LimitExceededError) as refused:
         again(PLACED, **changes)
     assert str(refused.value) == message
+
+
+EXTREME = st.sampled_from([0, 1, -1, 2, 5, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**31), NO_POSITION])
+
+
+@given(
+    st.sampled_from(["rope-tie", "mrope", "v2pe", "vrope", "rope-tie-v2"]),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 10**6), EXTREME), max_size=2),
+    st.booleans(),
+)
+def test_the_extension_passes_what_python_passes(
+    scheme: str, changes: list[tuple[bool, int, int]], fractional: bool
+) -> None:
+    placed = place(SEGMENTS, scheme).slice(1, 13)
+    table, documents = placed.table.copy(), placed.documents.copy()
+    for of_documents, where, value in changes:
+        (documents if of_documents else table).flat[where % (documents if of_documents else table).size] = value
+
+    def outcome() -> str | None:
+        try:
+            again(placed, table=table, documents=documents, fractional=fractional)
+        except (InvalidInputError, LimitExceededError) as error:
+            return str(error)
+        return None
+
+    found = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "core", None)
+        assert outcome() == found
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))

@@ -293,17 +293,6 @@ def test_float32_frequencies_are_those_of_transformers(name: str, length: int | 
     assert Rotary.from_hf_config(told, precision="hf", length=length) == rotary
 
 
-@pytest.mark.parametrize("partial", [1.0, 0.5, 0.25])
-def test_unscaled_float32_frequencies_are_those_of_transformers(partial: float) -> None:
-    torch = pytest.importorskip("torch")
-    dim = int(128 * partial)
-    rotary = Rotary(128, theta=5e5, rotary_dim=dim, precision="hf")
-    expected = 1.0 / (5e5 ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    assert rotary.inv_freq_as_hf(torch_power).tobytes() == expected.numpy().tobytes()
-    assert rotary.inv_freq_float32.dtype == np.float32
-    assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY) * abs(expected))
-
-
 @pytest.mark.parametrize("dim", [32, 64, 80])
 def test_axial_frequencies_are_those_of_timm(dim: int) -> None:
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")

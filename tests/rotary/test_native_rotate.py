@@ -39,7 +39,7 @@ PAIRINGS = ("half", "adjacent")
 WIDTHS = pytest.mark.parametrize("wide", [True, False], ids=["wide", "plain"])
 NORMED = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 EPS = 1e-5
-SHORT_VECTORS = 16  # see csrc/rotate.c
+SHORT_VECTORS = 32  # see csrc/rotate.c
 
 
 def weight(size: int) -> Tensor:
@@ -59,10 +59,11 @@ def normalised(x: Tensor, w: Tensor) -> Tensor:
     return torch.from_numpy(value * scale) * w
 
 
-def wanted(x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
+def wanted(x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, after: bool = False, **options: Any) -> Tensor:
     """The norm in the order of C, and the rotation of the reference, rounded once."""
-    value = x if w is None else normalised(x, w)
-    return apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0].to(x.dtype)
+    value = x.float() if w is None or after else normalised(x, w)
+    turned = apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0]
+    return (turned if w is None or not after else normalised(turned, w)).to(x.dtype)
 
 
 def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
@@ -81,12 +82,18 @@ def assert_same(got: Tensor | None, want: Tensor | None) -> None:
 
 
 def assert_agrees(
-    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True
-) -> None:
+    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True,
+    after: bool = False,
+) -> None:  # fmt: skip
     """(tokens, heads, head_dim) by the extension alone, out of place and in place."""
-    want = wanted(x, w, positions, rotary, conjugate=conjugate)
+    want = wanted(x, w, positions, rotary, after, conjugate=conjugate)
     norm = None if w is None else (EPS, w.numpy())
-    flags = cpu.ADJACENT * (rotary.pairing == "adjacent") | cpu.CONJUGATE * conjugate | SHORT_VECTORS * (not wide)
+    flags = (
+        cpu.ADJACENT * (rotary.pairing == "adjacent")
+        | cpu.CONJUGATE * conjugate
+        | SHORT_VECTORS * (not wide)
+        | cpu.NORM_AFTER * after
+    )
     for out in (torch.full_like(x, torch.nan), x.clone()):
         start = x if out.isnan().all() else out
         assert CORE.rotate((to_dlpack(start), to_dlpack(out)), source(positions, rotary), norm, 0, len(x), flags)
@@ -97,18 +104,18 @@ def assert_agrees(
 
 
 @WIDTHS
-@NORMED
+@pytest.mark.parametrize("normed", ["not", "before", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128])
 def test_any_number_of_pairs_and_of_other_channels(
-    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: bool, wide: bool
+    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: str, wide: bool
 ) -> None:
     ids = torch.tensor([[0, 1, -1, 77, INT32_MAX, INT32_MIN, 123_456_789]])
     for rest in (0, 2, 6, 30):
         rotary = Rotary(rotary_dim + rest, rotary_dim=rotary_dim, axes=1, pairing=pairing)
-        w = weight(rotary.head_dim) if normed else None
-        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide)
+        w = None if normed == "not" else weight(rotary.head_dim)
+        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide, after=normed == "after")
 
 
 @settled
@@ -257,9 +264,10 @@ def test_no_norm_of_k_or_of_q_leaves_its_bits_to_the_rotation() -> None:
     for dtype in DTYPES:
         q, k = heads(13, 5, 24, dtype), heads(13, 2, 48, dtype, seed=1)[..., ::2]
         for of_q, of_k in ((w, None), (None, w), (w, w + 1)):
-            got = apply_rotary(q, k, ids, rotary, norm=Norm(of_q, of_k, EPS))
-            assert_same(got[0], wanted(q, of_q, ids, rotary))
-            assert_same(got[1], wanted(k, of_k, ids, rotary))
+            for after in (False, True):
+                got = apply_rotary(q, k, ids, rotary, norm=Norm(of_q, of_k, EPS, after=after))
+                assert_same(got[0], wanted(q, of_q, ids, rotary, after))
+                assert_same(got[1], wanted(k, of_k, ids, rotary, after))
 
 
 def test_weights_of_any_dtype_and_strides_and_with_gradients_go_by_the_extension(

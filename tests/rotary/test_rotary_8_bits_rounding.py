@@ -39,7 +39,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
     middles = (finite[1:] + finite[:-1]) / 2
     beside = [torch.nextafter(middles, torch.full_like(middles, end)) for end in (0.0, torch.inf)]
     x = torch.cat([every, *(sign * part for part in (finite, middles, *beside) for sign in (1, -1))])
-    return torch.cat([x, x.new_zeros(-x.numel() % 1024)]).to(DEVICE)
+    return torch.cat([x, x.new_zeros(-x.numel() % 8192)]).to(DEVICE)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN, in numpy
@@ -47,7 +47,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 def test_every_number_becomes_the_nearest(dtype: torch.dtype) -> None:
     x = numbers(dtype)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
-    codes_kernel[(x.numel() // 1024,)](x, codes, BLOCK=1024, FORMAT=format_of(dtype, False))
+    codes_kernel[(x.numel() // 8192,)](x, codes, BLOCK=8192, FORMAT=format_of(dtype, False))
     one = torch.ones(1, device=DEVICE).expand(x.shape)
     for got in (codes.view(dtype), quantised(x.unsqueeze(-1), one, dtype).squeeze(-1)):
         found, want = got.double().cpu(), x.double().cpu()

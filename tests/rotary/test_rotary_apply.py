@@ -127,15 +127,6 @@ def test_the_worked_numbers_of_both_pairings() -> None:
     assert_within(half, [[[0.540302, 0.99995, 0.841471, 0.01]]], 5e-7 + EXACT)
 
 
-def test_half_is_adjacent_with_evens_before_odds() -> None:
-    table = packed("rope-tie-v2")
-    q = heads(32, 2, 20)
-    order = [*range(0, 20, 2), *range(1, 20, 2)]
-    half = one(q[..., order], table, Rotary(20))
-    adjacent = one(q, table, Rotary(20, pairing="adjacent"))[..., order]
-    assert bits(half) == bits(adjacent)
-
-
 def test_partial_rotation_passes_the_rest_through() -> None:
     table = packed("rope-tie")
     q = heads(32, 2, 20, torch.bfloat16)
@@ -185,15 +176,6 @@ def test_text_is_rotated_as_by_rope_1d_to_the_bit(name: str, pairing: Any) -> No
     text = placed([Text(40)], scheme, 5_000_000)
     rope_1d = torch.arange(5_000_000, 5_000_040)[None]
     assert bits(one(q, text, rotary)) == bits(one(q, rope_1d, flat))
-
-
-@pytest.mark.parametrize("name", ["axial", "pixtral"])
-def test_axial_and_pixtral_are_not_rope_1d_on_text(name: str) -> None:
-    rotary = ROTARIES[name]
-    q = heads(40, 1, rotary.head_dim)
-    ids = torch.arange(40)[None]
-    flat = one(q, ids, Rotary(rotary.head_dim, axes=1))
-    assert (one(q, ids.expand(2, -1), rotary) - flat).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,23 +230,6 @@ def test_views_of_a_fused_qkv_are_not_copied(layout: Any, pairing: Any, monkeypa
     assert_rotated(q_out, q, table, rotary, layout=layout)
     assert_rotated(k_out, k, table, rotary, layout=layout)
     assert bits(fused) == bits(before)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_rotate(layout: Any) -> None:
-    rotary = Rotary(8)
-    table = packed("rope-tie").pad(13)
-    shape = (*LAYOUTS[layout], 2, 8) if layout != "bhsd" else (3, 2, 13, 8)
-    axes = len(shape)
-    whole = heads(tuple(2 * n for n in shape[:-2]), 2 * shape[-2], 2 * shape[-1])
-    strided = whole[(slice(1, None, 2),) * axes]
-    backwards = heads(tuple(reversed(shape))[:-2], shape[1], shape[0]).permute(*reversed(range(axes)))
-    broadcast = heads((1,) * (axes - 2), 1, shape[-1]).expand(shape)
-    for x in (strided, backwards, broadcast):
-        assert x.shape == shape
-        before = x.clone()
-        assert_rotated(one(x, table, rotary, layout=layout), x, table, rotary, layout=layout)
-        assert bits(x) == bits(before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -382,27 +347,6 @@ def test_gradients_are_turned_backwards(conjugate: bool, pairing: Any, dtype: to
     assert_rotated(k.grad, k_grad, table, rotary, conjugate=not conjugate)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_flow_through_fused_views(layout: Any) -> None:
-    rotary, table = Rotary(12), packed("rope-tie").pad(13)
-    fused = leaf(heads(39, 8, 12))
-    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
-    weights = heads(39, 6, 12, seed=4)
-    q_out, k_out = both(q, k, table, rotary, layout=layout)
-    loss = (q_out * as_layout(weights[:, :4], layout)).sum() + (k_out * as_layout(weights[:, 4:], layout)).sum()
-    loss.backward()
-    assert fused.grad is not None
-    assert_rotated(fused.grad[:, :6], weights, table, rotary, conjugate=True)
-    assert not fused.grad[:, 6:].any()
-
-
-def test_expanded_gradients_are_not_written() -> None:
-    rotary, table = Rotary(8), packed("rope-tie")
-    q = leaf(heads(32, 2, 8))
-    one(q, table, rotary).sum().backward()
-    assert_rotated(q.grad, torch.ones(32, 2, 8), table, rotary, conjugate=True)
-
-
 def test_only_what_needs_a_gradient_gets_one() -> None:
     rotary, table = Rotary(8), packed("rope-tie")
     grad = heads(32, 2, 8, seed=5)
@@ -418,22 +362,6 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     k = leaf(k)
     both(q.detach(), k, table, rotary)[1].backward(grad[:, :1])
     assert_rotated(k.grad, grad[:, :1], table, rotary, conjugate=True)
-
-
-def test_graphs_are_kept_and_used_twice() -> None:
-    rotary, table = Rotary(8), packed("rope-tie")
-    q = leaf(heads(32, 2, 8))
-    grad = heads(32, 2, 8, seed=5)
-    out = one(q, table, rotary)
-    out.backward(grad, retain_graph=True)
-    assert q.grad is not None
-    first = q.grad.clone()
-    out.backward(grad)
-    assert bits(q.grad) == bits(2 * first)
-    again = leaf(q.detach())
-    torch.autograd.backward([one(again, table, rotary), one(again, table, rotary)], [grad, grad])
-    assert again.grad is not None
-    assert bits(again.grad) == bits(2 * first)
 
 
 def test_second_derivatives_turn_forwards_again() -> None:

@@ -20,60 +20,37 @@ from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
 from mmpos.rotary.scaling import NTK, SCALINGS, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN, scaling_from_dict
 
-
-def axes_of(**arguments: Any) -> list[int]:
-    axes: list[int] = Rotary(**arguments).pair_axis.tolist()
-    return axes
-
-
-@pytest.mark.parametrize("axes", [1, 2, 3, 4])
-@pytest.mark.parametrize("head_dim", [8, 10, 64, 128])
-def test_interleaved_gives_pair_j_to_axis_j_mod_axes(head_dim: int, axes: int) -> None:
-    expected = []
-    for j in range(head_dim // 2):
-        expected.append(j % axes)
-    assert axes_of(head_dim=head_dim, axes=axes) == expected
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "axes", "blocks"),
-    [(8, 1, [4]), (8, 2, [2, 2]), (10, 2, [3, 2]), (64, 3, [11, 11, 10]), (22, 4, [3, 3, 3, 2])],
-)
-def test_split_gives_blocks_as_equal_as_possible(head_dim: int, axes: int, blocks: list[int]) -> None:
-    expected = [a for a, count in enumerate(blocks) for _ in range(count)]
-    assert axes_of(head_dim=head_dim, axes=axes, allocation="split") == expected
+ALLOCATIONS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "interleaved": ({"head_dim": 10, "axes": 3}, [0, 1, 2, 0, 1]),
+    "split": ({"head_dim": 10, "allocation": "split"}, [0, 0, 0, 1, 1]),
+    "split by 3": ({"head_dim": 64, "axes": 3, "allocation": "split"}, [0] * 11 + [1] * 11 + [2] * 10),
+    "split by 4": ({"head_dim": 22, "axes": 4, "allocation": "split"}, [0] * 3 + [1] * 3 + [2] * 3 + [3] * 2),
+    "Qwen2-VL": (
+        {"head_dim": 128, "allocation": "sections", "mrope_section": [16, 24, 24]}, [0] * 16 + [1] * 24 + [2] * 24,
+    ),
+    "an empty section": ({"head_dim": 8, "allocation": "sections", "mrope_section": [4, 0]}, [0] * 4),
+    "Qwen3-VL": ({"head_dim": 128, "allocation": "mrope-interleaved"}, [0, 1, 2] * 20 + [0] * 4),
+    "Qwen3.5": (
+        {"head_dim": 256, "rotary_dim": 64, "allocation": "mrope-interleaved", "mrope_section": [11, 11, 10]},
+        [0, 1, 2] * 10 + [0, 1],
+    ),
+    "axial": ({"head_dim": 64, "axes": 4, "allocation": "axial"}, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
+    "pixtral": ({"head_dim": 64, "allocation": "pixtral"}, [0] * 16 + [1] * 16),
+    "a vector": ({"head_dim": 8, "allocation": [2, 0, 0, 1]}, [2, 0, 0, 1]),
+}  # fmt: skip
 
 
-def test_sections_are_blocks_of_the_told_sizes() -> None:
-    expected = [0] * 16 + [1] * 24 + [2] * 24
-    assert axes_of(head_dim=128, allocation="sections", mrope_section=[16, 24, 24]) == expected
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_every_allocation_gives_each_pair_its_axis(name: str) -> None:
+    arguments, axes = ALLOCATIONS[name]
+    assert Rotary(**arguments).pair_axis.tolist() == axes
+
+
+def test_the_axes_of_an_allocation_follow_from_it() -> None:
+    assert Rotary(128, allocation="mrope-interleaved").mrope_section == (24, 20, 20)
     assert Rotary(8, allocation="sections", mrope_section=[4, 0]).axes == 2
-
-
-def test_mrope_interleaved_is_qwen3_vl() -> None:
-    rotary = Rotary(128, allocation="mrope-interleaved")
-    assert rotary == Rotary(128, axes=3, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
-    found = {a: [j for j, axis in enumerate(rotary.pair_axis.tolist()) if axis == a] for a in range(3)}
-    assert found[1] == list(range(1, 59, 3))
-    assert found[2] == list(range(2, 60, 3))
-    assert found[0] == [*range(0, 60, 3), 60, 61, 62, 63]
-
-
-def test_mrope_interleaved_of_an_uneven_number_of_pairs() -> None:
-    rotary = Rotary(256, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
-    assert rotary.pair_axis.tolist() == [j % 3 for j in range(32)]
-
-
-@pytest.mark.parametrize("axes", [1, 2, 4])
-def test_axial_is_one_full_ladder_per_axis(axes: int) -> None:
-    rotary = Rotary(64, axes=axes, allocation="axial")
-    rungs = 32 // axes
-    expected = []
-    for _ in range(axes):
-        for i in range(rungs):
-            expected.append(10000.0 ** (-2 * i / (64 / axes)))
-    assert rotary.pair_axis.tolist() == [a for a in range(axes) for _ in range(rungs)]
-    assert rotary.inv_freq_array.tolist() == pytest.approx(expected, rel=2 * gamma(FREQUENCY, np.float64), abs=0)
+    assert Rotary(8, allocation=[2, 0, 0, 1]).axes == 3
+    assert Rotary(8, axes=5, allocation=np.array([2, 0, 0, 1])).axes == 5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +81,6 @@ def test_the_pairs_of_each_axis_of_a_vector_take_its_full_ladder_in_their_order(
     assert not rotary.shares_ladder
     in_blocks = Rotary(24, allocation=[0] * 6 + [1] * 6, axes_dim=[12, 12])
     assert in_blocks.turns.tolist() == Rotary(24, allocation="axial").turns.tolist()
-
-
-def test_pixtral_is_even_frequencies_of_rows_then_odd_ones_of_columns() -> None:
-    rotary, plain = Rotary(64, allocation="pixtral"), Rotary(64, axes=1)
-    assert rotary.pair_axis.tolist() == [0] * 16 + [1] * 16
-    assert rotary.turns.tolist() == plain.turns[0::2].tolist() + plain.turns[1::2].tolist()
-
-
-def test_an_explicit_vector_says_the_axis_of_each_pair() -> None:
-    rotary = Rotary(8, allocation=[2, 0, 0, 1])
-    assert (rotary.axes, rotary.pair_axis.tolist()) == (3, [2, 0, 0, 1])
-    assert rotary.turns.tolist() == Rotary(8).turns.tolist()
-    assert Rotary(8, axes=5, allocation=np.array([2, 0, 0, 1])).axes == 5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": YaRN(4, 2048)}, {"inv_freq": [-0.5, 3.0, 0.1, 0.2]}], ids=str)

@@ -18,7 +18,6 @@ from mmpos import (
     Grid,
     InvalidInputError,
     LimitExceededError,
-    MmposError,
     SegmentTable,
     Text,
     UnsupportedError,
@@ -43,7 +42,7 @@ def packed(heads: int = 2, head_dim: int = 16, **options: Any) -> Any:
     return zeros(16, heads, head_dim, **options)
 
 
-def calls(q: Any, k: Any = None, positions: Any = DEVICE, rotary: Rotary = ROTARY, **options: Any) -> Callable[[], Any]:
+def calls(q: Any, k: Any = None, positions: Any = DEVICE, rotary: Any = ROTARY, **options: Any) -> Callable[[], Any]:
     return lambda: apply_rotary(q, k, positions, rotary, **options)
 
 
@@ -121,406 +120,242 @@ WANT_SCALE = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for e
 WANT_ROWS = "want (max_position, 12), cos and then sin of each pair of rotary"
 WANT_LADDER = "whose axes have frequencies of their own, want one whose pair j has the j-th frequency, as the cache has"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
-REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    # q and k
-    "head_dim": (calls(packed(head_dim=32)), "q: got head_dim 32, want 16 as in rotary"),
-    "head_dim of k": (
-        calls(packed(), packed(head_dim=32)),
-        "k: got shape (16, 2, 32), want that of q, (16, 2, 16), but for the heads",
-    ),
-    "no q": (calls(None, packed()), f"q: got NoneType, {WANT_Q}"),
-    "float64 q": (calls(packed(dtype=torch.float64)), f"q: got torch.float64, {WANT_Q}"),
-    "dtypes": (
-        calls(packed(), packed(dtype=torch.bfloat16)),
-        "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q",
-    ),
-    "devices": (
-        calls(packed(), packed(device="meta")),
-        "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as q",
-    ),
-    "tokens of k": (
-        calls(packed(), zeros(15, 2, 16)),
-        "k: got shape (15, 2, 16), want that of q, (16, 2, 16), but for the heads",
-    ),
-    # layouts
-    "two dimensions": (
-        calls(zeros(16, 16)),
-        "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)",
-    ),
-    "thd": (calls(zeros(1, 16, 2, 16), layout="thd"), "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)"),
-    "bshd": (calls(packed(), layout="bshd"), "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)"),
-    "bhsd": (calls(packed(), layout="bhsd"), "q: got shape (16, 2, 16), want (batch, heads, seq, head_dim)"),
-    "unknown layout": (calls(packed(), layout="sbhd"), "layout: got 'sbhd', want one of 'thd', 'bshd', 'bhsd'"),
-    # positions
-    "no positions": (
-        calls(packed(), positions=None),
-        "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids",
-    ),
-    "axes of a table": (
-        calls(packed(), rotary=Rotary(16, axes=3)),
-        "positions: got 2 axes, want 3 as in rotary",
-    ),
-    "axes of ids": (calls(packed(), positions=IDS[:1]), "positions: got 1 axis, want 2 as in rotary"),
-    "tokens of a table": (calls(zeros(15, 2, 16)), "positions: got 16 tokens, want 15 as in q"),
-    "tokens of ids": (calls(packed(), positions=IDS[:, 1:]), "positions: got 15 tokens, want 16 as in q"),
-    "heads of k before seq": (
-        calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16)),
+
+# What a message says, and calls that it refuses.
+REFUSALS: dict[str, list[Callable[[], Any]]] = {
+    "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
+    "k: got shape (16, 2, 32), want that of q, (16, 2, 16), but for the heads": [calls(packed(), packed(head_dim=32))],
+    f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
+    f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
+    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+        calls(packed(), packed(dtype=torch.bfloat16))
+    ],
+    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+        calls(packed(), packed(device="meta"))
+    ],
+    "k: got shape (15, 2, 16), want that of q, (16, 2, 16), but for the heads": [calls(packed(), zeros(15, 2, 16))],
+    "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
+    "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
+    "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
+    "q: got shape (16, 2, 16), want (batch, heads, seq, head_dim)": [calls(packed(), layout="bhsd")],
+    "layout: got 'sbhd', want one of 'thd', 'bshd', 'bhsd'": [calls(packed(), layout="sbhd")],
+    "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
+        calls(packed(), positions=None)
+    ],
+    "positions: got 2 axes, want 3 as in rotary": [calls(packed(), rotary=Rotary(16, axes=3))],
+    "positions: got 1 axis, want 2 as in rotary": [calls(packed(), positions=IDS[:1])],
+    "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
+    "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
+    (
         "k: got shape (2, 2, 8, 16), want that of q, (2, 4, 8, 16), but for the heads; "
-        'heads before seq are layout="bhsd"',
-    ),
-    "heads before seq": (
-        calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32)),
-        "positions: got 34 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout",
-    ),
-    "heads before seq, and told so": (
-        calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd"),
-        "positions: got 16 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout",
-    ),
-    "one dimension of ids": (
-        calls(packed(), positions=IDS[0]),
-        "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)",
-    ),
-    "no axis of ids": (
-        calls(packed(), positions=IDS[:0]),
-        "positions: got shape (0, 16), want (axes, tokens) or (axes, batch, seq)",
-    ),
-    "unequal documents": (
-        calls(zeros(2, 8, 2, 16)),
-        "positions: got documents of unequal tokens, want 8, the seq of q; pad the table, or use layout thd",
-    ),
-    "documents of another length": (
+        'heads before seq are layout="bhsd"'
+    ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
+    "positions: got 34 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout": [
+        calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32))
+    ],
+    "positions: got 16 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout": [
+        calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd")
+    ],
+    "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[0])],
+    "positions: got shape (0, 16), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[:0])],
+    "positions: got documents of unequal tokens, want 8, the seq of q; pad the table, or use layout thd": [
+        calls(zeros(2, 8, 2, 16))
+    ],
+    "positions: got documents of 4 tokens, want 8, the seq of q; pad the table, or use layout thd": [
         calls(zeros(2, 8, 2, 16), positions=FOUR),
-        "positions: got documents of 4 tokens, want 8, the seq of q; pad the table, or use layout thd",
-    ),
-    "ids of another length": (
         calls(zeros(2, 2, 8, 16), positions=IDS.reshape(2, 4, 4), layout="bhsd"),
-        "positions: got documents of 4 tokens, want 8, the seq of q; pad the table, or use layout thd",
-    ),
-    "table on another device": (
-        calls(packed(), positions=DEVICE.to("meta")),
-        "positions: got a tensor on meta, want cpu as q",
-    ),
-    # ids
+    ],
+    "positions: got a tensor on meta, want cpu as q": [calls(packed(), positions=DEVICE.to("meta"))],
+    "positions: got ids from 0 to 2147483648, want finite ids within int32": [
+        calls(packed(), positions=ids(2**31, dtype=torch.int64))
+    ],
+    "positions: got ids from 0 to 100000000000000000000, want finite ids within int32": [
+        calls(packed(), positions=ids(1e20, dtype=torch.float64))
+    ],
+    "positions: got ids from -inf to 0, want finite ids within int32": [
+        calls(packed(), positions=ids(-float("inf"), dtype=torch.float64))
+    ],
+    "positions: got ids from nan to nan, want finite ids within int32": [
+        calls(packed(), positions=ids(float("nan"), dtype=torch.float64))
+    ],
+    "q: got a tensor whose elements share memory, want inplace=False": [
+        calls(zeros(16, 1, 16).expand(16, 2, 16), inplace=True)
+    ],
+    "k: got a tensor whose elements share memory, want inplace=False": [
+        calls(packed(), zeros(1000).as_strided((16, 2, 16), (24, 16, 1)), inplace=True)
+    ],
+    "k: got the memory of q, want inplace=False": [
+        calls(x := packed(), x, inplace=True),
+        *(
+            calls(*fused(q_from, k_from), inplace=True)
+            for q_from, k_from in ((0, 0), (0, 2), (0, 3), (1, 0), (4, 3), (4, 6))
+        ),
+    ],
+    "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'": [calls(packed(), implementation="cuda")],
+    "inplace: got 'no', want True or False": [calls(packed(), inplace="no")],
+    "conjugate: got [], want True or False": [calls(packed(), conjugate=[])],
+    "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it": [
+        calls(packed(), rotary=None),
+        lambda: tables_of(None, DEVICE),  # type: ignore[arg-type]
+    ],
+    "rotary: got dict, want a Rotary, as mmpos.rotary.Rotary gives it": [
+        lambda: angles({"head_dim": 16}, DEVICE)  # type: ignore[arg-type]
+    ],
+    "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
+    "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
+    "norm.q_weight: got torch.float64, want a tensor of float32, bfloat16 or float16": [
+        normed(q_weight=ones(16).double())
+    ],
+    "norm.q_weight: got float, want a tensor of float32, bfloat16 or float16": [normed(q_weight=1.0)],
+    "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
+    "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
+    "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
+    "norm: got Tensor, want a Norm, as mmpos.rotary.Norm gives it": [calls(packed(), norm=ones(16))],
+    "cos_sin: got 7 rows, want > 7, the largest id": [
+        by_cache(zeros(7, 12)),
+        by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
+    ],
+    "positions: got id -1, want >= 0: cos_sin has rows of ids from 0": [
+        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)
+    ],
+    "positions: got fractional ids, want integers: cos_sin has rows of whole ids alone": [
+        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())
+    ],
+    f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],
+    f"cos_sin: got shape (0, 12), {WANT_ROWS}": [by_cache(zeros(0, 12))],
+    f"cos_sin: got torch.float64, {WANT_Q}": [by_cache(zeros(9, 12).double())],
+    f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
+    "cos_sin: got a tensor on meta, want cpu as q": [by_cache(zeros(9, 12, device="meta"))],
+    "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
+    f"cos_sin: got a rotary of allocation 'axial', {WANT_LADDER}": [
+        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))
+    ],
+    f"cos_sin: got a rotary of allocation 'interleaved', {WANT_LADDER}": [
+        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
+    ],
+    "k: got None, want a tensor: apply_rotary rotates q alone": [stores(k=None)],
+    "return_k: got 'yes', want True or False": [stores(return_k="yes")],
+    "v: got NoneType, want a tensor of torch.float32 as k": [stores(v=None)],
+    f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
+    "v: got shape (13, 3, 12), want that of k, (13, 2, 12), but for head_dim": [stores(v=heads(13, 3, 12))],
+    "v: got shape (12, 2, 12), want that of k, (13, 2, 12), but for head_dim": [stores(v=heads(12, 2, 12))],
+    "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
+    "key_cache: got NoneType, want a tensor of torch.float32 as k": [stores(key_cache=None)],
+    "value_cache: got torch.bfloat16, want torch.float32 as v": [
+        stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))
+    ],
+    "key_cache: got a tensor on meta, want cpu as k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
+    f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],
+    "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND": [
+        stores(cache_layout="HND")
+    ],
+    f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}": [stores(value_cache=zeros(4, 16, 2, 8))],
+    f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}": [stores(key_cache=zeros(4, 0, 2, 12))],
+    "value_cache: got 8 blocks of 8 slots, want 4 of 16 as key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
+    "slot_mapping: got list, want a tensor of int32 or int64": [stores(slot_mapping=[1])],
+    "slot_mapping: got a tensor on meta, want cpu as q": [
+        stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))
+    ],
+    "slot_mapping: got shape (14,), want at most (13,), the tokens of q": [stores(slot_mapping=torch.arange(14))],
+    "slot_mapping[2]: got 64, want < 64, the slots of key_cache": [stores(slot_mapping=torch.tensor([0, -1, 64, 65]))],
+    "slot_mapping[4]: got 9, the slot of token 2, want one of its own: a slot of two tokens holds some of each": [
+        stores(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9]))
+    ],
+    "slot_mapping[0]: got 0, want < 0, the slots of key_cache": [
+        stores(key_cache=zeros(0, 16, 2, 12), value_cache=zeros(0, 16, 2, 12))
+    ],
+    "k: got the memory of v, want memory of its own": [
+        stores(k=SAME, v=SAME, inplace=True, return_k=True),
+        stores(k=QKV[:, 3:5], v=QKV[:, 4:6], inplace=True, return_k=True),
+    ],
+    "key_cache: got the memory of value_cache, want memory of its own": [
+        stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., :12]),
+        stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., 6:18]),
+    ],
+    "value_cache: got a tensor whose elements share memory, want each by itself": [
+        stores(value_cache=zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
+    ],
+    "key_cache: got the memory of k, want memory of its own": [
+        stores(k=POOL[:13, :2], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
+    ],
+    "key_cache: got the memory of v, want memory of its own": [
+        stores(v=POOL[5:18, 1:3], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
+    ],
+    "q: got a tensor whose elements share memory, want each by itself": [
+        stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)
+    ],
+    "q: got the memory of k, want memory of its own": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
+    "k_scale: got float, want a tensor of float32": [eights(k_scale=0.5)],
+    "v_scale: got torch.float16, want a tensor of float32": [eights(v_scale=torch.ones(2).half())],
+    "k_scale: got a tensor on meta, want cpu as the cache": [eights(k_scale=torch.ones((), device="meta"))],
+    f"v_scale: got shape (3,), {WANT_SCALE}": [eights(v_scale=torch.ones(3))],
+    "k_scale[0]: got 0.0, want a finite number > 0": [eights(k_scale=torch.zeros(1))],
+    "v_scale[1]: got -1.0, want a finite number > 0": [eights(v_scale=torch.tensor([1.0, -1.0]))],
+    "k_scale: got scales for a cache of torch.float32, want None": [eights(key_cache=torch.zeros(4, 16, 2, 12))],
+    "q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn": [
+        eights(q_scale=torch.ones(13, 3), inplace=True)
+    ],
+    "q_scale: got float, want a tensor of float32": [eights(q_scale=1.0)],
+    "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, q without head_dim": [eights(q_scale=torch.ones(13, 2))],
+    "k_scale: got the memory of v_scale, want memory of its own": [eights(k_scale=ROWS, v_scale=ROWS)],
+    "k_scale: got a tensor whose elements share memory, want each by itself": [
+        eights(k_scale=torch.ones(1, 1, 2).expand(4, 16, 2))
+    ],
+    "key_cache: got the memory of k_scale, want memory of its own": [
+        eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INSIDE)
+    ],
+    "cache_layout: got 'NDH', want one of 'NHD', 'HND'": [moves(cache_layout="NDH")],
+    "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
+    (
+        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
+        "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)"
+    ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
+    f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
+    "k_cache: got a tensor whose elements share memory, want each by itself": [
+        moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
+    ],
+    "to_positions: got a tensor on meta, want cpu as k_cache": [
+        moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta"))
+    ],
+    "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
+        moves(from_positions=None)
+    ],
+    "to_positions: got 12 tokens, want 13 as in from_positions": [moves(to_positions=THIRTEEN.slice(0, 12))],
+    "from_positions: got 2 axes, want 3 as in rotary": [moves(from_positions=EQUAL.slice(0, 13))],
+    "slots: got a tensor on meta, want cpu as from_positions": [
+        moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))
+    ],
+    "slots: got shape (14,), want at most (13,), the tokens of from_positions": [moves(slots=torch.arange(14))],
+    "slots[3]: got 3, the slot of token 0, want one of its own: a slot of two tokens holds some of each": [
+        moves(slots=torch.tensor([3, 5, -1, 3, -1]))
+    ],
+    "k_scale: got None for a cache of torch.float8_e4m3fn, want its scales: a rotation may need larger ones": [
+        moves(k_cache=EIGHT)
+    ],
+    "k_scale: got Tensor for a cache of torch.float32, want None": [moves(k_scale=torch.ones(2))],
+    f"k_scale: got shape (4, 2, 16), {WANT_SCALE}": [scaled_moves(torch.ones(4, 2, 16))],
     **{
-        f"{dtype} ids": (
-            calls(packed(), positions=IDS.to(dtype)),
-            f"positions: got dtype {dtype}, want int32, int64 or float64 ids",
-        )
+        f"positions: got dtype {dtype}, want int32, int64 or float64 ids": [calls(packed(), positions=IDS.to(dtype))]
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
     },
-    "id 2**31": (
-        calls(packed(), positions=ids(2**31, dtype=torch.int64)),
-        "positions: got ids from 0 to 2147483648, want finite ids within int32",
-    ),
-    "huge float id": (
-        calls(packed(), positions=ids(1e20, dtype=torch.float64)),
-        "positions: got ids from 0 to 100000000000000000000, want finite ids within int32",
-    ),
-    "infinite id": (
-        calls(packed(), positions=ids(-float("inf"), dtype=torch.float64)),
-        "positions: got ids from -inf to 0, want finite ids within int32",
-    ),
-    "nan": (
-        calls(packed(), positions=ids(float("nan"), dtype=torch.float64)),
-        "positions: got ids from nan to nan, want finite ids within int32",
-    ),
-    # in place
-    "expanded": (
-        calls(zeros(16, 1, 16).expand(16, 2, 16), inplace=True),
-        "q: got a tensor whose elements share memory, want inplace=False",
-    ),
-    "overlapping": (
-        calls(packed(), zeros(1000).as_strided((16, 2, 16), (24, 16, 1)), inplace=True),
-        "k: got a tensor whose elements share memory, want inplace=False",
-    ),
     **{
-        f"k within q, {q_from} and {k_from}": (
-            calls(*fused(q_from, k_from), inplace=True),
-            "k: got the memory of q, want inplace=False",
-        )
-        for q_from, k_from in ((0, 0), (0, 2), (0, 3), (1, 0), (4, 3), (4, 6))
-    },
-    "k is q": (calls(x := packed(), x, inplace=True), "k: got the memory of q, want inplace=False"),
-    # implementations
-    "unknown implementation": (
-        calls(packed(), implementation="cuda"),
-        "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'",
-    ),
-    "words for a flag": (calls(packed(), inplace="no"), "inplace: got 'no', want True or False"),
-    "a list for a flag": (calls(packed(), conjugate=[]), "conjugate: got [], want True or False"),
-    # the rotary
-    "no rotary": (
-        calls(packed(), rotary=None),  # type: ignore[arg-type]
-        "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it",
-    ),
-    "no rotary of cos and sin": (
-        lambda: tables_of(None, DEVICE),  # type: ignore[arg-type]
-        "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it",
-    ),
-    "no rotary of angles": (
-        lambda: angles({"head_dim": 16}, DEVICE),  # type: ignore[arg-type]
-        "rotary: got dict, want a Rotary, as mmpos.rotary.Rotary gives it",
-    ),
-    # allocations    # the norm
-    "norm, shape": (normed(q_weight=ones(12)), "norm.q_weight: got shape (12,), want (16,)"),
-    "norm, shape of k": (normed(k_weight=ones(1, 16)), "norm.k_weight: got shape (1, 16), want (16,)"),
-    "norm, dtype": (
-        normed(q_weight=ones(16).double()),
-        "norm.q_weight: got torch.float64, want a tensor of float32, bfloat16 or float16",
-    ),
-    "norm, a number": (
-        normed(q_weight=1.0),
-        "norm.q_weight: got float, want a tensor of float32, bfloat16 or float16",
-    ),
-    "norm, device": (normed(k_weight=ones(16).to("meta")), "norm.k_weight: got a tensor on meta, want cpu as k"),
-    **{
-        f"norm, eps {eps!r}": (
-            normed(q_weight=ones(16), eps=eps),
-            f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷",
-        )
+        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [normed(q_weight=ones(16), eps=eps)]
         for eps in (0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6")
     },
     **{
-        f"norm, offset {offset}": (
-            normed(q_weight=ones(16), offset=offset),
-            f"norm.offset: got {offset}, want an int or float from -2¹²⁷ to 2¹²⁷",
-        )
+        f"norm.offset: got {offset}, want an int or float from -2¹²⁷ to 2¹²⁷": [
+            normed(q_weight=ones(16), offset=offset)
+        ]
         for offset in (float("inf"), -1e39)
     },
-    "norm, order": (normed(q_weight=ones(16), after="after"), "norm.after: got 'after', want True or False"),
-    "norm without k": (
-        calls(packed(), norm=Norm(k_weight=ones(16))),
-        "norm.k_weight: got a weight without k, want None",
-    ),
-    "norm, a weight alone": (
-        calls(packed(), norm=ones(16)),
-        "norm: got Tensor, want a Norm, as mmpos.rotary.Norm gives it",
-    ),
-    # an engine's cache of cos and sin
-    "cos_sin, rows": (by_cache(zeros(7, 12)), "cos_sin: got 7 rows, want > 7, the largest id"),
-    "cos_sin, rows of a device table": (
-        by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
-        "cos_sin: got 7 rows, want > 7, the largest id",
-    ),
-    "cos_sin, negative id": (
-        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1),
-        "positions: got id -1, want >= 0: cos_sin has rows of ids from 0",
-    ),
-    "cos_sin, fractions": (
-        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double()),
-        "positions: got fractional ids, want integers: cos_sin has rows of whole ids alone",
-    ),
-    "cos_sin, width": (by_cache(zeros(9, 20)), f"cos_sin: got shape (9, 20), {WANT_ROWS}"),
-    "cos_sin, no rows": (by_cache(zeros(0, 12)), f"cos_sin: got shape (0, 12), {WANT_ROWS}"),
-    "cos_sin, dtype": (by_cache(zeros(9, 12).double()), f"cos_sin: got torch.float64, {WANT_Q}"),
-    "cos_sin, two tensors": (by_cache((zeros(9, 6),) * 2), f"cos_sin: got tuple, {WANT_Q}"),
-    "cos_sin, device": (by_cache(zeros(9, 12, device="meta")), "cos_sin: got a tensor on meta, want cpu as q"),
-    "cos_sin, strides": (by_cache(zeros(12, 9).T), "cos_sin: got strides (1, 9), want a contiguous tensor"),
-    "cos_sin, axial": (
-        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial")),
-        f"cos_sin: got a rotary of allocation 'axial', {WANT_LADDER}",
-    ),
-    "cos_sin, theta of each axis": (
-        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3))),
-        f"cos_sin: got a rotary of allocation 'interleaved', {WANT_LADDER}",
-    ),
-    # caches
-    # k and v
-    "store: no k": (stores(k=None), "k: got None, want a tensor: apply_rotary rotates q alone"),
-    "store: words for a flag": (stores(return_k="yes"), "return_k: got 'yes', want True or False"),
-    "store: no v": (stores(v=None), "v: got NoneType, want a tensor of torch.float32 as k"),
-    "store: dtype of v": (
-        stores(v=heads(13, 2, 12, torch.float16)),
-        f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}",
-    ),
-    "store: heads of v": (
-        stores(v=heads(13, 3, 12)),
-        "v: got shape (13, 3, 12), want that of k, (13, 2, 12), but for head_dim",
-    ),
-    "store: tokens of v": (
-        stores(v=heads(12, 2, 12)),
-        "v: got shape (12, 2, 12), want that of k, (13, 2, 12), but for head_dim",
-    ),
-    # caches
-    "store: layout": (stores(cache_layout="NDH"), "cache.layout: got 'NDH', want one of 'NHD', 'HND'"),
-    "store: not a cache": (stores(key_cache=None), "key_cache: got NoneType, want a tensor of torch.float32 as k"),
-    "store: dtype of a cache": (
-        stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16)),
-        "value_cache: got torch.bfloat16, want torch.float32 as v",
-    ),
-    "store: device of a cache": (
-        stores(key_cache=torch.empty(4, 16, 2, 12, device="meta")),
-        "key_cache: got a tensor on meta, want cpu as k",
-    ),
-    "store: the other layout": (stores(key_cache=BY_HEAD), f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}"),
-    "store: the other layout, HND": (
-        stores(cache_layout="HND"),
-        "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND",
-    ),
-    "store: channels of a cache": (
-        stores(value_cache=zeros(4, 16, 2, 8)),
-        f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}",
-    ),
-    "store: blocks of nothing": (
-        stores(key_cache=zeros(4, 0, 2, 12)),
-        f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}",
-    ),
-    "store: blocks of v": (
-        stores(value_cache=zeros(8, 8, 2, 12)),
-        "value_cache: got 8 blocks of 8 slots, want 4 of 16 as key_cache",
-    ),
-    # slots
-    "store: not slots": (stores(slot_mapping=[1]), "slot_mapping: got list, want a tensor of int32 or int64"),
-    "store: device of slots": (
-        stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta")),
-        "slot_mapping: got a tensor on meta, want cpu as q",
-    ),
-    "store: too many slots": (
-        stores(slot_mapping=torch.arange(14)),
-        "slot_mapping: got shape (14,), want at most (13,), the tokens of q",
-    ),
-    "store: a slot behind the caches": (
-        stores(slot_mapping=torch.tensor([0, -1, 64, 65])),
-        "slot_mapping[2]: got 64, want < 64, the slots of key_cache",
-    ),
-    "store: slots for two tokens": (
-        stores(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9])),
-        "slot_mapping[4]: got 9, the slot of token 2, want one of its own: a slot of two tokens holds some of each",
-    ),
-    "store: a slot of no cache": (
-        stores(key_cache=zeros(0, 16, 2, 12), value_cache=zeros(0, 16, 2, 12)),
-        "slot_mapping[0]: got 0, want < 0, the slots of key_cache",
-    ),
-    # memory
-    "store: k as v": (
-        stores(k=SAME, v=SAME, inplace=True, return_k=True),
-        "k: got the memory of v, want memory of its own",
-    ),
-    "store: one cache twice": (
-        stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., :12]),
-        "key_cache: got the memory of value_cache, want memory of its own",
-    ),
-    "store: caches that overlap": (
-        stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., 6:18]),
-        "key_cache: got the memory of value_cache, want memory of its own",
-    ),
-    "store: an expanded cache": (
-        stores(value_cache=zeros(4, 1, 2, 12).expand(4, 16, 2, 12)),
-        "value_cache: got a tensor whose elements share memory, want each by itself",
-    ),
-    "store: k in the cache": (
-        stores(k=POOL[:13, :2], key_cache=POOL[:, :2], value_cache=POOL[:, 5:]),
-        "key_cache: got the memory of k, want memory of its own",
-    ),
-    "store: v in the cache of keys": (
-        stores(v=POOL[5:18, 1:3], key_cache=POOL[:, :2], value_cache=POOL[:, 5:]),
-        "key_cache: got the memory of v, want memory of its own",
-    ),
-    "store: q expanded, in place": (
-        stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True),
-        "q: got a tensor whose elements share memory, want each by itself",
-    ),
-    "store: k in q, in place": (
-        stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True),
-        "q: got the memory of k, want memory of its own",
-    ),
-    "store: v in k, in place": (
-        stores(k=QKV[:, 3:5], v=QKV[:, 4:6], inplace=True, return_k=True),
-        "k: got the memory of v, want memory of its own",
-    ),
-    "8 bits: a number": (eights(k_scale=0.5), "k_scale: got float, want a tensor of float32"),
-    "8 bits: dtype": (eights(v_scale=torch.ones(2).half()), "v_scale: got torch.float16, want a tensor of float32"),
-    "8 bits: device": (
-        eights(k_scale=torch.ones((), device="meta")),
-        "k_scale: got a tensor on meta, want cpu as the cache",
-    ),
-    "8 bits: shape": (eights(v_scale=torch.ones(3)), f"v_scale: got shape (3,), {WANT_SCALE}"),
-    "8 bits: zero": (eights(k_scale=torch.zeros(1)), "k_scale[0]: got 0.0, want a finite number > 0"),
-    "8 bits: negative": (eights(v_scale=torch.tensor([1.0, -1.0])), "v_scale[1]: got -1.0, want a finite number > 0"),
-    "8 bits: for a cache of 32 bits": (
-        eights(key_cache=torch.zeros(4, 16, 2, 12)),
-        "k_scale: got scales for a cache of torch.float32, want None",
-    ),
-    "8 bits: q in place": (
-        eights(q_scale=torch.ones(13, 3), inplace=True),
-        "q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn",
-    ),
-    "8 bits: no tensor for q": (eights(q_scale=1.0), "q_scale: got float, want a tensor of float32"),
-    "8 bits: shape of q": (
-        eights(q_scale=torch.ones(13, 2)),
-        "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, q without head_dim",
-    ),
-    "8 bits: one memory for both": (
-        eights(k_scale=ROWS, v_scale=ROWS),
-        "k_scale: got the memory of v_scale, want memory of its own",
-    ),
-    "8 bits: expanded": (
-        eights(k_scale=torch.ones(1, 1, 2).expand(4, 16, 2)),
-        "k_scale: got a tensor whose elements share memory, want each by itself",
-    ),
-    "8 bits: within the cache": (
-        eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INSIDE),
-        "key_cache: got the memory of k_scale, want memory of its own",
-    ),
-    "rerotate: layout": (moves(cache_layout="NDH"), "cache_layout: got 'NDH', want one of 'NHD', 'HND'"),
-    "rerotate: no cache": (moves(k_cache=None), "k_cache: got NoneType, want a tensor"),
-    "rerotate: dtype": (
-        moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64)),
-        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-        "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)",
-    ),
-    "rerotate: head_dim": (moves(k_cache=torch.zeros(4, 16, 2, 8)), f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}"),
-    "rerotate: expanded": (
-        moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12)),
-        "k_cache: got a tensor whose elements share memory, want each by itself",
-    ),
-    "rerotate: device of ids": (
-        moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta")),
-        "to_positions: got a tensor on meta, want cpu as k_cache",
-    ),
-    "rerotate: not positions": (
-        moves(from_positions=None),
-        "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids",
-    ),
-    "rerotate: length": (
-        moves(to_positions=THIRTEEN.slice(0, 12)),
-        "to_positions: got 12 tokens, want 13 as in from_positions",
-    ),
-    "rerotate: axes of from": (
-        moves(from_positions=EQUAL.slice(0, 13)),
-        "from_positions: got 2 axes, want 3 as in rotary",
-    ),
-    "rerotate: device of slots": (
-        moves(slots=torch.zeros(13, dtype=torch.int64, device="meta")),
-        "slots: got a tensor on meta, want cpu as from_positions",
-    ),
-    "rerotate: too many slots": (
-        moves(slots=torch.arange(14)),
-        "slots: got shape (14,), want at most (13,), the tokens of from_positions",
-    ),
-    "rerotate: a slot of two tokens": (
-        moves(slots=torch.tensor([3, 5, -1, 3, -1])),
-        "slots[3]: got 3, the slot of token 0, want one of its own: a slot of two tokens holds some of each",
-    ),
-    "rerotate: no scale": (
-        moves(k_cache=EIGHT),
-        "k_scale: got None for a cache of torch.float8_e4m3fn, want its scales: a rotation may need larger ones",
-    ),
-    "rerotate: a scale for 32 bits": (
-        moves(k_scale=torch.ones(2)),
-        "k_scale: got Tensor for a cache of torch.float32, want None",
-    ),
-    "rerotate: layout of scales": (scaled_moves(torch.ones(4, 2, 16)), f"k_scale: got shape (4, 2, 16), {WANT_SCALE}"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_bad_input_is_refused_with_what_got_and_want(name: str) -> None:
-    call, message = REFUSALS[name]
-    with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}$") as caught:
-        call()
-    assert isinstance(caught.value, MmposError)
-    assert isinstance(caught.value, ValueError)
+@pytest.mark.parametrize("message", REFUSALS)
+def test_bad_input_is_refused_with_what_got_and_want(message: str) -> None:
+    for call in REFUSALS[message]:
+        with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}$"):
+            call()
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -14,10 +14,9 @@ from store_oracle import DEVICE, assert_same_bits
 from tolerance import assert_within, cos_sin, printed, rounding
 from torch import Tensor
 
-from mmpos import InvalidInputError, PositionTable, UnsupportedError
+from mmpos import InvalidInputError, UnsupportedError
 from mmpos.rotary import (
     Cache,
-    DevicePositions,
     Norm,
     Rotary,
     YaRN,
@@ -104,24 +103,6 @@ def test_any_number_of_q_heads_may_share_a_kv_head(shared: int, dtype: torch.dty
         assert_rotated(out, x, TABLE, ROTARY)
     for out, expected in zip(apply_rotary(q, k, TABLE, ROTARY, implementation=way), want, strict=True):
         assert_same_bits(out, expected, truncation(way, dtype))
-
-
-FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
-    "table": lambda table: table,
-    "device": lambda table: DevicePositions.from_table(table, DEVICE, 40),
-    "int32": lambda table: torch.from_numpy(table.dense()).to(DEVICE),
-    "int64": lambda table: torch.from_numpy(table.dense()).to(DEVICE, torch.int64),
-    "float64": lambda table: torch.from_numpy(table.dense()).to(DEVICE, torch.float64) + 0.375,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_positions_turns_heads(form: str, way: Any) -> None:
-    positions, (q, k) = FORMS[form](TABLE), heads_of(ROTARY)
-    judged = positions if isinstance(positions, Tensor) else TABLE
-    for x, out in zip((q, k), apply_rotary(q, k, positions, ROTARY, implementation=way), strict=True):
-        assert_rotated(out, x, judged, ROTARY)
 
 
 @pytest.mark.parametrize("way", WAYS)

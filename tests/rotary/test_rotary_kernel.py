@@ -260,6 +260,17 @@ def test_the_tiling_of_few_tokens_agrees(num_heads: int, monkeypatch: pytest.Mon
     assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
 
 
+def test_no_launch_fuses_products_and_sums() -> None:
+    seen: dict[str, Any] = {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return lambda *arguments, **options: seen.update(options, grid=grid, arguments=arguments)
+
+    tiling.launch(Kernel(), (3, 2), 4, 7, BLOCK=16)
+    assert seen == {"grid": (3, 2), "arguments": (7,), "BLOCK": 16, "num_warps": 4, "enable_fp_fusion": False}
+
+
 # The tensors.
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos import PositionTable
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, reference, rotate_and_store
+from mmpos.rotary import Cache, Norm, Rotary, YaRN, apply_rotary, rotate_and_store
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
@@ -156,41 +156,6 @@ def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any
         assert want is not None
         assert torch.equal(x, want)
     assert torch.equal(mine[:, 6:], fused[:, 6:])
-
-
-def rooms(want: Sequence[Tensor | None]) -> list[Tensor]:
-    """Bounds of results that add squares in another order: both are off by RELATIVE of the length of a pair, which is
-    2·max of what was rotated at most.
-    """
-    return [4 * RELATIVE * x.abs().amax(-1, keepdim=True) for x in want if x is not None]
-
-
-def test_auto_is_the_reference_but_for_the_order_of_squares_and_positions_may_be_of_any_form() -> None:
-    rotary, table = Rotary(16), packed("rope-tie")
-    q, k, norm = device_heads(32, 3, 16), device_heads(32, 1, 16, seed=1), Norm(weight(16), weight(16))
-    want = apply_rotary(q, k, table, rotary, norm=norm, implementation="reference")
-    ids = torch.from_numpy(table.dense()).to(DEVICE)
-    for positions in (table, ids, DevicePositions.from_table(table, DEVICE, 64)):
-        assert_within(apply_rotary(q, k, positions, rotary, norm=norm), want, rooms(want))
-
-
-@ORDERS
-@pytest.mark.parametrize("precision", ["exact", "hf"])
-def test_blocks_of_any_size_give_the_same_bits(precision: Any, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotary, norm = Rotary(12, rotary_dim=8, precision=precision), Norm(weight(12).cpu(), after=after)
-    q, k, *grads = (heads((3, 13), n, 12, seed=seed) for seed, n in enumerate((3, 1, 3, 1)))
-
-    def everything(way: Any, elements: int) -> list[Tensor]:
-        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", elements)
-        inputs = q.requires_grad_(), k.requires_grad_()
-        q_out, k_out = apply_rotary(*inputs, packed("rope-tie-v2").pad(13), rotary, norm=norm, implementation=way)
-        assert k_out is not None
-        return [q_out, k_out, *torch.autograd.grad((q_out, k_out), inputs, grads)]
-
-    for way in ("reference", "auto"):
-        want = everything(way, 1 << 18)
-        for elements in (1, 150, 1000):  # tokens apart, parts of a row, whole rows
-            assert all(torch.equal(a, b) for a, b in zip(everything(way, elements), want, strict=True))
 
 
 # Triton's interpreter truncates to bfloat16 where a GPU rounds, so it is not measured there.

@@ -239,7 +239,7 @@ def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None
 @pytest.mark.parametrize(("last", "published"), [(32_768, 1.9e-3), (131_072, 7.8e-3), (10**6, 6.1e-2), (10**7, 0.77)])
 def test_float32_angles_err_as_published_and_turns_do_not(last: int, published: float) -> None:
     rotary = Rotary(128, axes=1)
-    ids = torch.arange(max(0, last - 20_000), last + 1)
+    ids = torch.arange(last, max(0, last - 20_000), -7)
     truth = ids.double()[:, None] * torch.tensor(rotary.inv_freq_array)  # within 1e-9
     worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_float32) - truth).abs().max())
     assert worst == pytest.approx(published, rel=0.2)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rotary_oracle import DTYPES, assert_rotated, packed
+from rotary_oracle import DTYPES, packed
 from rotary_oracle import heads as heads_on_host
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, operators, paged, rotate_and_store
+from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, operators, paged, rotate_and_store
 from mmpos.rotary.device import ids_on, rotation_of
 from mmpos.rotary.kernel import tiling
 from mmpos.rotary.paged import NO_SCALES
@@ -162,17 +162,6 @@ def test_no_tokens_no_blocks_and_nothing_to_store_are_legal(way: str, monkeypatc
         stored(way, qkv(), cache(4, 16, 2, 12, torch.float32), torch.full_like(slots, -1), return_k=True)
 
 
-def test_stored_keys_are_those_of_the_oracle() -> None:
-    for way in WAYS:
-        q, k, v = qkv()
-        cache = CACHES["k and v by page"](4, 16, 2, 12, torch.float32)
-        slots = torch.arange(50, 63, device=DEVICE)
-        options: Any = {"implementation": way}
-        q_got, _ = rotate_and_store(q, k, v, TABLE, ROTARY, cache.with_slots(slots), **options)
-        assert_rotated(q_got, q, TABLE, ROTARY)
-        assert_rotated(torch.stack([cache.at(cache.key, slot) for slot in slots.tolist()]), k, TABLE, ROTARY)
-
-
 # The kernel.
 
 
@@ -182,18 +171,6 @@ def test_every_tiling_stores_the_same(block: int, shares: int, monkeypatch: pyte
     cache = CACHES["k and v side by side"](4, 16, 2, 12, torch.float32)
     # In place, a head that two programs shared would turn twice, and one that was not read before would turn again.
     stored("triton", qkv(), cache, torch.tensor(SLOTS), return_k=True, inplace=True)
-
-
-@pytest.mark.parametrize("form", ["ids", "fractional ids", "capacity"])
-def test_every_form_of_positions_is_stored(form: str) -> None:
-    table: Any = packed("rope-tie").slice(4, 17)
-    ids = torch.from_numpy(table.dense()).to(DEVICE)
-    forms = {
-        "ids": ids,
-        "fractional ids": ids.double() + 0.5,
-        "capacity": DevicePositions.from_table(table, DEVICE, 40),
-    }
-    stored("triton", qkv(), CACHES["HND"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS), positions=forms[form])
 
 
 # What engines do.
@@ -274,31 +251,12 @@ BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE, TRITON])
-@pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100]])
+@pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100], [-1] * 13])
 def test_nothing_is_written_beyond_a_cache(slots: list[int], implementation: int) -> None:
     cache, want = (CACHES["NHD"](4, 16, 2, 12, torch.float32) for _ in range(2))
     v, turned = unseen(cache, torch.tensor(slots), implementation)
     write(want, turned, v, [slot if slot < 64 else -1 for slot in slots])
     assert_holds(cache, want)
-
-
-@pytest.mark.parametrize(
-    "slots", [BEYOND, [-1] * 13, [-(2**40)], [7] + [-1] * 12, [-1, 5, 64], list(range(13)), [0, -1, 5]]
-)
-@pytest.mark.parametrize("name", CACHES)
-def test_the_plain_write_that_waits_for_nothing_writes_the_same(name: str, slots: list[int]) -> None:
-    cache, want = (CACHES[name](4, 16, 2, 12, torch.float32) for _ in range(2))
-    k, v = qkv()[1:]
-    write(want, k, v, [slot if slot < 64 else -1 for slot in slots])
-    pages = [paged.pages_of(cache.with_slots(torch.zeros(1)), name, k[None]) for name in ("k", "v")]
-    rows = [x[: len(slots)] for x in (k, v)]
-    paged._write_waiting_for_nothing(pages, rows, torch.tensor(slots, device=DEVICE))
-    assert_holds(cache, want)
-
-
-def test_the_plain_write_that_waits_for_nothing_leaves_a_cache_of_no_blocks_alone() -> None:
-    none, x = torch.zeros(0, 16, 2, 12), heads(2, 2, 12)
-    paged._write_waiting_for_nothing([none], [x], torch.tensor([-1, 3]))
 
 
 def test_slots_that_the_host_does_not_look_at_are_refused_if_validated(monkeypatch: pytest.MonkeyPatch) -> None:

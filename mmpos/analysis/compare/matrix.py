@@ -73,19 +73,17 @@ class Matrix:
     Args:
         subject: "scheme" or "encoding".
         properties: the columns.
-        rows: the findings of each scheme or encoding by its name, in the order of the properties.
+        rows: the findings of each scheme or encoding by its name, and by the name of the property.
     """
 
     subject: str
     properties: tuple[Property, ...]
-    rows: Mapping[str, tuple[PropertyValue, ...]]
+    rows: Mapping[str, Mapping[str, PropertyValue]]
 
     def __getitem__(self, key: tuple[str, str]) -> PropertyValue:
         """The finding of a row and a property by their names."""
         row, name = key
-        one_of(self.subject, row, self.rows)
-        names = [each.name for each in self.properties]
-        return self.rows[row][names.index(one_of("property", name, names))]
+        return self.rows[one_of(self.subject, row, self.rows)][one_of("property", name, self.rows[row])]
 
     def part(self, rows: Collection[str]) -> Matrix:
         """Some of the rows, in the order that they have here."""
@@ -95,21 +93,15 @@ class Matrix:
     def reasons(self) -> list[tuple[str, Property, str]]:
         """Name, property and words of everything that is not so or does not apply."""
         return [
-            (name, each, finding.why)
+            (name, each, findings[each.name].why)
             for name, findings in self.rows.items()
-            for each, finding in zip(self.properties, findings, strict=True)
-            if finding.why
+            for each in self.properties
+            if findings[each.name].why
         ]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, bool | float | str | None]]]:
         """Value and words by name and property, for JSON."""
-        return {
-            name: {
-                each.name: {"value": finding.value, "why": finding.why}
-                for each, finding in zip(self.properties, findings, strict=True)
-            }
-            for name, findings in self.rows.items()
-        }
+        return {name: {key: dict(vars(each)) for key, each in row.items()} for name, row in self.rows.items()}
 
     def to_text(self, width: int = 100) -> str:
         """The table in plain text: as many below each other as the columns need.
@@ -119,8 +111,8 @@ class Matrix:
         """
         names = [self.subject, *self.rows]
         tables: list[list[list[str]]] = []
-        for i, each in enumerate(self.properties):
-            column = [each.title, *(findings[i].cell for findings in self.rows.values())]
+        for each in self.properties:
+            column = [each.title, *(findings[each.name].cell for findings in self.rows.values())]
             if not tables or max(map(len, _lines([*tables[-1], column]))) > width:
                 tables.append([names])
             tables[-1].append(column)
@@ -135,7 +127,7 @@ class Matrix:
     def to_markdown(self) -> str:
         """A table with a row per scheme or encoding; ✓ holds, ✗ does not, – does not apply."""
         head = [self.subject, *(each.title for each in self.properties)]
-        rows = [[f"`{name}`", *(finding.cell for finding in findings)] for name, findings in self.rows.items()]
+        rows = [[f"`{name}`", *(finding.cell for finding in findings.values())] for name, findings in self.rows.items()]
         lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
@@ -148,11 +140,11 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     Raises:
         InvalidInputError: nothing is named, or two by one name.
     """
-    rows: dict[str, tuple[PropertyValue, ...]] = {}
+    rows: dict[str, dict[str, PropertyValue]] = {}
     for name, each in named:
         if name in rows:
             raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
-        rows[name] = tuple(one.measure(each) for one in properties)
+        rows[name] = {one.name: one.measure(each) for one in properties}
     if not rows:
         raise InvalidInputError(f"{subject}s: got none, want at least one")
     return Matrix(subject, tuple(properties), rows)

@@ -32,8 +32,7 @@ class Deviation:
         tolerance: how far an id may be from the exact one.
         segments: what was placed; None if only its table is known.
         scheme: how; None likewise.
-        column: (tokens,) place in the padded row; None if the ids were packed.
-        length: places of a padded row.
+        mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
     """
 
     came: npt.NDArray[Any]
@@ -42,8 +41,7 @@ class Deviation:
     tolerance: float = 0.0
     segments: SegmentTable | None = None
     scheme: Scheme | None = None
-    column: IntArray | None = None
-    length: int = 0
+    mask: Flags | None = None
 
     @cached_property
     def got(self) -> Ids:
@@ -79,6 +77,11 @@ class Deviation:
     def index(self) -> IntArray:
         """(tokens,) tokens before every token in its document."""
         return np.arange(self.positions.num_tokens) - self.begin
+
+    @cached_property
+    def column(self) -> IntArray | None:
+        """(tokens,) place in the padded row; None if the ids were packed."""
+        return None if self.mask is None else self.mask.nonzero()[1]
 
     @cached_property
     def counted(self) -> IntArray:

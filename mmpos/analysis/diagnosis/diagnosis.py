@@ -178,15 +178,15 @@ def diagnose(
     whole, segments, how = _placed(documents, scheme, start)
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == whole.axes + 1
-    dump = read_ids(array[1:] if text_row else array, whole, attention_mask, side, array.shape)
+    rows, mask = read_ids(array[1:] if text_row else array, whole, attention_mask, side, array.shape)
     positions = without_padding(whole)
     first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
-    came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
-    case = Deviation(came, positions, first_ids, tolerance, segments, how, dump.column, dump.length)
+    came = np.broadcast_to(rows, (positions.axes, positions.num_tokens))
+    case = Deviation(came, positions, first_ids, tolerance, segments, how, mask)
     if case.wrong.any():
-        return different(case, rows=len(dump.ids))
+        return different(case, len(rows))
     if text_row:
-        (text,) = read_ids(array[:1], whole, attention_mask, side).ids
+        ((text,), _) = read_ids(array[:1], whole, attention_mask, side)
         if (text != case.index).any():
             return _different_text_row(case, text)
     return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
@@ -235,7 +235,7 @@ def starts(positions: PositionTable) -> IntArray:
 
 def different(case: Deviation, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
-    token, found = case.first, find_cause(case)
+    token = case.first
     return first_difference(
         case.positions,
         case.wrong,
@@ -245,7 +245,7 @@ def different(case: Deviation, rows: int) -> Diagnosis:
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.came[:rows, token].tolist()),
         want=fractions_of(case.positions, token),
-        **({} if found is None else vars(found)),
+        **find_cause(case),
     )
 
 
@@ -275,22 +275,14 @@ def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
     )
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A mistake, what to do about it, and how many of the different tokens have exactly the ids that it gives."""
-
-    cause: str
-    remedy: str
-    explained: int
-
-
-def find_cause(case: Deviation) -> Cause | None:
-    """The first mistake that gives every id that came; else the one that explains most.
+def find_cause(case: Deviation) -> dict[str, Any]:
+    """The fields cause, remedy and explained of a Diagnosis, by the first mistake that gives every id that came; else
+    by the one that explains most. None where there is no such mistake.
 
     A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
     with more tokens than the scheme does, by more than those that it was made to fit.
     """
-    best, most = None, 0
+    best, most = dict[str, Any](), 0
     wrong = np.flatnonzero(case.wrong)
     right = case.wrong.size - wrong.size
     for mistake in MISTAKES:
@@ -300,7 +292,8 @@ def find_cause(case: Deviation) -> Cause | None:
             agrees = _agrees(case, guess.ids, slice(None))
             beyond = int(agrees.sum()) - right - guess.evidence
             if beyond > 0 and (beyond > most or agrees.all()):
-                best = Cause(guess.cause, mistake.remedy, int((agrees & case.wrong).sum()))
+                explained = int((agrees & case.wrong).sum())
+                best = {"cause": guess.cause, "remedy": mistake.remedy, "explained": explained}
                 most = beyond
                 if agrees.all():
                     return best

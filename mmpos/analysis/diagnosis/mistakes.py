@@ -385,11 +385,11 @@ def unmerged(case: Deviation) -> Iterator[Guess]:
 @mistake("pad ids on the side where the token ids are padded")
 def other_side(case: Deviation) -> Iterator[Guess]:
     """Ids padded on the other side than token ids are."""
-    if case.column is None:
+    if case.column is None or case.mask is None:
         return
     lengths = case.positions.lengths
     before = (case.column - case.index)[case.positions.documents[FIRST_TOKEN]]
-    left = np.where(before > 0, 0, case.length - lengths)
+    left = np.where(before > 0, 0, case.mask.shape[1] - lengths)
     index = case.column - left[case.document]
     inside = (index >= 0) & (index < lengths[case.document])
     ids = case.want[:, np.where(inside, case.begin + index, 0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,37 +17,14 @@ from mmpos.support.checks import INT32_MAX, IntArray, host_array, one_of
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Dump:
-    """Ids of tokens, without those of padding.
-
-    Args:
-        ids: (axes, tokens), or (1, tokens) of 1-D ids.
-        mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
-    """
-
-    ids: Array
-    mask: Flags | None
-
-    @property
-    def column(self) -> IntArray | None:
-        """(tokens,) place of every token in its padded row."""
-        return None if self.mask is None else self.mask.nonzero()[1]
-
-    @property
-    def length(self) -> int:
-        """Places of a padded row."""
-        return 0 if self.mask is None else self.mask.shape[1]
-
-
 def read_ids(
     ids: npt.ArrayLike,
     positions: PositionTable,
     attention_mask: npt.ArrayLike | None,
     side: Side,
     shape: tuple[int, ...] | None = None,
-) -> Dump:
-    """Read the ids of the table's tokens from any of the usual shapes.
+) -> tuple[Array, Flags | None]:
+    """Read the ids of the table's tokens, without those of padding, from any of the usual shapes.
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
@@ -56,6 +32,10 @@ def read_ids(
         attention_mask: (batch, length) of 0 and 1.
         side: where padding is, if neither a mask nor the table says so.
         shape: in which they came, for errors; None is their own.
+
+    Returns:
+        (axes, tokens) ids, or (1, tokens) of 1-D ids; and (batch, length) which places of a padded batch are tokens,
+        None if the ids were packed.
 
     Raises:
         InvalidInputError: no numbers, NaN, or a shape that is not that of the table.
@@ -67,11 +47,11 @@ def read_ids(
     if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
             raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
-        return Dump(array.reshape(_rows(array, 1), positions.num_tokens)[:, tokens], None)
+        return array.reshape(_rows(array, 1), positions.num_tokens)[:, tokens], None
     if batch is None:
         raise _shape_error(array.shape if shape is None else shape, positions)
     mask = _mask(positions, tokens, attention_mask, side, batch)
-    return Dump(array.reshape(_rows(array, 2), prod(batch))[:, mask.ravel()], mask)
+    return array.reshape(_rows(array, 2), prod(batch))[:, mask.ravel()], mask
 
 
 def _numbers(array: Array) -> Array:

@@ -268,7 +268,8 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
     text = ~(patch | audio | padding)
     images = []
     for part in np.unique(owner[patch]).tolist():
-        tokens = np.flatnonzero(patch & (owner == part))
+        begin, stop = owner.searchsorted([part, part + 1])
+        tokens = begin + np.flatnonzero(patch[begin:stop])
         if segments is None:
             noun, sides = "image", (int(positions.height[part]), int(positions.width[part]))
         else:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import launching, tiling
+from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.heads import (
     inverse_rms,
     load_pairs,
@@ -148,8 +148,8 @@ def launch_backward(
     shares = tiling.shares_of(shares, rotation.head_groups)
     grid = tiling.cdiv(tokens, block), shares
     sums = [q.new_empty((grid[0] * grid[1], head_dim), dtype=torch.float32) if want else None for want in summed]
-    with launching.on(q.device):
-        launching.launch(
+    with tiling.on(q.device):
+        tiling.launch(
             backward_kernel, grid, warps,
             *map(tiling.heads_of, (*grads, *inputs)), *(None if x is None else tiling.heads_of(x) for x in outs),
             *tiling.norm_arguments(norm), *sums, rotation.positions, rotation.frequencies, rotation.pair_axis,

@@ -11,8 +11,7 @@ from torch import Tensor
 from mmpos.positions import table_rows as rows
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.heads import columns_of
-from mmpos.rotary.kernel.launching import launch, on
-from mmpos.rotary.kernel.tiling import cdiv
+from mmpos.rotary.kernel.tiling import cdiv, launch, on
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = (
     tl.constexpr(row) for row in (rows.OFFSET, rows.SKIP, rows.HEIGHT, rows.WIDTH, rows.DENOMINATOR, rows.AXES)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import launching, tiling
+from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.float8 import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
 from mmpos.rotary.kernel.heads import load_pairs, load_rest, rows_of, share_of, store_pairs, store_rest, turned
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
@@ -96,8 +96,8 @@ def launch_rerotate(
     form = format_of(pages.dtype, scales is not None) if pages.dtype.itemsize == 1 else None
     block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, scales is not None))
     shares = tiling.shares_of(shares, stop.head_groups)
-    with launching.on(pages.device):
-        launching.launch(
+    with tiling.on(pages.device):
+        tiling.launch(
             rerotate_kernel, (tiling.cdiv(tokens, block), shares), warps,
             tiling.heads_of(as_bits(pages)), heads_of_scales(None, scales), slots,
             start.positions, stop.positions, stop.frequencies, stop.pair_axis,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import launching, tiling
+from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.float8 import (
     as_bits,
     codes_of,
@@ -141,8 +141,8 @@ def launch_rotate(
     rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
-    with launching.on(q.device):
-        launching.launch(
+    with tiling.on(q.device):
+        tiling.launch(
             rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
@@ -181,8 +181,8 @@ def launch_store(
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     shares = tiling.shares_of(shares, rotation.head_groups)
-    with launching.on(q.device):
-        launching.launch(
+    with tiling.on(q.device):
+        tiling.launch(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),

@@ -1,10 +1,12 @@
-"""Cut the work of a launch into programs, and gather what is compiled into a kernel."""
+"""Launch kernels: cut the work into programs, and gather what is compiled into a kernel."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mmpos.rotary.reference import Norm, RotationArguments
@@ -70,6 +72,26 @@ class Angles(NamedTuple):
     scaled: bool
     cache_rows: int = 0
     head_groups: int = 0
+
+
+def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel whose products and sums are rounded one by one.
+
+    Args:
+        kernel: the kernel.
+        grid: programs in each of two dimensions.
+        warps: of a program.
+        arguments: of the kernel, in its order: tensors, ``Heads``, numbers, or None for no parameter.
+        constants: known when it is compiled.
+    """
+    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on the tensors' device, which need not be the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def heads_of(x: Tensor) -> Heads:

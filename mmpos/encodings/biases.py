@@ -1,0 +1,257 @@
+"""Biases of the scores: by distances that are clipped, in buckets or as they are, and none at all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.encodings.base import (
+    MAX_CHANNELS,
+    NUM_HEADS,
+    AttentionBias,
+    LearnedBias,
+    distances,
+    draw,
+    real_positions,
+    whole_positions,
+)
+from mmpos.errors import InvalidInputError
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.cached import cached_property
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, finite, integer
+
+__all__ = ["Alibi", "ClippedRelative", "NoPE", "T5Buckets", "expected_square"]
+
+CLIPPED_AT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedRelative(LearnedBias):
+    """The bias of query i and key j is row clip(j − i, −K, K) + K of 2K + 1 rows: constant beyond ±K.
+
+    Shaw's rows are vectors a that stand beside keys, q·(k + a). As here, one number for each head and row, it is the
+    form of T5 and of Swin.
+
+    Source: "Self-attention with relative position representations" (Shaw et al., 2018).
+
+    >>> encoding = ClippedRelative.drawn(max_distance=2)
+    >>> encoding.index([5], range(11)).tolist()
+    [[0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]]
+
+    Args:
+        weights: (2K + 1, num_heads); drawn for K = 16 by default.
+    """
+
+    weights: Float64Array = field(default_factory=lambda: draw(2 * CLIPPED_AT + 1, NUM_HEADS, 0), repr=False)
+    num_heads: int = field(init=False)
+    name: ClassVar[str] = "clipped-relative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.weights) % 2 == 0:
+            raise InvalidInputError(f"weights: got {len(self.weights)} rows, want 2K + 1")
+
+    @classmethod
+    def drawn(cls, max_distance: int = CLIPPED_AT, num_heads: int = NUM_HEADS, seed: int = 0) -> ClippedRelative:
+        """One before training.
+
+        Args:
+            max_distance: K.
+            num_heads: heads.
+            seed: of the random numbers.
+        """
+        rows = 2 * integer("max_distance", max_distance, minimum=0) + 1
+        return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed))
+
+    @property
+    def max_distance(self) -> int:
+        """K, beyond which distances are one."""
+        return len(self.weights) // 2
+
+    def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
+        ahead = distances(query_positions, key_positions)
+        return np.clip(ahead, -self.max_distance, self.max_distance) + self.max_distance
+
+
+NUM_BUCKETS, MAX_DISTANCE = 32, 128
+
+
+@dataclass(frozen=True, eq=False)
+class T5Buckets(LearnedBias):
+    """The bias of query i and key j is the row of the bucket of j − i.
+
+    n buckets serve one direction, e = ⌊n/2⌋ of them a distance each. A distance d >= e is in bucket
+    e + ⌊(n − e)·log(d/e) / log(M/e)⌋, at most n − 1, where M is max_distance. Causal: later keys are in bucket 0.
+    Bidirectional: half of the buckets for keys before the query or at it, the other half for later ones.
+
+    The floor is exact, since d reaches bucket e + b as soon as d^(n−e) >= M^b·e^(n−e−b), in integers; published
+    code rounds float32 logarithms.
+
+    Source: "Exploring the limits of transfer learning" (Raffel et al., 2020), and its code in Mesh TensorFlow.
+
+    >>> T5Buckets(bidirectional=False).bucket([-15, -16, -32, -64, -91, -128, 3]).tolist()
+    [15, 16, 21, 26, 29, 31, 0]
+    >>> T5Buckets().bucket([-8, -12, -16, -64, -128, 8, 128]).tolist()
+    [8, 9, 10, 14, 15, 24, 31]
+
+    Args:
+        weights: (buckets, num_heads); drawn for 32 buckets by default.
+        max_distance: M, from which on all distances are in the last bucket.
+        bidirectional: whether keys may be after queries.
+    """
+
+    weights: Float64Array = field(default_factory=lambda: draw(NUM_BUCKETS, NUM_HEADS, 0), repr=False)
+    max_distance: int = MAX_DISTANCE
+    bidirectional: bool = True
+    num_heads: int = field(init=False)
+    name: ClassVar[str] = "t5-buckets"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        boolean("bidirectional", self.bidirectional)
+        fewest = 4 if self.bidirectional else 2
+        if len(self.weights) < fewest or (self.bidirectional and len(self.weights) % 2):
+            want = f"{'an even number' if self.bidirectional else 'a number'} >= {fewest}"
+            raise InvalidInputError(f"weights: got {len(self.weights)} buckets, want {want}")
+        integer("max_distance", self.max_distance, minimum=self._per_direction // 2 + 1, maximum=INT32_MAX)
+
+    @classmethod
+    def drawn(
+        cls,
+        num_buckets: int = NUM_BUCKETS,
+        max_distance: int = MAX_DISTANCE,
+        bidirectional: bool = True,
+        num_heads: int = NUM_HEADS,
+        seed: int = 0,
+    ) -> T5Buckets:
+        """One before training.
+
+        Args:
+            num_buckets: of both directions together.
+            max_distance: M.
+            bidirectional: whether keys may be after queries.
+            num_heads: heads.
+            seed: of the random numbers.
+        """
+        rows = integer("num_buckets", num_buckets, minimum=2)
+        return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed), max_distance, bidirectional)
+
+    @property
+    def _per_direction(self) -> int:
+        return len(self.weights) // 2 if self.bidirectional else len(self.weights)
+
+    @cached_property
+    def first_distances(self) -> IntArray:
+        """(n,) smallest distance of every bucket of one direction; read-only."""
+        exact = self._per_direction // 2
+        steps = self._per_direction - exact
+
+        def first(b: int) -> int:
+            reached = self.max_distance**b * exact ** (steps - b)
+            return bisect_left(range(self.max_distance), reached, key=lambda distance: distance**steps)
+
+        distances = np.array([*range(exact), *(first(b) for b in range(steps))], np.int64)
+        distances.setflags(write=False)
+        return distances
+
+    def bucket(self, relative: npt.ArrayLike) -> IntArray:
+        """(...) bucket of every distance j − i of a key from its query."""
+        ahead = whole_positions("relative", relative, minimum=-(2**63) + 1)
+        distance = np.abs(ahead) if self.bidirectional else np.maximum(-ahead, 0)
+        bucket = np.searchsorted(self.first_distances, distance, side="right") - 1
+        return bucket + (ahead > 0) * self._per_direction if self.bidirectional else bucket
+
+    def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
+        return self.bucket(distances(query_positions, key_positions))
+
+
+@dataclass(frozen=True)
+class Alibi(AttentionBias):
+    """The bias of query i and key j is −m_h·|i − j|, with slopes m_h = 2^(−8h/H) for heads h = 1 … H.
+
+    Where H is no power of two, the slopes of the greatest one P below it come first, then every other slope of 2P,
+    as in the code of the paper. The paper is causal, j <= i; for later keys this is its authors' symmetric form.
+
+    Source: "Train short, test long" (Press et al., 2022).
+
+    >>> Alibi(num_heads=12).slopes[8:].round(6).tolist()
+    [0.707107, 0.353553, 0.176777, 0.088388]
+
+    Args:
+        num_heads: H.
+    """
+
+    num_heads: int = NUM_HEADS
+    name: ClassVar[str] = "alibi"
+
+    def __post_init__(self) -> None:
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
+
+    @cached_property
+    def slopes(self) -> Float64Array:
+        """(num_heads,) m_h; read-only."""
+        power = 1 << (int(self.num_heads).bit_length() - 1)
+        slopes = np.concatenate([_geometric(power), _geometric(2 * power)[::2][: self.num_heads - power]])
+        slopes.setflags(write=False)
+        return slopes
+
+    def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
+        queries = real_positions("query_positions", query_positions, 1)
+        distance = np.abs(queries[:, None] - real_positions("key_positions", key_positions, 1))
+        return -self.slopes[:, None, None] * distance
+
+
+def _geometric(num_heads: int) -> Float64Array:
+    return np.exp2(-8 * np.arange(1, num_heads + 1) / num_heads)
+
+
+@dataclass(frozen=True)
+class NoPE(AttentionBias):
+    """A bias of zero.
+
+    Without a mask, attention then is permutation-equivariant: positions are unknown. With a causal one y_n is the mean
+    over n values, which is not the same for every n; one layer still cannot tell in which order the keys before
+    it stand.
+
+    Source: kexue.fm 10347; "Transformer language models without positional encodings still learn positional
+    information" (Haviv et al., 2022).
+
+    Args:
+        num_heads: heads.
+    """
+
+    num_heads: int = NUM_HEADS
+    name: ClassVar[str] = "nope"
+
+    def __post_init__(self) -> None:
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
+
+    def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
+        queries = real_positions("query_positions", query_positions, 1)
+        return np.zeros((self.num_heads, queries.size, real_positions("key_positions", key_positions, 1).size))
+
+
+def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
+    """E[y_n²] = σ²/n of a component of uniform causal attention over n values: where NoPE keeps the position.
+
+    It holds for values that are independent, of mean 0 and variance σ², under uniform attention: at most a model
+    before training. It is one number, and neighbours hardly differ in it when n is large. It proves no more: a reader
+    of the source normalised it away and trained as well.
+
+    Source: kexue.fm 10347; "Latent positional information is in the self-attention variance" (Chi et al., 2023).
+
+    >>> expected_square([1, 4, 16, 64], 2.25).tolist()
+    [2.25, 0.5625, 0.140625, 0.03515625]
+
+    Args:
+        n: (...) tokens that are seen, the query's own included; >= 1.
+        sigma2: variance of a component of the values.
+
+    Returns:
+        (...) float64, new.
+    """
+    return finite("sigma2", sigma2, minimum=0) / whole_positions("n", n, minimum=1)

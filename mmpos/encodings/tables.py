@@ -1,0 +1,225 @@
+"""Tables beside the embeddings: from the position itself to sines of many frequencies, and one that is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable, LearnedTable, draw, real_positions, whole_positions
+from mmpos.rotary import Rotary
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.cached import cached_property
+from mmpos.support.checks import IntArray, even, finite, integer
+
+__all__ = ["Binary", "Integer", "LearnedAbsolute", "Normalised", "SingleSinusoid", "Sinusoidal"]
+
+
+@dataclass(frozen=True)
+class Integer(AdditiveTable):
+    """PE(p) = p in every channel, for p = 0 … T−1.
+
+    Unique, and p + k is one step of k away, but unbounded: soon larger than any embedding.
+
+    *Corrected*: one source counts 0 … L, which is one position more than a sequence of L tokens has.
+
+    Source: the first attempt of "You could have designed state of the art positional encoding" (Fleetwood, 2024).
+
+    >>> Integer(dim=2).table([0, 1, 4]).tolist()
+    [[0.0, 0.0], [1.0, 1.0], [4.0, 4.0]]
+
+    Args:
+        dim: channels.
+    """
+
+    dim: int = DIM
+    name: ClassVar[str] = "integer"
+
+    def __post_init__(self) -> None:
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        return np.repeat(real_positions("positions", positions)[..., None], self.dim, axis=-1)
+
+
+@dataclass(frozen=True)
+class Normalised(AdditiveTable):
+    """PE(p) = p / (T − 1) in every channel, in [0, 1]; a sequence of one token has 0.
+
+    The same position has another vector in a longer sequence, and neighbours come ever closer.
+
+    Source: "详解Transformer中的Positional Encoding" (2021), the second of the ideas that it drops.
+
+    >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+
+    Args:
+        dim: channels.
+        length: T; None for one more than the largest position on the last axis of those asked for.
+    """
+
+    dim: int = DIM
+    length: int | None = None
+    name: ClassVar[str] = "normalised"
+
+    def __post_init__(self) -> None:
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
+        if self.length is not None:
+            integer("length", self.length, minimum=1)
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        ids = whole_positions("positions", positions, minimum=0, below=self.length)
+        last = np.atleast_1d(ids).max(axis=-1, keepdims=True, initial=0) if self.length is None else self.length - 1
+        share = (ids / np.maximum(last, 1)).reshape(ids.shape)
+        return np.repeat(share[..., None], self.dim, axis=-1)
+
+
+MAX_BITS = 63
+
+
+@dataclass(frozen=True)
+class Binary(AdditiveTable):
+    """Channel i is bit i of p, (p >> i) & 1, the least significant first.
+
+    Unique below 2^dim, but neighbours jump: 7 and 8 differ in four bits.
+
+    *Corrected*: bit i toggles every 2^i positions and has the period 2^(i+1), so the most significant of n bits
+    toggles, and does not cycle, every 2^(n−1).
+
+    Source: "You could have designed state of the art positional encoding" (Fleetwood, 2024).
+
+    >>> Binary(dim=8).table(252)[::-1].astype(int).tolist()
+    [1, 1, 1, 1, 1, 1, 0, 0]
+
+    Args:
+        dim: bits, at most 63.
+    """
+
+    dim: int = DIM
+    name: ClassVar[str] = "binary"
+
+    def __post_init__(self) -> None:
+        integer("dim", self.dim, minimum=1, maximum=MAX_BITS)
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        ids = whole_positions("positions", positions, minimum=0, below=2**self.dim)
+        return (ids[..., None] >> np.arange(self.dim) & 1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class SingleSinusoid(AdditiveTable):
+    """PE(p) = sin(ωp) in every channel.
+
+    *Corrected*: with small ω neighbours are nearly equal, at most ω apart, and with large ω far positions collide;
+    the original has the two the other way round.
+
+    Source: "详解Transformer中的Positional Encoding" (2021), the step before many frequencies.
+
+    >>> SingleSinusoid(dim=1, omega=1.0).table([0, 1]).round(6).ravel().tolist()
+    [0.0, 0.841471]
+
+    Args:
+        dim: channels.
+        omega: ω > 0 in rad per position.
+    """
+
+    dim: int = DIM
+    omega: float = 0.1
+    name: ClassVar[str] = "single-sinusoid"
+
+    def __post_init__(self) -> None:
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
+        finite("omega", self.omega, above=0)
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        return np.repeat(np.sin(self.omega * real_positions("positions", positions))[..., None], self.dim, axis=-1)
+
+
+@dataclass(frozen=True)
+class Sinusoidal(AdditiveTable):
+    """Channels 2k and 2k + 1 are sin(pω_k) and cos(pω_k), ω_k = theta^(−2k/d) for pair k = 0 … d/2 − 1.
+
+    PE(p + k) = M_k PE(p) with an orthogonal M_k, see ``shift``; PE(p)·PE(q) = Σ cos ω_k(p − q).
+
+    *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512), one source multiplies. No two
+    whole positions share a vector: pair 0 alone would need p − q to be a multiple of 2π. So positions 1 and 513
+    differ, and the 63,000 "unique positions" of another are only the period 2π·10⁴ that the slowest pair
+    comes close to.
+
+    Source: "Attention is all you need" (Vaswani et al., 2017).
+
+    >>> Sinusoidal(dim=4).table(1).round(6).tolist()
+    [0.841471, 0.540302, 0.01, 0.99995]
+
+    Args:
+        dim: channels; even.
+        theta: base of the frequencies.
+    """
+
+    dim: int = DIM
+    theta: float = 10000.0
+    name: ClassVar[str] = "sinusoidal"
+
+    def __post_init__(self) -> None:
+        even("dim", self.dim, maximum=MAX_CHANNELS)
+        _ = self.frequencies  # refuses a theta that is none
+
+    @cached_property
+    def frequencies(self) -> Float64Array:
+        """(dim/2,) ω_k in rad per position: those of RoPE; read-only."""
+        return Rotary(self.dim, self.theta, axes=1).inv_freq_array
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        angles = real_positions("positions", positions)[..., None] * self.frequencies
+        return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(*angles.shape[:-1], self.dim)
+
+    def shift(self, k: float) -> Float64Array:
+        """(dim, dim) M_k with M_k PE(p) = PE(p + k): blocks [[cos ωk, sin ωk], [−sin ωk, cos ωk]]."""
+        angles = finite("k", k) * self.frequencies
+        sine, cosine = 2 * np.arange(self.dim // 2), 2 * np.arange(self.dim // 2) + 1
+        matrix = np.zeros((self.dim, self.dim))
+        matrix[sine, sine] = matrix[cosine, cosine] = np.cos(angles)
+        matrix[sine, cosine], matrix[cosine, sine] = np.sin(angles), -np.sin(angles)
+        return matrix
+
+
+LENGTH = 512
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedAbsolute(LearnedTable):
+    """PE(p) is row p of a table of L_max rows, as in BERT; p >= L_max is an error, since there is no row to guess.
+
+    Source: "Convolutional sequence to sequence learning" (Gehring et al., 2017); BERT (Devlin et al., 2018).
+
+    >>> LearnedAbsolute([[0.5, 0.0], [1.0, 2.0]]).table([1, 0]).tolist()
+    [[1.0, 2.0], [0.5, 0.0]]
+
+    Args:
+        weights: (L_max, dim) the table; drawn for 512 positions by default.
+    """
+
+    weights: Float64Array = field(default_factory=lambda: draw(LENGTH, DIM, 0), repr=False)
+    dim: int = field(init=False)
+    name: ClassVar[str] = "learned-absolute"
+
+    @classmethod
+    def drawn(cls, length: int = LENGTH, dim: int = DIM, seed: int = 0) -> LearnedAbsolute:
+        """One before training.
+
+        Args:
+            length: L_max.
+            dim: channels.
+            seed: of the random numbers.
+        """
+        return cls(draw(integer("length", length, minimum=1), integer("dim", dim, minimum=1), seed))
+
+    @property
+    def length(self) -> int:
+        """L_max, the number of positions that there are."""
+        return len(self.weights)
+
+    def index(self, positions: npt.ArrayLike) -> IntArray:
+        return whole_positions("positions", positions, minimum=0, below=self.length)

@@ -104,7 +104,7 @@ def test_axes_need_a_scheme_that_they_are_of(profiles: str, run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("command", [["info"], ["health"], ["positions", "3"], ["build", "a word"]])
+@pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
 def test_a_server_that_is_down_is_one_sentence_with_the_remedy(command: list[str], run: Run) -> None:
     with socket.socket() as free:  # bound, and nobody listens
         free.bind(("127.0.0.1", 0))

@@ -114,7 +114,7 @@ def test_standard_output_takes_one_thing(run: Run, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("arguments", ["positions 3", "--help", "positions 3 -o -"])
+@pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
 def test_a_reader_that_has_gone_ends_the_program_quietly(arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -199,7 +199,7 @@ def test_the_page_tells_every_exit_code() -> None:
     assert re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE) == [(str(k), v) for k, v in EXIT_CODES.items()]
 
 
-@pytest.mark.parametrize("command", ["", "plot", "plot ids", "positions", "remote info"])
+@pytest.mark.parametrize("command", ["", "plot", "plot ids"])
 def test_help_is_a_command_too(command: str, run: Run) -> None:
     assert run("help", *command.split()) == run(*command.split(), "--help")
 

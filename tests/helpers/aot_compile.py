@@ -1,4 +1,4 @@
-"""Compiles the rotary kernels, as calls launch them, for GPUs that need not be here, and prints as JSON what came of it.
+"""Compiles the rotary kernels, as calls launch them, for GPUs that need not be here, and prints counts as JSON.
 
 Run by test_kernels_compiled.py in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
 """

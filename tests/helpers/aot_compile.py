@@ -109,7 +109,7 @@ def call(words: set[str]) -> None:
         k_scale = None if dtype == torch.bfloat16 else scale
         rerotate(pages, slots, start, table, rotary, k_scale=k_scale, implementation="triton")
     elif "store" in words:
-        scales = {} if dtype == torch.bfloat16 else {"k_scale": scale, "v_scale": scale.clone()}
+        scales: Any = {} if dtype == torch.bfloat16 else {"k_scale": scale, "v_scale": scale.clone()}
         scales |= {"q_scale": torch.ones(tokens, 32)} if "q too" in words else {}
         cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16).to(dtype), slots, **scales)
         rotate_and_store(q, k, v, positions, rotary, cache, return_k="return k" in words, **options)

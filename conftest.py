@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--release", help="The folder of a release, which tests judge instead of one that they build.")
     parser.addoption("--mutations", type=int, default=10_000, help="Broken messages that the service is sent.")
     parser.addoption("--batches", type=int, default=300, help="Random batches of a model type for its get_rope_index.")
-    parser.addoption("--one-in", type=int, default=8, help="Read one in N variants of the configs of a model type.")
+    parser.addoption("--one-in", type=int, default=16, help="Read one in N variants of the configs of a model type.")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

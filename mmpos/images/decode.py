@@ -41,6 +41,7 @@ __all__ = [
     "Source",
     "decode_jpeg",
     "guarded",
+    "is_of",
     "open_source",
     "pillow",
     "read_data_url",
@@ -148,9 +149,9 @@ def open_source(image: object) -> Iterator[Source]:
             yield _open_file(file, Path(image).read_bytes)
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
-    elif _is("PIL.Image", "Image", image):
+    elif is_of("PIL.Image", "Image", image):
         yield _Pillow(cast("Image", image))
-    elif _is("torch", "Tensor", image):
+    elif is_of("torch", "Tensor", image):
         yield _Array(_from_torch(cast("Tensor", image)))
     elif isinstance(image, str):
         raise InvalidInputError(f"image: got the text {image[:80]!r}, want pathlib.Path(...) for a file")
@@ -329,7 +330,7 @@ def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
         raise InvalidInputError(f"image: got {os.fspath(path)!r}, want a file that can be read ({error})") from error
 
 
-def _is(module: str, name: str, image: object) -> bool:
+def is_of(module: str, name: str, image: object) -> bool:
     """Check whether image is a module.name, without importing the module: a caller who has one has imported it."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(image, kind)

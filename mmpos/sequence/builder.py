@@ -82,6 +82,35 @@ class MarkerIds(NamedTuple):
         rows = None if self.row is None or last_row is None else (self.row, last_row)
         return Placeholders(self.patch, self.video, self.audio, rows)
 
+    def around(self, segment: Grid | Audio | Clip) -> tuple[int, int]:
+        """Count the markers before a segment and after it; a clip holds its own."""
+        if isinstance(segment, Clip):
+            return 0, 0
+        return self.audio_margins if isinstance(segment, Audio) else self.margins
+
+    def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
+        """Write the tokens of a segment with its markers; those of a clip that are audio are still patches."""
+        if isinstance(segment, Audio):
+            assert self.audio is not None, "checked with the part"
+            return _between(self.audio_begin, self.audio, segment.length, self.audio_end)
+        video = isinstance(segment, Clip) or segment.frames > 1
+        patch = self.video if video and self.video is not None else self.patch
+        rows = segment.frames * segment.height
+        if isinstance(segment, Clip):
+            assert self.audio_begin is not None, "checked with the part"
+            assert self.audio_end is not None, "checked with the part"
+            ids = _between(self.begin, patch, rows * segment.width + segment.audio + 2, self.end)
+            ids[1], ids[-2] = self.audio_begin, self.audio_end
+            return ids
+        columns = segment.width + segment.row_separator
+        ids = _between(self.begin, patch, rows * columns, self.end)
+        if self.row is not None:
+            before, after = self.margins
+            inside = ids[before : ids.size - after]
+            inside[segment.width :: columns] = self.row
+            inside[-1] = self.row if self.last_row is None else self.last_row
+        return ids
+
     def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
         """Put the markers around and between patches.
 
@@ -98,6 +127,16 @@ class MarkerIds(NamedTuple):
         ):
             if token_id is not None:
                 input_ids[tokens] = token_id
+
+
+def _between(begin: int | None, token_id: int, count: int, end: int | None) -> IntArray:
+    """Write a token so many times, between two others where there are some."""
+    ids = np.full(count + (begin is not None) + (end is not None), token_id, np.int64)
+    if begin is not None:
+        ids[0] = begin
+    if end is not None:
+        ids[-1] = end
+    return ids
 
 
 @dataclass(frozen=True)
@@ -260,24 +299,20 @@ class SequenceBuilder:
         contents = _Contents(self.marker_ids)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.parts):
-                contents.parts.append(contents.tokens)
+                contents.parts.append(len(contents.pieces))
             if isinstance(part, str):
-                contents.add_text(self._encode(name, part))
+                contents.add(self._encode(name, part))
             elif is_ids(part):
-                contents.add_text(self._checked(name, part))
+                contents.add(self._checked(name, part))
             else:
                 self.check_components(name, part)
-                if isinstance(part, Grid):
-                    contents.add_image(part)
-                elif isinstance(part, Audio):
-                    contents.add_audio(part)
-                elif isinstance(part, Clip):
-                    contents.add_clip(part)
+                if isinstance(part, Grid | Audio | Clip):
+                    contents.add(part)
                 else:
                     assert self.images is not None
                     with naming(name):  # popped, so that patches are held once
                         image = ahead.pop(n).result() if n in ahead else self.images.process(part)
-                    contents.add_image(image.grid, image)
+                    contents.add(image.grid, image)
         return contents.sequence(self.scheme, self.start)
 
     def _checked(self, name: str, part: object) -> IntArray:
@@ -497,71 +532,33 @@ class _Contents:
 
     Args:
         markers: ids of the tokens around and inside images and audio.
-        ids: of every plain part, with its markers.
-        parts: first token of each part, of which a Video is one.
-        document: its text, with markers, its grids, audio and clips.
-        images: those with grids, in order; None where only the size is known.
-        spans: of images, as InterleavedSequence has them.
-        tokens: so far.
+        pieces: every plain part, text as token ids, the rest as its segment.
+        parts: first piece of each part, of which a Video is one.
+        document: text, with markers, grids, audio and clips.
+        images: those of grids and clips, in order; None where only the size is known.
         text: tokens since the last grid, audio or clip.
     """
 
     markers: MarkerIds
-    ids: list[IntArray] = field(default_factory=list)
+    pieces: list[IntArray | Grid | Audio | Clip] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     document: list[Segment] = field(default_factory=list)
     images: list[ProcessedImage | None] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    tokens: int = 0
     text: int = 0
 
-    def add_text(self, ids: IntArray) -> None:
-        """Add a part of text."""
-        self.ids.append(ids)
-        self.tokens += ids.size
-        self.text += ids.size
-
-    def add_image(self, grid: Grid, image: ProcessedImage | None = None) -> None:
-        """Add an image with its markers, or one of which only the grid is known."""
-        markers = self.markers
-        before, after = markers.margins
-        columns = grid.width + (markers.row is not None)
-        patch = markers.patch if grid.frames == 1 or markers.video is None else markers.video
-        ids = np.full(before + grid.frames * grid.height * columns + after, patch, np.int64)
-        stop = ids.size - after
-        if markers.row is not None:
-            ids[before + grid.width : stop : columns] = markers.row
-            ids[stop - 1] = markers.row if markers.last_row is None else markers.last_row
-            grid = replace(grid, row_separator=True)
-        if markers.begin is not None:
-            ids[0] = markers.begin
-        if markers.end is not None:
-            ids[-1] = markers.end
-        self.images.append(image)
-        self.spans.append((self.tokens + before, self.tokens + stop))
-        self._add(grid, ids, before, after)
-
-    def add_audio(self, audio: Audio) -> None:
-        """Add a run of audio with its markers."""
-        markers = (self.markers.audio_begin, *[self.markers.audio] * audio.length, self.markers.audio_end)
-        ids = np.array([token_id for token_id in markers if token_id is not None], np.int64)
-        self._add(audio, ids, *self.markers.audio_margins)
-
-    def add_clip(self, clip: Clip) -> None:
-        """Add a clip, which holds its markers; the scheme says later which of its tokens are audio."""
-        markers = self.markers
-        patch = markers.patch if markers.video is None else markers.video
-        merged = [patch] * (clip.frames * clip.height * clip.width + clip.audio)
-        ids = np.array([markers.begin, markers.audio_begin, *merged, markers.audio_end, markers.end], np.int64)
-        self.images.append(None)
-        self.spans.append((self.tokens + 1, self.tokens + ids.size - 1))
-        self._add(clip, ids, 0, 0)
-
-    def _add(self, segment: Segment, ids: IntArray, before: int, after: int) -> None:
-        """Add the ids of a segment, of which so many before and after it are text."""
-        self.document += [Text(self.text + before), segment] if self.text + before else [segment]
-        self.ids.append(ids)
-        self.tokens += ids.size
+    def add(self, piece: IntArray | Grid | Audio | Clip, image: ProcessedImage | None = None) -> None:
+        """Add text as token ids, or a segment, of an image that may be known."""
+        if isinstance(piece, np.ndarray):
+            self.pieces.append(piece)
+            self.text += piece.size
+            return
+        before, after = self.markers.around(piece)
+        if isinstance(piece, Grid) and self.markers.row is not None:
+            piece = replace(piece, row_separator=True)
+        if not isinstance(piece, Audio):
+            self.images.append(image)
+        self.pieces.append(piece)
+        self.document += [Text(self.text + before), piece] if self.text + before else [piece]
         self.text = after
 
     def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
@@ -572,7 +569,14 @@ class _Contents:
         segments = SegmentTable.from_documents([document])
         patches = join_patches("parts", self.images)
         positions, markers = place(segments, scheme, start), self.markers
-        input_ids = np.concatenate(self.ids)
+        # Only now, since there may be no room for what is beyond a limit.
+        pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
+        input_ids, stops = np.concatenate(pieces), np.cumsum([piece.size for piece in pieces])
+        spans = []
+        for piece, ids, stop in zip(self.pieces, pieces, stops.tolist(), strict=True):
+            if isinstance(piece, Grid | Clip):
+                before, after = (1, 1) if isinstance(piece, Clip) else markers.margins
+                spans.append((stop - ids.size + before, stop - after))
         if CLIP in segments.kind:  # whose scheme knows how patches and audio take turns
             assert markers.audio is not None, "checked with the clip"
             types = positions.token_types(segments)
@@ -583,17 +587,16 @@ class _Contents:
                 types[input_ids == markers.video] = PATCH
             if markers.audio is not None:
                 types[input_ids == markers.audio] = AUDIO_TOKEN
-        pictures = (segments.kind == GRID) | (segments.kind == CLIP)
         return InterleavedSequence(
             input_ids=input_ids,
             token_type_ids=types,
             segments=segments,
             positions=positions,
             patches=patches,
-            grid_thw=segments.extents[:, pictures].T.copy(),
-            image_spans=np.array(self.spans, np.int64).reshape(-1, 2),
+            grid_thw=segments.extents[:, (segments.kind == GRID) | (segments.kind == CLIP)].T.copy(),
+            image_spans=np.array(spans, np.int64).reshape(-1, 2),
             image_hashes=tuple(None if image is None else image.content_hash for image in self.images),
-            part_offsets=np.array([*self.parts, self.tokens]),
+            part_offsets=np.append(0, stops)[[*self.parts, -1]],
             image_margins=markers.margins,
             audio_margins=markers.audio_margins,
         )

@@ -18,7 +18,7 @@ from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
 from torch.utils.data._utils import pin_memory as pin
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
+from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
@@ -212,6 +212,13 @@ def test_the_parts_of_a_split_document_go_on_counting_and_begin_without_a_label(
     assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
     assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
     assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, -100, -100, 8, 9]
+
+
+def test_images_that_touch_have_spans_of_their_own() -> None:
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
+    batch = PackedCollator()([Example("b", bare, bare.input_ids)] * 2)
+    assert batch.image_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+    assert batch.feature_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
 
 
 def with_photos(scheme: str = "rope-tie", start: int = 0) -> list[Example]:

@@ -41,7 +41,7 @@ uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without to
 some = documents.filter(lambda given: 0 < len(given) <= 4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(some, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)

@@ -647,6 +647,7 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     corpus(tmp_path, 2, 1)
     terminal, side = os.openpty()

@@ -66,6 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_batches_of_a_client_are_those_of_the_builder(server: str, tmp_path: Path) -> None:
     rows = records(0, 20)
     rows[5]["image"]["bytes"] = b"no image at all"

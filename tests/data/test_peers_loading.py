@@ -103,26 +103,6 @@ def test_a_new_loader_goes_on_from_a_snapshot(
     assert list(resumed) == rest
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_four_epochs_are_two_and_two_after_a_resume(workers: int, chosen: bool) -> None:
-    def read(one: Any, data: BatchDataset, epochs: range) -> list[list[Any]]:
-        found = []
-        for epoch in epochs:
-            if chosen:
-                data.set_epoch(epoch)
-            found.append(list(one))
-        return found
-
-    data, later, straight = (dataset("seven", 9) for _ in range(3))
-    first, second = loader(data, workers), loader(later, workers)
-    epochs = read(first, data, range(2))
-    second.load_state_dict(first.state_dict())
-    epochs += read(second, later, range(2, 4))
-    assert epochs == read(loader(straight, workers), straight, range(4))
-    assert len({str(epoch) for epoch in epochs}) == (4 if chosen else 1)
-
-
 # webdataset
 
 

@@ -26,22 +26,12 @@ TABLE = Path(__file__).parents[2] / "mmpos" / "rotary" / "hf_defaults.json"
 MODELS = Path(transformers.__file__).parent / "models"
 
 FIELDS = (
-    *("audio_token_id", "position_id_per_seconds", "seconds_per_chunk"),
-    *(
-        "boi_token_id",
-        "document_token_id",
-        "eoi_token_id",
-        "im_end_id",
-        "im_start_id",
-        "image_end_token_id",
-        "image_start_token_id",
-        "image_token_id",
-        "patch_size",
-    ),
-    *("merge_kernel_size", "merge_size", "spatial_merge_size", "temporal_merge_size", "temporal_patch_size"),
-    *("tokens_per_second", "video_end_token_id"),
-    *("video_start_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"),
-)
+    "audio_token_id", "position_id_per_seconds", "seconds_per_chunk", "boi_token_id", "document_token_id",
+    "eoi_token_id", "im_end_id", "im_start_id", "image_end_token_id", "image_start_token_id", "image_token_id",
+    "patch_size", "merge_kernel_size", "merge_size", "spatial_merge_size", "temporal_merge_size",
+    "temporal_patch_size", "tokens_per_second", "video_end_token_id", "video_start_token_id", "video_token_id",
+    "vision_end_token_id", "vision_start_token_id",
+)  # fmt: skip
 """Fields of whole models and of encoders that are read here."""
 
 ROTATION_FIELDS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -10,17 +10,7 @@ from typing import Any
 import torch
 from rotary_oracle import Ids, ids_of, phases
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.hf import patch
@@ -28,21 +18,14 @@ from mmpos.rotary import Rotary
 
 WAYS = ("fused", "reference")
 
-CONFIGS: Mapping[str, Any] = {
-    "gemma": GemmaConfig,
-    "gemma2": Gemma2Config,
-    "gemma3": Gemma3TextConfig,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+CONFIGS = ("gemma", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3")
+"""Model types that are built like Llama."""
 
 OTHERS = (
     "apertus", "arcee", "diffllama", "exaone4", "granite", "lfm2", "ministral", "mixtral", "olmo2", "olmo3", "phi",
     "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
-"""Other model types that are built like Llama."""
+"""Others."""
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -65,7 +48,7 @@ SIZES = {
 def config_of(name: str, **changes: Any) -> Any:
     """A config of two layers; Gemma 3 has one of each layer type."""
     changes = {**({"sliding_window_pattern": 2} if name == "gemma3" else {}), **changes}
-    kind = CONFIGS[name] if name in CONFIGS else CONFIG_MAPPING[name]
+    kind: Any = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
     return kind(**{**SIZES, **({} if name in CONFIGS else EXPERTS), **changes})
 
 

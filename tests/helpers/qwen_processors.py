@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from chat_tokenizer import QWENS, chat_tokenizer
+from tiny_models import tiny_config
 from tolerance import assert_within
 from transformers import BatchFeature
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-from transformers.models.qwen2_vl import modeling_qwen2_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 import mmpos
 from mmpos.integrations.hf import MMPosProcessor
@@ -32,60 +30,30 @@ TEMPLATE = (
     "{% endif %}{% endfor %}"
 )
 SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 20}
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 400}
-
-
-class Kind(NamedTuple):
-    """A model of Transformers, tiny, and the modules of its classes."""
-
-    modeling: Any
-    name: str
-    rope: dict[str, Any]
-    vision: dict[str, Any]
-
-
-TIMED = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
-KINDS = {
-    "qwen2_vl": Kind(
-        modeling_qwen2_vl, "Qwen2VL", TIMED, {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32}
-    ),
-    "qwen2_5_vl": Kind(
-        modeling_qwen2_5_vl,
-        "Qwen2_5_VL",
-        TIMED,
-        {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32},
-    ),
-    "qwen3_vl": Kind(
-        modeling_qwen3_vl,
-        "Qwen3VL",
-        {**TIMED, "mrope_interleaved": True},
-        {
-            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
-        },
-    ),
-}  # fmt: skip
+KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+"""Model types, and how the names of their classes begin."""
 
 
 @cache
 def config_of(model: str) -> Any:
-    kind = KINDS[model]
-    text = {**TEXT, "num_key_value_heads": 2, "rope_parameters": kind.rope, "head_dim": 8}
-    ids = dict(zip(NAMES, range(5, 9), strict=True))
-    make = getattr(transformers, f"{kind.name}Config")
-    return make(text_config=text, vision_config=kind.vision, **ids, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config = tiny_config(model)
+    for name, token in zip(NAMES, range(5, 9), strict=True):
+        setattr(config, name, token)
+    config.text_config.update({"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2})
+    return config
 
 
-def both(model: str) -> tuple[MMPosProcessor, Any]:
+def both(model: str, tokenizer: Any = None) -> tuple[MMPosProcessor, Any]:
     """Our processor and theirs, of the same parts."""
-    config, kind = config_of(model), KINDS[model]
-    tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
+    config = config_of(model)
+    if tokenizer is None:
+        tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
     half: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if model == "qwen3_vl" else {}
     images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size, size=SIZE, **half)
     of_videos: Any = transformers.Qwen3VLVideoProcessor if model == "qwen3_vl" else transformers.Qwen2VLVideoProcessor
     told = {"cap_pixels_per_frame": False, "size": {**SIZE, "longest_edge": 28 * 28 * 60}}
     videos = of_videos(**told)
-    theirs = getattr(transformers, f"{kind.name}Processor")(images, tokenizer, videos, chat_template=TEMPLATE)
+    theirs = getattr(transformers, f"{KINDS[model]}Processor")(images, tokenizer, videos, chat_template=TEMPLATE)
     settings = mmpos.from_hf_config(config)
     own = settings.image_processor(
         mean=images.image_mean, std=images.image_std, min_pixels=SIZE["shortest_edge"], max_pixels=SIZE["longest_edge"]

@@ -53,7 +53,6 @@ class Request:
         ours: the function of the config of this call.
         theirs: the method of the model, with this config and no weights.
         arguments: of both.
-        traits: what is special about it, to be counted.
         settings: arguments of ``ModelSettings.segments`` for the same batch, if a processor may give it.
         model: the settings.
         needed: arguments that the method alone needs.
@@ -62,7 +61,6 @@ class Request:
     ours: Callable[..., Any]
     theirs: Callable[..., Any]
     arguments: dict[str, Any]
-    traits: list[str]
     settings: dict[str, Any] | None = None
     model: ModelSettings | None = None
     needed: dict[str, Any] = field(default_factory=dict)
@@ -120,8 +118,8 @@ def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:
     return padded(rows, side, fill, width), padded([[1] * len(row) for row in rows], side, 0, width).bool().numpy()
 
 
-def mask_of(random: Random, real: Array, kinds: Array) -> tuple[Tensor, list[str]]:
-    """A mask of any dtype; at times with holes, each of them after a token of text that stays."""
+def mask_of(random: Random, real: Array, kinds: Array) -> tuple[Tensor, bool]:
+    """A mask of any dtype, and whether it has holes, each of them after a token of text that stays."""
     mask, kept = torch.from_numpy(real.astype(np.int64)), (real != 0) & (kinds == 0)
     rows, tokens = np.nonzero(kept[:, 2::2] & kept[:, 1:-1:2])
     holes = list(zip(rows.tolist(), (2 + 2 * tokens).tolist(), strict=True))
@@ -129,7 +127,7 @@ def mask_of(random: Random, real: Array, kinds: Array) -> tuple[Tensor, list[str
     for row, token in made:
         mask[row, token] = 0
     dtype = random.choice([torch.int64, torch.int32, torch.bool, torch.float32])
-    return mask.to(dtype), ["attention_mask", *["holes"] * bool(made)]
+    return mask.to(dtype), bool(made)
 
 
 def text_of(random: Random, most: int) -> list[int]:
@@ -164,7 +162,6 @@ def _seconds(random: Random, videos: int) -> Tensor | list[float] | None:
 def like_qwen(random: Random, model: str) -> Request:
     """Images and videos, padded, masked with holes; at times more grids than tokens are left for."""
     layout = random_layout(random, LIKE[model], random.random() < 0.8)
-    traits: list[str] = []
     frames = 2 if model == "ernie4_5_vl_moe" else 1
     images, videos = _grids(random, layout.images, layout.merge, 1), _grids(random, layout.videos, layout.merge, frames)
     arguments: dict[str, Any] = {
@@ -172,28 +169,24 @@ def like_qwen(random: Random, model: str) -> Request:
         "mm_token_type_ids": any_integers(random, layout.kinds),
     }
     if layout.attention_mask is not None or random.random() < 0.3:
-        arguments["attention_mask"], traits = mask_of(random, layout.real, layout.kinds)
+        arguments["attention_mask"], _ = mask_of(random, layout.real, layout.kinds)
     elif random.random() < 0.3:  # which theirs takes only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
     if random.random() < 0.2:  # an image that no token is left for, with room for tokens, or for none
         more = torch.tensor([random.choice([[1, 6, 6], [1, 0, 6]])])
         images = more if images is None else torch.cat([images, more])
-        traits.append("surplus image")
     if videos is not None and random.random() < 0.2:  # a video of which the last frames are cut off, or that is
         if layout.apart:
             videos[-1, 0] += random.randint(1, 3)
         videos = torch.cat([videos, torch.tensor([random.choice([[2, 6, 12], [2, 6, 0], [0, 6, 12]])])])
         if layout.apart and random.random() < 0.5:  # a video without frames is no grid
             videos = torch.cat([torch.tensor([[0, 6, 12]]), videos])
-        traits.append("surplus video")
     if LIKE[model] == "qwen2_5_vl" and videos is not None:
-        seconds = arguments["second_per_grid_ts"] = _seconds(random, len(videos))
-        traits.append(f"seconds: {seconds.dtype if isinstance(seconds, Tensor) else type(seconds).__name__}")
+        arguments["second_per_grid_ts"] = _seconds(random, len(videos))
     arguments |= {"image_grid_thw": images, "video_grid_thw": videos}
     vision = {"spatial_merge_size": layout.merge, "tokens_per_second": layout.rate, "temporal_merge_size": frames}
     theirs = method_of(model, SimpleNamespace(vision_config=SimpleNamespace(**vision)))
-    traits += [name for name in ("image_grid_thw", "video_grid_thw") if arguments[name] is not None]
-    return Request(rope_index({"model_type": model, "vision_config": vision}), theirs, arguments, traits)
+    return Request(rope_index({"model_type": model, "vision_config": vision}), theirs, arguments)
 
 
 # HunYuan-VL.
@@ -231,21 +224,18 @@ def like_hunyuan(random: Random, model: str) -> Request:
         "input_ids": ids.to(random.choice([torch.int64, torch.int32])),
         "mm_token_type_ids": any_integers(random, types),
     }
-    traits: list[str] = []
+    holes = False
     if not real.all() or random.random() < 0.3:
-        arguments["attention_mask"], traits = mask_of(random, real, types)
-    clean = "holes" not in traits
+        arguments["attention_mask"], holes = mask_of(random, real, types)
+    clean = not holes
     if images and random.random() < 0.9:
         more = [[random.randrange(3), random.randrange(2), random.randrange(2)] for _ in images]
         arguments["image_grid_thw"] = torch.tensor(images) + torch.tensor(more)
-        traits += ["image_grid_thw"]
     elif images:
         clean = False
-        traits += ["images without grids"]
     told = {"input_ids": ids, "image_grid_thw": images or None, "attention_mask": real.astype(np.int64)}
-    traits += [str(arguments["input_ids"].dtype)]
     theirs = method_of(model, config)
-    return Request(rope_index(config), theirs, arguments, traits, told if clean else None, settings)
+    return Request(rope_index(config), theirs, arguments, told if clean else None, settings)
 
 
 # GLM-Image.
@@ -282,7 +272,7 @@ def like_glm_image(random: Random, model: str) -> Request:
     alike = random.random() < 0.2
     made = [_glm_image_row(random, settings, grids) for _ in range(1 if alike else random.randint(1, 4))]
     ids, real = batch_of(random, [row for row, _ in made] * (random.randint(1, 3) if alike else 1))
-    counts, traits = [count for _, count in made], ["alike"] * alike
+    counts, holes = [count for _, count in made], False
     told: dict[str, Any] = {"input_ids": ids, "image_grid_thw": grids or None, "attention_mask": real.astype(np.int64)}
     arguments: dict[str, Any] = {"input_ids": ids}
     patch = settings.placeholders.image or 0
@@ -290,30 +280,26 @@ def like_glm_image(random: Random, model: str) -> Request:
         arguments["input_ids"] = ids.masked_fill(ids == patch, TEXT)
     if not real.all() or random.random() < 0.3:
         around = np.isin(ids.numpy(), (patch, *(settings.image_markers or ())))
-        arguments["attention_mask"], more = mask_of(random, real, around)
-        traits += more
+        arguments["attention_mask"], holes = mask_of(random, real, around)
     elif random.random() < 0.3:
         arguments["attention_mask"] = torch.ones(len(ids), ids.shape[1] + 3, dtype=torch.int64)
-        traits.append("a longer mask")
     elif random.random() < 0.7:  # which theirs takes only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
-        traits.append("torch.int32")
     if grids or random.random() < 0.5:
         arguments["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
         if not alike:
             arguments["images_per_sample"] = torch.tensor(counts)
-        traits.append("image_grid_thw")
     kind, stand_in = unbound(model, config)
 
     def theirs(**given: Any) -> Any:
         ids = kind.get_rope_index(stand_in, **given)
         return ids, stand_in._cached_decode_position_ids
 
-    clean = not alike and "holes" not in traits
+    clean = not alike and not holes
     told["images_per_sample"] = counts
     function = rope_index(config)
     assert isinstance(function, GeneratingRopeIndex)
-    return Request(function.with_generated, theirs, arguments, traits, told if clean else None, settings)
+    return Request(function.with_generated, theirs, arguments, told if clean else None, settings)
 
 
 # MiniCPM-V 4.7.
@@ -364,32 +350,27 @@ def like_minicpm(random: Random, model: str) -> Request:
         "input_ids": ids.to(random.choice([torch.int64, torch.int32])),
         "mm_token_type_ids": any_integers(random, kinds),
     }
-    traits: list[str] = []
+    holes = False
     if not real.all() or random.random() < 0.3:
         markers = settings.placeholders.crops
         assert markers is not None
         around = (markers.thumbnail_start, markers.thumbnail_end, markers.tile_start, markers.tile_end)
-        arguments["attention_mask"], traits = mask_of(random, real, kinds + np.isin(ids.numpy(), around))
-        traits += ["padding on the left"] * (not real[:, 0].all())
+        arguments["attention_mask"], holes = mask_of(random, real, kinds + np.isin(ids.numpy(), around))
     mode = random.choice([None, "16x", "4x"])
     merge = 2 if mode == "4x" else 4
     told: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
     told |= {"image_grid_thw": grids[image] or None, "video_grid_thw": grids[video] or None}
-    clean = "holes" not in traits
+    clean = not holes
     if mode is not None:
         arguments["downsample_mode"] = mode
-        traits.append(mode)
     for name, patch in (("target_sizes", image), ("target_sizes_videos", video)):
         sizes = [[merge * side // 4 + random.randrange(merge) for side in grid[1:]] for grid in grids[patch]]
         if random.random() < 0.2:  # a crop that no token is left for
             sizes.append(random.choice([[4, 8], [1, 8]]))
-            traits.append(f"surplus {name}")
         if sizes:
             arguments[name] = torch.tensor(sizes)
-            traits.append(name)
-    traits += [str(arguments["input_ids"].dtype)]
     theirs = method_of(model, config)
-    return Request(rope_index(config), theirs, arguments, traits, told if clean else None, settings)
+    return Request(rope_index(config), theirs, arguments, told if clean else None, settings)
 
 
 # Qwen Omni.
@@ -466,7 +447,7 @@ def like_omni(random: Random, model: str) -> Request:
     ids, real = padded(made.rows, side), padded([[1] * len(row) for row in made.rows], side)
     asked: dict[str, Any] = {"use_audio_in_video": clips}
     told: dict[str, Any] = {"input_ids": ids, "attention_mask": real, "audio_lengths": made.audio}
-    clean, traits = random.random() < 0.4, ["clips" if clips and made.videos else "no clips"]
+    clean = random.random() < 0.4
     for name, grids in (("image_grid_thw", made.images), ("video_grid_thw", made.videos)):
         told[name] = grids or None
         if grids:
@@ -479,19 +460,16 @@ def like_omni(random: Random, model: str) -> Request:
     if made.features:
         asked["audio_seqlens"] = torch.tensor(made.features)
     if not real.all() or random.random() < 0.5:
-        asked["attention_mask"], more = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
-        traits += more
+        asked["attention_mask"], holes = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
+        clean = clean and not holes
     if not clean and random.random() < 0.3:
         grids = asked.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
         asked["image_grid_thw"] = torch.cat([grids, torch.tensor([random.choice([[1, 6, 6], [1, 1, 6]])])])
-        traits.append("surplus image")
     # Theirs takes other integers only without a mask.
     asked["input_ids"] = ids.int() if "attention_mask" not in asked and random.random() < 0.5 else ids
-    traits += [*(name for name in asked if name != "attention_mask"), str(asked["input_ids"].dtype)]
     needed = {} if model == "qwen2_5_omni" or "attention_mask" in asked else {"attention_mask": torch.ones_like(ids)}
     theirs = method_of(model, config.thinker_config)
-    clean = clean and "holes" not in traits
-    return Request(rope_index(config), theirs, asked, traits, told if clean else None, settings, needed)
+    return Request(rope_index(config), theirs, asked, told if clean else None, settings, needed)
 
 
 FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
@@ -502,22 +480,3 @@ FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     **dict.fromkeys(OMNI, like_omni),
 }
 """What makes random requests of each of MODELS."""
-
-_EVERY = ("attention_mask", "holes", "image_grid_thw")
-_TYPES = ("torch.int32", "torch.int64")
-TRAITS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(LIKE, (*_EVERY, "video_grid_thw", "surplus image", "surplus video")),
-    "qwen2_5_vl": (
-        *(*_EVERY, "video_grid_thw", "surplus image", "surplus video"),
-        *(f"seconds: {each}" for each in ("NoneType", "list", "torch.float32", "torch.float64")),
-        *(f"seconds: torch.{each}" for each in ("bfloat16", "float16")),
-    ),
-    "glm_image": (*_EVERY, "alike", "a longer mask", "torch.int32"),
-    "hunyuan_vl": (*_EVERY, "images without grids", *_TYPES),
-    "minicpmv4_7": (
-        *("attention_mask", "holes", "padding on the left", "4x", "16x", *_TYPES),
-        *(f"{surplus}target_sizes{videos}" for surplus in ("", "surplus ") for videos in ("", "_videos")),
-    ),
-    **dict.fromkeys(OMNI, (*_EVERY, "video_grid_thw", "audio_seqlens", "clips", "no clips", "surplus image", *_TYPES)),
-}
-"""What requests of each type must have often, so that the method is compared in it."""

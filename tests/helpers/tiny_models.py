@@ -46,6 +46,7 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
 
 QUERIES = {"text_config": LLAMA, "num_query_tokens": 8, "vision_config": {"image_size": 28}}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 SMALL_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "num_heads": 4, "depth": 1}}
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
@@ -79,6 +80,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}, "text_config": {"rope_scaling_layers": [0, 1]}},
     "muse_spark": {"text_config": {"moe_hidden_size": 64}},
     "perception_lm": {"vision_config": SMALL_VIT},
+    **{model: {"text_config": {"rope_parameters": SECTIONS}} for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
     "pi0": {
         "chunk_size": 5,
         "vlm_config": {"projection_dim": 64, "vision_config": {"image_size": 28, "patch_size": 7}},

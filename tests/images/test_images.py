@@ -207,17 +207,6 @@ def test_fit_refuses_what_is_no_size() -> None:
 # Patches
 
 
-def test_merged_order_by_hand() -> None:
-    image = np.arange(8, dtype=np.uint8).reshape(2, 4)
-    options = {"patch_size": 1, "spatial_merge_size": 2, "min_pixels": 0}
-    merged = ImageProcessor("pillow", order="merged", **options).process(image)  # type: ignore[arg-type]
-    raster = ImageProcessor("pillow", order="raster", **options).process(image)  # type: ignore[arg-type]
-    assert merged.patches is not None
-    assert raster.patches is not None
-    assert merged.patches[:, 0, 0, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert raster.patches[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_patches_belong_to_the_caller(backend: str) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
@@ -228,13 +217,6 @@ def test_patches_belong_to_the_caller(backend: str) -> None:
     assert not np.shares_memory(patches, image)
     patches[...] = 9
     assert image.max() == 0
-
-
-def test_float32_is_normalised_with_mean_and_std() -> None:
-    got = pixels(GRADIENT, dtype="float32", mean=(0.1, 0.2, 0.3), std=(0.5, 1, 2))
-    assert got.dtype == np.float32
-    want = (GRADIENT / 255 - np.array([0.1, 0.2, 0.3])) / np.array([0.5, 1, 2])
-    assert_within(got, want, normalised((0.1, 0.2, 0.3), (0.5, 1, 2)))
 
 
 # Sources

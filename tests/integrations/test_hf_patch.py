@@ -30,14 +30,15 @@ NAMES = sorted(CONFIGS)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("gemma3", torch.float32)], ids=str
+)
 def test_text_alone_has_the_logits_of_the_untouched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    model, input_ids = model_of(name, dtype), tokens(2, 300)
+    model, input_ids = model_of(name, dtype), tokens(2, 120)
     with torch.no_grad():
         want = model(input_ids).logits
         patch(model, rotary_of(model, precision="hf"))
-        assert torch.equal(model(input_ids, mm_position_ids=text(300, 300)).logits, want)
+        assert torch.equal(model(input_ids, mm_position_ids=text(120, 120)).logits, want)
         assert torch.equal(model(input_ids).logits, want)
         assert torch.equal(model(input_ids, mm_position_ids=None).logits, want)
 
@@ -174,18 +175,18 @@ def test_scaled_models_keep_the_bits_of_text(rope: dict[str, object], scaling: t
 
 
 def test_a_cursor_beyond_what_a_scaling_was_set_for_is_refused() -> None:
-    model = model_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    input_ids = tokens(1, 606)
-    table = place(SegmentTable.from_documents([[Text(3), Grid(20, 30), Text(3)]]))  # 606 tokens, cursor 656
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model, input_ids = model_of("llama", rope_parameters=rope, max_position_embeddings=64), tokens(1, 60)
+    table = place(SegmentTable.from_documents([[Text(3), Grid(6, 9), Text(3)]]))  # 60 tokens, cursor 75
     rotary = rotary_of(model)
     patch(model, rotary)
     for call in (model, model.generate):
-        with pytest.raises(InvalidInputError, match=r"go on at 656, .* want a patch with rotary.for_length\(656\)"):
+        with pytest.raises(InvalidInputError, match=r"go on at 75, .* want a patch with rotary.for_length\(75\)"):
             call(input_ids, mm_position_ids=table)
     unpatch(model)
-    with torch.no_grad(), turned_by_hand(model, table, rotary.for_length(700), 1):
-        want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters(), 606)
-    got = patch(model, rotary.for_length(700))(input_ids, mm_position_ids=table).logits
+    with torch.no_grad(), turned_by_hand(model, table, rotary.for_length(80), 1):
+        want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
+    got = patch(model, rotary.for_length(80))(input_ids, mm_position_ids=table).logits
     assert_within(got, want, bound)
 
 
@@ -201,7 +202,7 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_loss_and_gradients_are_those_of_cos_and_sin_by_hand(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     rotary = rotary_of(model)

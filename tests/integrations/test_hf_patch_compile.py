@@ -87,18 +87,6 @@ def test_layers_compiled_one_by_one_take_their_turns() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_agrees_with_eager() -> None:
-    model, input_ids, table = model_of("llama", num_hidden_layers=1), tokens(2, 24), as_ids(two_rows())
-    patch(model, rotary_of(model), implementation="reference")
-    compiled: Any = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        want = model(input_ids, mm_position_ids=table, use_cache=False).logits
-        got = compiled(input_ids, mm_position_ids=table, use_cache=False).logits
-        bound = rounding(lambda: model(input_ids, mm_position_ids=table, use_cache=False).logits, model.parameters())
-    assert_within(got, want, bound)
-
-
-@pytest.mark.slow
 def test_training_compiles(monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
     model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
@@ -152,20 +140,6 @@ def gradients(model: Any, input_ids: Tensor, **told: Any) -> list[Tensor]:
     output = model(input_ids, labels=input_ids, **told)
     output.loss.backward()
     return [output.logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
-def test_the_kernel_has_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, input_ids, table = model_of(name).to(device), tokens(2, 24).to(device), two_rows("rope-tie-v2")
-    rotary = rotary_of(model)
-    with torch.no_grad():
-        with turned_by_hand(model, table, rotary, 2):
-            want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
-        patch(model, rotary, implementation="triton")
-        got = model(input_ids, mm_position_ids=table).logits
-    assert_within(got, want, bound)
 
 
 def test_auto_is_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:

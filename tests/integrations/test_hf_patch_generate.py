@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from cache_name import CACHE
 from hf_models import as_ids, model_of, rotary_of, tokens, two_rows
+from refusals import assert_refused
 from tolerance import assert_within, rounding
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
 from mmpos.integrations.hf.positions import Prompt, prepare_inputs_for_generation
 from mmpos.rotary import DevicePositions
@@ -60,7 +61,7 @@ def patched(name: str = "llama") -> Any:
 
 
 def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model.generate(*args, max_new_tokens=NEW, do_sample=False, **kwargs)
+    return model.generate(*args, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -68,6 +69,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "chunks that cut an image": {"prefill_chunk_size": 7},
     "no cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
+    "sampling": {"do_sample": True, "top_k": 1},
 }
 
 
@@ -98,23 +100,18 @@ def test_dense_ids_and_device_positions_with_next_positions(scheme: str) -> None
         assert found[:, 24:].tolist() == one_by_one(scheme)
 
 
-@pytest.mark.parametrize("form", ["dense", "table"])
-def test_beams_keep_the_positions_of_their_row(form: str) -> None:
+def test_beams_keep_the_positions_of_their_row() -> None:
     model, (input_ids, mask, table) = patched(), prompts()
-    told: dict[str, Any] = {"mm_position_ids": table}
-    if form == "dense":
-        told["mm_position_ids"] = as_ids(table)
-        told["mm_next_positions"] = torch.from_numpy(table.next_positions.copy())
     found = generated(
         model,
         input_ids,
         attention_mask=mask,
+        mm_position_ids=table,
         num_beams=3,
         num_return_sequences=3,
         length_penalty=0.0,
         return_dict_in_generate=True,
         output_scores=True,
-        **told,
     )
     real = place(SEGMENTS)
     for beam, score in enumerate(found.sequences_scores):  # each is the sum of log-probabilities of a full forward
@@ -129,20 +126,6 @@ def test_beams_keep_the_positions_of_their_row(form: str) -> None:
             return steps.sum()
 
         assert_within(score, summed(), rounding(summed, model.parameters()))
-
-
-def test_samples_of_one_prompt_keep_its_positions() -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
-    found = model.generate(
-        input_ids,
-        attention_mask=mask,
-        mm_position_ids=table,
-        max_new_tokens=NEW,
-        do_sample=True,
-        top_k=1,
-        num_return_sequences=2,
-    )
-    assert found[:, 24:].tolist() == [row for row in one_by_one() for _ in range(2)]
 
 
 @pytest.mark.parametrize("assistant", ["a copy", "tokens of the prompt"])
@@ -200,55 +183,10 @@ def test_ids_of_a_step_begin_where_its_cache_ends(name: str) -> None:
     assert made["mm_position_ids"].tolist() == [[[52], [62]]] * 2
 
 
-REFUSED: list[tuple[Callable[[PositionTable], dict[str, Any]], str]] = [
-    (lambda table: {"mm_position_ids": table.window([0], [0], [24])}, "got 1 document of .* want 2 of one length"),
-    (lambda table: {"mm_position_ids": place(SEGMENTS).pad()}, "got padding behind prompt 1, want it before"),
-    (lambda table: {"mm_position_ids": place(SEGMENTS)}, r"got 2 documents of \[24, 9\] tokens, want 2 of one length"),
-    (
-        lambda table: {"mm_position_ids": table.pad(25, "left")},
-        r"got \(2, 2, 25\), want \(2, 2, 24\): \(axes, batch, seq\)",
-    ),
-    (lambda table: {"mm_position_ids": table, "mm_next_positions": 1}, "mm_next_positions: got it beside a table"),
-    (
-        lambda table: {"mm_position_ids": torch.zeros(2, 2, 24)},
-        r"mm_next_positions: got None beside Tensor, want \(batch,\) ids of the tokens to come",
-    ),
-    (
-        lambda table: {"mm_position_ids": DevicePositions.from_table(table)},
-        "mm_next_positions: got None beside DevicePositions",
-    ),
-    (
-        lambda table: {"mm_position_ids": torch.zeros(2, 2, 24), "mm_next_positions": torch.ones(2)},
-        r"mm_next_positions: got torch.float32 \(2,\), want a tensor of 2 integers",
-    ),
-    (
-        lambda table: {"mm_position_ids": torch.zeros(3, 2, 24), "mm_next_positions": torch.tensor([1, 1])},
-        r"mm_position_ids: got \(3, 2, 24\), want \(2, 2, 24\)",
-    ),
-    (
-        lambda table: {"mm_position_ids": [0] * 24, "mm_next_positions": torch.tensor([1, 1])},
-        r"mm_position_ids: got list, want \(2, 2, 24\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("told", "why"), REFUSED, ids=range(len(REFUSED)))
-def test_prompts_that_do_not_fit_are_refused(told: Callable[[PositionTable], dict[str, Any]], why: str) -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
-    with pytest.raises(InvalidInputError, match=why):
-        generated(model, input_ids, attention_mask=mask, **told(table))
-
-
 def test_a_slice_of_packed_prompts_is_the_prompt_that_it_holds() -> None:
     model, (input_ids, _, _), packed = patched(), prompts(), place(SEGMENTS)
     found = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
     assert found[:, 9:].tolist() == one_by_one()[1:]
-
-
-def test_next_positions_alone_are_refused() -> None:
-    model, (input_ids, mask, _) = patched(), prompts()
-    with pytest.raises(InvalidInputError, match="mm_next_positions: got it without mm_position_ids"):
-        generated(model, input_ids, attention_mask=mask, mm_next_positions=torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("given", ["alone", "in a config", "in a config by place", "in that of the model"])
@@ -258,26 +196,37 @@ def test_guidance_whose_second_branch_has_no_positions_is_refused(given: str) ->
     if given == "in that of the model":
         model.generation_config = config
     args = (config,) if given == "in a config by place" else ()
-    named: dict[str, dict[str, Any]] = {
-        "alone": {"guidance_scale": 1.5},
-        "in a config": {"generation_config": config},
-    }
-    told = named.get(given, {})
-    with pytest.raises(UnsupportedError, match=r"guidance_scale: got 1\.5, want 1"):
-        model.generate(input_ids, *args, attention_mask=mask, mm_position_ids=table, **told)
-
-
-def test_an_assistant_that_is_not_patched_is_refused() -> None:
-    model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
-    with pytest.raises(ValueError, match="mm_position_ids"):
-        generated(model, input_ids, mm_position_ids=table, assistant_model=model_of("llama"))
+    named: dict[str, Any] = {"alone": {"guidance_scale": 1.5}, "in a config": {"generation_config": config}}
+    told = {"attention_mask": mask, "mm_position_ids": table, **named.get(given, {})}
+    message = "guidance_scale: got 1.5, want 1"
+    assert_refused(message, lambda: model.generate(input_ids, *args, **told), UnsupportedError)
 
 
 def test_generation_ends_where_ids_would_leave_int32() -> None:
     table = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
-    assert generated(
-        patched(), tokens(1, 4), mm_position_ids=place(SegmentTable.from_documents([[Text(4)]]))
-    ).shape == (1, 4 + NEW)
-    with pytest.raises(InvalidInputError) as refused:
-        generated(patched(), tokens(1, 4), mm_position_ids=table)
-    assert str(refused.value) == "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
+    message = "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
+    assert_refused(message, lambda: generated(patched(), tokens(1, 4), mm_position_ids=table))
+
+
+ZEROS, BOTH = torch.zeros(2, 2, 24), torch.tensor([1, 1])
+_, _, TABLE = prompts()
+SHAPE = "want (2, 2, 24): (axes, batch, seq)"
+REFUSED: list[tuple[str, object, object]] = [
+    ("mm_position_ids: got 1 document of [24] tokens, want 2 of one length", TABLE.window([0], [0], [24]), None),
+    ("mm_position_ids: got padding behind prompt 1, want it before", place(SEGMENTS).pad(), None),
+    ("mm_position_ids: got 2 documents of [24, 9] tokens, want 2 of one length", place(SEGMENTS), None),
+    (f"mm_position_ids: got (2, 2, 25), {SHAPE}", TABLE.pad(25, "left"), None),
+    ("mm_next_positions: got it beside a table", TABLE, 1),
+    ("mm_next_positions: got it without mm_position_ids", None, BOTH),
+    ("mm_next_positions: got None beside Tensor, want (batch,) ids of the tokens to come", ZEROS, None),
+    ("mm_next_positions: got torch.float32 (2,), want a tensor of 2 integers", ZEROS, torch.ones(2)),
+    (f"mm_position_ids: got (3, 2, 24), {SHAPE}", torch.zeros(3, 2, 24), BOTH),
+    (f"mm_position_ids: got list, {SHAPE}", [0] * 24, BOTH),
+]
+
+
+@pytest.mark.parametrize(("why", "ids", "following"), REFUSED, ids=range(len(REFUSED)))
+def test_prompts_that_do_not_fit_are_refused(why: str, ids: object, following: object) -> None:
+    model, (input_ids, mask, _) = patched(), prompts()
+    told = {"attention_mask": mask, "mm_position_ids": ids, "mm_next_positions": following}
+    assert_refused(why, lambda: generated(model, input_ids, **told))

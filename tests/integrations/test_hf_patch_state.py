@@ -91,7 +91,7 @@ def test_a_failed_call_leaves_nothing_to_the_next(way: str) -> None:
 
 def test_threads_that_share_a_model_do_not_share_positions() -> None:
     model, input_ids = patched(model_of("llama")), tokens(2, 24)
-    tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 8
+    tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 3
 
     @torch.no_grad()
     def run(table: PositionTable) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from chat_tokenizer import QWENS, chat_tokenizer
 from PIL import Image
-from qwen_processors import KINDS, NAMES, SIZE, TEMPLATE, TEXT, assert_same, both, config_of, drawn_chats
+from qwen_processors import KINDS, NAMES, SIZE, TEMPLATE, assert_same, both, config_of, drawn_chats
 from tolerance import normalised
 
 from mmpos import InvalidInputError
@@ -38,7 +38,10 @@ def test_a_folder_is_all_that_a_processor_needs(tmp_path: Path) -> None:
     assert "positions" in images(text="A")
 
 
-TEXT_OF_HUB = {**TEXT, "num_key_value_heads": 2, "rope_theta": 10000.0}
+TEXT_OF_HUB = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 400, "rope_theta": 10000.0,
+}  # fmt: skip
 HUB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "patch_size": 14, "spatial_merge_size": 2},
@@ -65,7 +68,7 @@ def released(tmp_path: Path, model: str, template: str) -> None:
             "min_pixels": 3136, "max_pixels": 28 * 28 * 50, **size, "patch_size": 14, "temporal_patch_size": 2,
             "merge_size": 2, "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711], "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": f"{KINDS[model].name}Processor",
+            "processor_class": f"{KINDS[model]}Processor",
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": list(QWENS),

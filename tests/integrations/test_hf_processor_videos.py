@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,15 @@ import torch
 import transformers
 from chat_tokenizer import QWENS
 from data_corpus import photo
+from model_configs import config_of as config_of_type
 from PIL import Image
-from qwen_processors import KINDS, TIMED, assert_same, both, config_of, drawn_chats
+from qwen_processors import KINDS, assert_same, both, config_of, drawn_chats
+from refusals import assert_refused
+from rope_batches import method_of
 from tolerance import assert_within, normalised
 
 import mmpos
-from mmpos import InvalidInputError, UnsupportedError
+from mmpos import InvalidInputError, MmposError
 from mmpos.integrations.hf import MMPosProcessor
 from mmpos.integrations.hf.chat import Frames
 
@@ -39,9 +42,7 @@ def video_metadata(chats: Any, random: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.parametrize("model", KINDS)
 def test_batches_and_positions_of_chats_with_videos_are_those_of_transformers(model: str, calls: int) -> None:
     ours, theirs = both(model)
-    kind = getattr(KINDS[model].modeling, f"{KINDS[model].name}Model")
-    reader: Any = SimpleNamespace(config=config_of(model))
-    reader.get_vision_position_ids = kind.get_vision_position_ids.__get__(reader)
+    method = method_of(model, config_of(model))
     bound = normalised(ours.images.mean, ours.images.std)
     videos = 0
     for seed in range(calls):
@@ -58,7 +59,7 @@ def test_batches_and_positions_of_chats_with_videos_are_those_of_transformers(mo
         grids = {name: want.get(name) for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
         seconds = {"second_per_grid_ts": grids.pop("second_per_grid_ts")} if model == "qwen2_5_vl" else {}
         named = {name: want[name] for name in ("input_ids", "mm_token_type_ids", "attention_mask")}
-        ids, deltas = kind.get_rope_index(reader, **named, **grids, **seconds)
+        ids, deltas = method(**named, **grids, **seconds)
         assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
         assert torch.equal(got["deltas"], deltas[:, 0])
         again = ours.positions(
@@ -74,7 +75,7 @@ def test_batches_and_positions_of_chats_with_videos_are_those_of_transformers(mo
 def test_unpatched_models_generate_from_our_batches_as_from_theirs(model: str) -> None:
     ours, theirs = both(model)
     torch.manual_seed(0)
-    made = getattr(transformers, f"{KINDS[model].name}ForConditionalGeneration")(config_of(model)).eval()
+    made = getattr(transformers, f"{KINDS[model]}ForConditionalGeneration")(config_of(model)).eval()
     chats = drawn_chats(np.random.default_rng(2))
     told: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
     want = theirs.apply_chat_template(chats, tokenize=True, return_dict=True, processor_kwargs=dict(told))
@@ -131,32 +132,24 @@ def test_videos_come_in_every_form(tmp_path: Path) -> None:
     assert sorted(ours(videos=frames)) == ["pixel_values_videos", "video_grid_thw"]
     (known,) = ours(text=text, videos=frames, return_metadata=True, return_tensors="pt")["video_metadata"]
     assert known.total_num_frames == 4
-    refused: list[tuple[Any, str]] = [
-        ([frames[0], frames[1][:30]], r"^videos: got frames of \[\(30, 80, 3\), \(60, 80, 3\)\], want one size$"),
-        ([[b"no"]], r"^videos\[0\]\.frames\[0\]: image: got "),
-        (
-            "https://a/b.mp4",
-            r"^videos: got the text 'https://a/b.mp4', a URL, which is never fetched, want the path of",
-        ),
-        ([3], r"^videos\.frames\[0\]: image: got int, want"),
-        ([np.zeros((2, 2, 2, 2, 2))], r"^videos\[0\]: got ndarray, want the path of a file, a list of frames"),
-        (None, r"^videos: got 0 videos, want 1, the placeholders of text$"),
-        ([[frames], [frames]], r"^videos: got 2 lists, want 1, one for each text$"),
-        ([[frames, frames]], r"^videos\[0\]: got 2 videos, want 1, the placeholders of text\[0\]$"),
+    two = {"fps": 2, "num_frames": 2, "do_sample_frames": True}
+    by_path = [{"role": "user", "content": [{"type": "video", "path": 3}]}]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("videos: got frames of [(30, 80, 3), (60, 80, 3)], want one size", {"videos": [frames[0], frames[1][:30]]}),
+        ("videos[0].frames[0]: image: got ", {"videos": [[b"no"]]}),
+        ("videos: got the text 'https://a/b.mp4', a URL, which is never fetched", {"videos": "https://a/b.mp4"}),
+        ("videos.frames[0]: image: got int, want", {"videos": [3]}),
+        ("videos[0]: got ndarray, want the path of a file, a list of frames", {"videos": [np.zeros((2, 2, 2, 2, 2))]}),
+        ("videos: got 0 videos, want 1, the placeholders of text", {"videos": None}),
+        ("videos: got 2 lists, want 1, one for each text", {"videos": [[frames], [frames]]}),
+        ("videos[0]: got 2 videos, want 1, the placeholders of text[0]", {"videos": [[frames, frames]]}),
+        ("video_metadata: got 2 of them, want 1, one for each video", {"videos": frames, "video_metadata": [{}, {}]}),
+        ("videos[0]: video: ", {"videos": [frames], "videos_kwargs": two}),
+        ("videos: got videos beside a chat, want them in its blocks of type", {"videos": frames, "text": chat}),
+        ("conversation[0].content[0].path: got int, want text or a path", {"text": by_path}),
     ]
-    for videos, message in refused:
-        with pytest.raises(InvalidInputError, match=message):
-            ours(text=[text], videos=videos)
-    with pytest.raises(InvalidInputError, match=r"^video_metadata: got 2 of them, want 1, one for each video$"):
-        ours(text=text, videos=frames, video_metadata=[{}, {}])
-    with pytest.raises(InvalidInputError, match=r"^videos\[0\]: video: .*fps"):
-        ours(text=text, videos=[frames], videos_kwargs={"fps": 2, "num_frames": 2, "do_sample_frames": True})
-    with pytest.raises(InvalidInputError, match=r"^videos: got videos beside a chat, want them in its blocks of type"):
-        ours(text=chat, videos=frames)
-    with pytest.raises(
-        InvalidInputError, match=r"^conversation\[0\]\.content\[0\]\.path: got int, want text or a path$"
-    ):
-        ours(text=[{"role": "user", "content": [{"type": "video", "path": 3}]}])
+    for message, told in refused:
+        assert_refused(message, partial(ours, **{"text": [text], **told}))
     assert not is_dataclass(Frames(()))  # of which Transformers 5.24 makes a mapping in a chat
 
 
@@ -211,34 +204,28 @@ def test_offsets_of_a_video_are_those_of_its_placeholder() -> None:
 
 def test_settings_of_videos_that_do_not_fit_are_named() -> None:
     ours, _ = both("qwen2_vl")
-    config, tokenizer = config_of("qwen2_vl"), ours.tokenizer
-    glm = transformers.Glm4vConfig(
-        text_config={"rope_parameters": {**TIMED, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}}
-    )
-    for told, message in (
-        ({"video_processor": ours.video_processor}, r"^video_token: got None beside a video_processor, want both"),
-        ({"video_token": 8}, r"^video_processor: got None beside a video_token, want both or none$"),
-        ({"video_token": 8, "video_processor": 5}, r"^video_processor: got 5, want a video processor of Transformers"),
-        ({"video_token": 8, "video_processor": {"video_processor_type": "AutoModel"}}, r"^video_processor: got \{"),
-        ({"video_token": "no", "video_processor": ours.video_processor}, r"^video_token: got 'no', want a token that"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            MMPosProcessor(tokenizer, ours.images, ours.scheme, ours.markers, **told)
-    with pytest.raises(
-        InvalidInputError, match=r"^tokenizer: got None beside a config, want the tokenizer, or a folder"
-    ):
-        MMPosProcessor.from_hf_config(config, images=ours.images)
-    with pytest.raises(UnsupportedError, match=r"^video_processor: got one for 'glm4v', want None: images only$"):
-        MMPosProcessor.from_hf_config(glm, tokenizer, images=ours.images, video_processor=ours.video_processor)
-    with pytest.raises(
-        UnsupportedError, match=r"^config: got 'llama', want a model whose config has temporal_patch_size$"
-    ):
-        MMPosProcessor.from_hf_config(transformers.LlamaConfig(), tokenizer, images=ours.images)
-    plain = MMPosProcessor(tokenizer, ours.images, ours.scheme, ours.markers)
-    with pytest.raises(
-        UnsupportedError, match=r"^video_sizes: got sizes, want None, or a processor with a video_processor$"
-    ):
-        plain._get_num_multimodal_tokens(video_sizes=[(2, 28, 28)])
+    tokenizer, videos = ours.tokenizer, ours.video_processor
+    make: Any = partial(MMPosProcessor, tokenizer, ours.images, ours.scheme, ours.markers)
+    of_model: Any = partial(MMPosProcessor.from_hf_config, images=ours.images)
+    refused: dict[str, Any] = {
+        "video_token: got None beside a video_processor, want both": lambda: make(video_processor=videos),
+        "video_processor: got None beside a video_token, want both": lambda: make(video_token=8),
+        "video_processor: got 5, want a video processor of Transf": lambda: make(video_token=8, video_processor=5),
+        "video_processor: got {": lambda: make(video_token=8, video_processor={"video_processor_type": "AutoModel"}),
+        "video_token: got 'no', want a token that": lambda: make(video_token="no", video_processor=videos),
+        "tokenizer: got None beside a config, want the tokenizer, or a": lambda: of_model(config_of("qwen2_vl")),
+        "video_processor: got one for 'glm4v', want None: images only": lambda: of_model(
+            config_of_type("glm4v"), tokenizer, video_processor=videos
+        ),
+        "config: got 'llama', want a model whose config has temporal_patch_size": lambda: of_model(
+            transformers.LlamaConfig(), tokenizer
+        ),
+        "video_sizes: got sizes, want None, or a processor with a video_processor": lambda: (
+            make()._get_num_multimodal_tokens(video_sizes=[(2, 28, 28)])
+        ),
+    }
+    for message, call in refused.items():
+        assert_refused(message, call, MmposError)
 
 
 def test_text_names_files_only_where_it_may(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from model_configs import (
     golden,
     settings_of,
 )
+from refusals import assert_refused
 from tolerance import EXACT, assert_within
 
 import mmpos
@@ -61,15 +62,11 @@ def test_serving_engines_have_schemes_of_their_own_for_videos_alone(model: str, 
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
-@pytest.mark.parametrize("model", MODEL_TYPES)
-def test_the_page_says_how_a_model_turns(model: str) -> None:
-    rotary = settings_of(model).rotary
-    allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
-    told = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
-    assert model_tables.rotation(model) == told
-
-
-def test_the_page_lists_every_model_type_once() -> None:
+def test_the_page_says_how_a_model_turns_and_lists_every_model_type_once() -> None:
+    for model in (name for name in MODEL_TYPES if settings_of(name).rotary.axes > 1):
+        rotary = settings_of(model).rotary
+        allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
+        assert model_tables.rotation(model) == f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
     written = {name: re.findall("`([^`]+)`", write()) for name, write in model_tables.QUOTES.items()}
     rows = model_tables.supported().splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
@@ -95,8 +92,9 @@ def test_packed_documents_with_images_and_videos_of_glm() -> None:
     (image, begin, end), text = (151343, 151341, 151342), TEXT
     first = [begin, image, text, image, end, image, image, begin]  # ends inside a video
     second = [image, text, begin, image, end]
+    ids = np.array(first + second)
     segments = settings.segments(
-        first + second,
+        ids,
         [[1, 2, 4], [1, 2, 2]],
         [[2, 2, 2], [1, 2, 2]],
         cu_seqlens=[0, 8, 13],
@@ -104,12 +102,7 @@ def test_packed_documents_with_images_and_videos_of_glm() -> None:
     grids = segments.extents.T[segments.kind == 1].tolist()
     assert grids == [[1, 1, 1], [1, 1, 1], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
     assert segments.lengths.tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1]
-
-
-def test_glm_leaves_the_ids_of_the_caller_as_they_are() -> None:
-    ids = np.array([151341, 151343, 151342])
-    settings_of("glm4v").segments(ids, video_grid_thw=[[1, 2, 2]])
-    assert ids.tolist() == [151341, 151343, 151342]
+    assert ids.tolist() == first + second, "those of the caller stay as they are"
 
 
 def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
@@ -129,13 +122,6 @@ def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
     )
 
 
-def test_what_a_config_does_not_say_is_unsupported() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match="markers: got a config of 'llava' that does not name"):
-        _ = settings_of("llava").markers
-    with pytest.raises(mmpos.UnsupportedError, match="image_processor: got 'llava', want a model whose config says"):
-        settings_of("llava").image_processor()
-
-
 def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
     settings = mmpos.from_hf_config(HUNYUAN)
     ids = [TEXT] * 3 + [128006] * 6 + [TEXT] * 2
@@ -147,23 +133,6 @@ def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
     angles = [[expected[j % 2][token] * theta[j] for j in range(64)] for token in range(11)]
     cos, sin = mmpos.rotary.cos_sin(settings.rotary, positions)
     assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize("model", UNSUPPORTED_TYPES)
-def test_model_types_without_a_scheme_are_refused_with_the_reason(model: str) -> None:
-    with pytest.raises(mmpos.UnsupportedError) as caught:
-        mmpos.from_hf_config({"model_type": model})
-    assert str(caught.value) == f"config.model_type: got {model!r}, want another: {UNSUPPORTED_TYPES[model]}"
-
-
-def test_unknown_model_types_are_refused_with_all_that_are_known() -> None:
-    with pytest.raises(mmpos.UnsupportedError) as caught:
-        mmpos.from_hf_config({"model_type": "qwen2_vl_text"})
-    known = ", ".join(sorted(MODEL_TYPES))
-    assert str(caught.value) == f"config.model_type: got 'qwen2_vl_text', want one of {known}"
 
 
 def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
@@ -182,90 +151,6 @@ def ernie_with(section: object) -> dict[str, Any]:
     told = without("ernie4_5_vl_moe")
     told["text_config"]["rope_parameters"]["mrope_section"] = section
     return told
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, "config.model_type: got none, want the name of a model type"),
-        ({**HUNYUAN, "image_token_id": None}, "config.image_token_id: got none, want an integer"),
-        (
-            {**HUNYUAN, "attention_head_dim": None},
-            "config.attention_head_dim: got none, want an integer",
-        ),
-        (without("llava", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
-        (without("llava", "text_config"), "config.text_config: got none, want the config of the language model"),
-        (without("qwen2_vl", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
-        (
-            without("qwen2_vl", text_config={"model_type": "llama"}),
-            "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text",
-        ),
-        (without("qwen2_vl", video_token_id=151655), "Placeholders.video: got 151655, want another than image"),
-        (
-            without("qwen2_vl", vision_end_token_id=151652),
-            "config.vision_end_token_id: got 151652, want another than vision_start_token_id",
-        ),
-        (without("qwen2_vl", image_token_id="<image>"), "config.image_token_id: got '<image>', want an integer"),
-        (without("llava", image_token_index=-200), "config.image_token_id: got -200, want >= 0"),
-        (
-            without("mistral", rope_parameters={"rope_theta": 1e4, "mrope_section": [16, 24, 24]}),
-            "rotary: got 3 axes, want 1 for scheme 'flatten'",
-        ),
-        (without("gemma3"), "layer_type: got None, want one of 'full_attention', 'sliding_attention'"),
-        (
-            {**without("qwen2_vl"), "vision_config": {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}},
-            "config.vision_config.patch_size: got [14, 16], want an integer",
-        ),
-        (without("llava", image_token_index=[[1]]), "config.image_token_id: got [1], want an integer"),
-        (without("mistral", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
-        (without("mistral", head_dim="128"), "head_dim: got '128', want an integer"),
-        (without("mistral", head_dim=2**31), "head_dim: got 2147483648, want <= 65536"),
-        (without("mistral", head_dim=None, hidden_size=2**40), "head_dim: got 34359738368, want <= 65536"),
-        (without("mistral", head_dim=None, num_attention_heads=0), "num_attention_heads: got 0, want >= 1"),
-        (
-            without("mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0}, max_position_embeddings="long"),
-            "max_position_embeddings: got 'long', want a finite number",
-        ),
-        (
-            without("mistral", rope_parameters={"rope_theta": 10**400}),
-            "rope_theta: got 1000",
-        ),
-        (
-            ernie_with([24, 16, 24]),
-            "mrope_section: got [24, 16, 24], want as many rows as columns, then frames",
-        ),
-        (ernie_with([2**40, 2**40, 0]), "mrope_section[0]: got 1099511627776, want <= 65536"),
-        (ernie_with(7), "mrope_section: got 7, want a sequence of numbers"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused_by_the_field(config: dict[str, object], message: str) -> None:
-    with pytest.raises(mmpos.MmposError) as caught:
-        mmpos.from_hf_config(config)
-    assert str(caught.value).startswith(message)
-
-
-def test_a_field_that_cannot_be_read_is_named() -> None:
-    class Config:
-        model_type = "llama"
-
-        @property
-        def head_dim(self) -> int:
-            raise KeyError("hidden_size")
-
-    with pytest.raises(mmpos.InvalidInputError) as caught:
-        mmpos.from_hf_config(Config())
-    assert str(caught.value) == "head_dim: got KeyError ('hidden_size') from the config, want a field that can be read"
-
-
-def test_an_engine_that_is_not_known_is_refused() -> None:
-    with pytest.raises(mmpos.InvalidInputError, match="engine: got 'vllm', want one of 'transformers', 'serving'"):
-        mmpos.from_hf_config(HUNYUAN, engine="vllm")  # type: ignore[arg-type]
-
-
-def test_frames_that_do_not_merge_are_refused() -> None:
-    with pytest.raises(mmpos.InvalidInputError) as caught:
-        settings_of("ernie4_5_vl_moe").segments([103367], video_grid_thw=[[2, 2, 2], [3, 2, 2]])
-    assert str(caught.value) == "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2"
 
 
 def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
@@ -324,12 +209,6 @@ def test_the_encoder_of_cosmos3_omni_is_that_of_qwen3_vl_whatever_its_file_says(
     assert mmpos.from_hf_config(told) == settings_of("cosmos3_omni")
 
 
-def test_layers_that_do_not_turn_have_no_settings() -> None:
-    with pytest.raises(mmpos.InvalidInputError) as caught:
-        mmpos.from_hf_config(config_of("cohere_compass"), layer_type="full_attention")
-    assert str(caught.value) == "layer_type: got 'full_attention', want one of 'sliding_attention'"
-
-
 def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_its_top() -> None:
     rope = {"rope_theta": 1e4, "rope_scaling": XDROPE["rope_parameters"]}
     told = {"hidden_size": 1024, "num_attention_heads": 16, "attention_head_dim": 128, "vision_config": {}, **rope}
@@ -355,68 +234,6 @@ def hunyuan_with(**rope: Any) -> dict[str, Any]:
     return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
 
 
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({}, "config.text_config.rope_parameters.mrope_section: got none, want pairs of each of three axes or more"),
-        (
-            {"mrope_section": [32, 32]},
-            "config.text_config.rope_parameters.mrope_section: got [32, 32], want pairs of each of three axes or more",
-        ),
-        ({"mrope_section": [16, 16, 16, 8]}, "mrope_section: got [16, 16, 16, 8], want sizes that sum to 64 pairs"),
-        (
-            {"mrope_section": [16] * 4, "xdrope_section": [24, 24, 8, 8]},
-            "mrope_section: got [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same",
-        ),
-    ],
-)
-def test_sections_of_hunyuan_vl_that_make_no_rotation_are_refused(rope: dict[str, Any], message: str) -> None:
-    with pytest.raises(mmpos.InvalidInputError) as caught:
-        mmpos.from_hf_config(hunyuan_with(**rope))
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [
-        ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
-        ("minicpmv4_7", "a thumbnail and tiles, each with markers of its own"),
-    ],
-)
-def test_markers_that_a_builder_cannot_write_are_refused(model: str, what: str) -> None:
-    with pytest.raises(mmpos.UnsupportedError) as caught:
-        _ = settings_of(model).markers
-    assert str(caught.value) == (
-        f"markers: got {model!r}, whose images have {what}, which SequenceBuilder does not make, "
-        "want the input_ids of its processor, which segments reads"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "grids", "counts", "message"),
-    [
-        ("qwen3_vl", [], [0], "generated: got 'qwen3_vl', want a model that generates images"),
-        ("glm_image", [[1, 1, 1]], [0], "images_per_sample: got a sum of 0, want 1, one per grid"),
-        ("glm_image", [], [-1], "images_per_sample[0]: got -1, want >= 0"),
-        ("glm_image", [], [0, 0], "images_per_sample: got shape (2,), want (1,)"),
-        ("glm_image", [], [0], "images_per_sample[0]: got 0, want at least 1, the images of the prompt"),
-    ],
-)
-def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, counts: Any, message: str) -> None:
-    settings = settings_of(model)
-    prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
-    with pytest.raises(mmpos.MmposError) as caught:
-        settings.generated(prompt, grids, counts)
-    assert str(caught.value) == message
-
-
-def test_grids_to_generate_without_their_counts_and_counts_of_other_models_are_refused() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match=r"^images_per_sample: got one of 'qwen3_vl', want None"):
-        settings_of("qwen3_vl").segments([TEXT], images_per_sample=[0])
-    with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
-        settings_of("glm_image").segments([TEXT, 16384], [[1, 1, 1]])
-
-
 @pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
 def test_first_configs_of_a_model_name_the_type_of_its_language_model_otherwise(model: str, alias: str) -> None:
     told = without(model)
@@ -430,11 +247,6 @@ def test_ids_of_paligemma_count_from_one_unless_they_go_on() -> None:
     assert prompt.dense().tolist() == [[1, 2, 3]]
     more = settings.place(settings.segments([[TEXT, TEXT]]), start=prompt.next_positions)
     assert more.dense().tolist() == [[4, 5]]
-
-
-def test_actions_of_pi0_that_turn_otherwise_than_its_prompt_are_refused() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match=r"^config\.dit_config: got a rotation of its own, want that of"):
-        mmpos.from_hf_config(without("pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}))
 
 
 @pytest.mark.parametrize("model", ["colmodernvbert", "colpali", "colqwen2"])
@@ -502,3 +314,121 @@ print(settings.place(segments).dense().tolist(), settings.markers.patch, setting
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
     assert (done.stdout, done.stderr) == ("[[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]] 151655 3\n", "")
+
+
+# Refusals.
+
+
+class Unreadable:
+    model_type = "llama"
+
+    @property
+    def head_dim(self) -> int:
+        raise KeyError("hidden_size")
+
+
+ENCODER = "config.vision_config: got none, want the config of the encoder"
+ROPE, SECTION = "config.text_config.rope_parameters.", "mrope_section: got"
+SQUARE = {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+CONFIGS_REFUSED: dict[str, Any] = {
+    **{
+        f"config.model_type: got {model!r}, want another: {why}": {"model_type": model}
+        for model, why in UNSUPPORTED_TYPES.items()
+    },
+    f"config.model_type: got 'no', want one of {', '.join(sorted(MODEL_TYPES))}": {"model_type": "no"},
+    "config.model_type: got none, want the name of a model type": {},
+    "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
+    "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
+    ENCODER: without("llava", "vision_config"),
+    f"{ENCODER[:-1]}": without("qwen2_vl", "vision_config"),
+    "config.text_config: got none, want the config of the language model": without("llava", "text_config"),
+    "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text": without(
+        "qwen2_vl", text_config={"model_type": "llama"}
+    ),
+    "Placeholders.video: got 151655, want another than image": without("qwen2_vl", video_token_id=151655),
+    "config.vision_end_token_id: got 151652, want another than vision_start_token_id": without(
+        "qwen2_vl", vision_end_token_id=151652
+    ),
+    "config.image_token_id: got '<image>', want an integer": without("qwen2_vl", image_token_id="<image>"),
+    "config.image_token_id: got -200, want >= 0": without("llava", image_token_index=-200),
+    "config.image_token_id: got [1], want an integer": without("llava", image_token_index=[[1]]),
+    "rotary: got 3 axes, want 1 for scheme 'flatten'": without(
+        "mistral", rope_parameters={"rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+    ),
+    "layer_type: got None, want one of 'full_attention', 'sliding_attention'": without("gemma3"),
+    "config.vision_config.patch_size: got [14, 16], want an integer": without("qwen2_vl", vision_config=SQUARE),
+    "head_dim: got '128', want an integer": without("mistral", head_dim="128"),
+    "head_dim: got 2147483648, want <= 65536": without("mistral", head_dim=2**31),
+    "head_dim: got 34359738368, want <= 65536": without("mistral", head_dim=None, hidden_size=2**40),
+    "num_attention_heads: got 0, want >= 1": without("mistral", head_dim=None, num_attention_heads=0),
+    "max_position_embeddings: got 'long', want a finite number": without(
+        "mistral", rope_parameters=YARN, max_position_embeddings="long"
+    ),
+    "head_dim: got KeyError ('hidden_size') from the config, want a field that can be read": Unreadable(),
+    f"{SECTION} [24, 16, 24], want as many rows as columns, then frames": ernie_with([24, 16, 24]),
+    "mrope_section[0]: got 1099511627776, want <= 65536": ernie_with([2**40, 2**40, 0]),
+    f"{SECTION} 7, want a sequence of numbers": ernie_with(7),
+    f"{ROPE}{SECTION} none, want pairs of each of three axes or more": hunyuan_with(),
+    f"{ROPE}{SECTION} [32, 32], want pairs of each of three axes or more": hunyuan_with(mrope_section=[32, 32]),
+    f"{SECTION} [16, 16, 16, 8], want sizes that sum to 64 pairs": hunyuan_with(mrope_section=[16, 16, 16, 8]),
+    f"{SECTION} [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same": hunyuan_with(
+        mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]
+    ),
+    "config.dit_config: got a rotation of its own, want that of": without(
+        "pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CONFIGS_REFUSED, ids=range(len(CONFIGS_REFUSED)))
+def test_configs_that_do_not_fit_are_refused_by_the_field(message: str) -> None:
+    assert_refused(message, lambda: mmpos.from_hf_config(CONFIGS_REFUSED[message]), mmpos.MmposError)
+
+
+def markers_of(model: str) -> mmpos.Markers:
+    return settings_of(model).markers
+
+
+def generated(counts: list[int], *grids: list[int], model: str = "glm_image") -> mmpos.SegmentTable:
+    """The table of images after a prompt with one image."""
+    prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
+    return settings_of(model).generated(prompt, list(grids), counts)
+
+
+def segments_of(model: str, ids: list[int], *grids: Any, **told: Any) -> mmpos.SegmentTable:
+    return settings_of(model).segments(ids, *grids, **told)
+
+
+NOT_MADE = ", which SequenceBuilder does not make, want the input_ids of its processor, which segments reads"
+USES: dict[str, Any] = {
+    "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
+    "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(
+        config_of("cohere_compass"), layer_type="full_attention"
+    ),
+    "markers: got a config of 'llava' that does not name": lambda: markers_of("llava"),
+    **{
+        f"markers: got {model!r}, whose images have {what}{NOT_MADE}": lambda model=model: markers_of(model)
+        for model, what in (
+            ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
+            ("minicpmv4_7", "a thumbnail and tiles, each with markers of its own"),
+            ("neomme", "a placeholder without a patch before their rows"),
+        )
+    },
+    "image_processor: got 'llava', want a model whose config says": lambda: settings_of("llava").image_processor(),
+    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: segments_of(
+        "ernie4_5_vl_moe", [103367], None, [[2, 2, 2], [3, 2, 2]]
+    ),
+    "images_per_sample: got one of 'qwen3_vl', want None": lambda: segments_of("qwen3_vl", [5], images_per_sample=[0]),
+    "image_grid_thw[0]: got no placeholders left": lambda: segments_of("glm_image", [TEXT, 16384], [[1, 1, 1]]),
+    "generated: got 'qwen3_vl', want a model that generates images": lambda: generated([0], model="qwen3_vl"),
+    "images_per_sample: got a sum of 0, want 1, one per grid": lambda: generated([0], [1, 1, 1]),
+    "images_per_sample[0]: got -1, want >= 0": lambda: generated([-1]),
+    "images_per_sample: got shape (2,), want (1,)": lambda: generated([0, 0]),
+    "images_per_sample[0]: got 0, want at least 1, the images of the prompt": lambda: generated([0]),
+}
+
+
+@pytest.mark.parametrize("message", USES)
+def test_uses_that_do_not_fit_are_refused(message: str) -> None:
+    assert_refused(message, USES[message], mmpos.MmposError)

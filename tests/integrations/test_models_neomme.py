@@ -13,11 +13,9 @@ from model_configs import CONFIGS, settings_of
 from rope_batches import padded
 from tiny_models import logits, tiny_model
 from torch import Tensor
-from transformers.models.neomme.modeling_neomme import NeoMMERotaryEmbedding
 from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 
 import mmpos
-from mmpos.rotary import cos_sin
 
 ROW, WORD = 7, 9
 """Tokens at the end of a row, whose id stands in the tokenizer alone, and of text."""
@@ -87,11 +85,6 @@ def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tu
     assert message in str(caught.value)
 
 
-def test_markers_are_not_all() -> None:
-    with pytest.raises(mmpos.UnsupportedError, match="'neomme', whose images have a placeholder without a patch"):
-        _ = settings_of("neomme").markers
-
-
 def test_logits_with_our_ids_are_those_with_the_ids_of_its_processor() -> None:
     network = tiny_model("neomme")
     for weights in network.parameters():
@@ -107,22 +100,3 @@ def test_logits_with_our_ids_are_those_with_the_ids_of_its_processor() -> None:
     text = torch.full((1, 10), WORD)
     ids = settings.place(settings.segments(text)).dense(dtype="int64")
     assert torch.equal(logits(network, text, torch.from_numpy(ids)[:, None]), logits(network, text))
-
-
-@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
-def test_layers_turn_by_the_module_of_the_model(layer_type: str) -> None:
-    config = CONFIGS["neomme"]()
-    bare = {"model_type": "neomme"}
-    settings = mmpos.from_hf_config(config, layer_type=layer_type)
-    assert mmpos.from_hf_config(bare, layer_type=layer_type) == settings
-    segments = settings.segments(document_image(config, 4, 5), [[1, 4, 5]])
-    positions = settings.place(segments)
-    ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
-    theirs = [each[0].double().numpy() for each in NeoMMERotaryEmbedding(config)(torch.zeros(1), ids, layer_type)]
-    pairs = theirs[0].shape[1] // 2
-    assert settings.rotary.rotary_dim == 2 * pairs == {"full_attention": 16, "sliding_attention": 64}[layer_type]
-    for ours, other in zip(cos_sin(settings.rotary, positions), theirs, strict=True):
-        # float32 angles up to 6 radians are off by some 6 · 2⁻²³.
-        np.testing.assert_allclose(
-            np.concatenate([np.asarray(ours)] * 2, axis=-1).reshape(other.shape), other, atol=2e-6
-        )

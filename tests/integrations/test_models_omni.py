@@ -7,14 +7,12 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-import torch
 from model_configs import config_of, settings_of
-from rope_batches import AUDIO, OMNI, SECONDS, audio_tokens, classes, modeling
-from test_models_peers import turned
+from rope_batches import AUDIO, OMNI, SECONDS, audio_tokens, classes
 
 import mmpos
 from mmpos.schemes import TMRope, TMRopeQwen3
-from mmpos.segments import Audio, Clip
+from mmpos.segments import Clip
 
 
 @pytest.mark.parametrize("model", OMNI)
@@ -45,17 +43,6 @@ def test_audio_of_chunks_of_another_length_is_counted_by_them() -> None:
 def test_serving_engines_have_ids_of_their_own() -> None:
     assert settings_of("qwen2_5_omni", engine="serving").scheme == TMRope(engine="serving")
     assert settings_of("qwen3_omni_moe", engine="serving").scheme == TMRopeQwen3(25, "serving")
-
-
-@pytest.mark.parametrize("model", OMNI)
-def test_rotations_are_those_of_the_language_model(model: str) -> None:
-    settings, text, module = settings_of(model), config_of(model).thinker_config.text_config, modeling(model)
-    clip = Clip(2, 3, frames=3, audio=40, seconds_per_frame=1)
-    positions = settings.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3), clip, Audio(2), mmpos.Grid(2, 5)]]))
-    ids = torch.from_numpy(positions.dense(dtype="float64"))[:, None]
-    name = "Qwen2_5OmniRotaryEmbedding" if model == "qwen2_5_omni" else "Qwen3OmniMoeThinkerTextRotaryEmbedding"
-    cos, sin = getattr(module, name)(text)(torch.zeros(1), ids)
-    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
 
 
 def processor_order(model: str, frames: int, patches: int, audio: int, seconds: Fraction) -> list[int]:

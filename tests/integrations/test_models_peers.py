@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import CONFIGS, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from rope_batches import classes, method_of, modeling, padded
 from tolerance import EXACT, assert_within, cos_sin, rotations
 
 import mmpos
 import mmpos.rotary
-from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, ModelSettings
+from mmpos.integrations.models import MODEL_TYPES, ModelSettings
 from mmpos.rotary import Rotary, apply_rotary
 
 MROPE = [name for name, row in MODEL_TYPES.items() if row.scheme.startswith("mrope")]
@@ -147,25 +147,3 @@ def test_serving_engines_turn_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis(
     angles = [[int(ids[j // 16]) * base ** (-j / 64) for j in range(64)] for ids in positions.dense().T]
     cos, sin = mmpos.rotary.cos_sin(settings.rotary, positions)
     assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
-
-
-@pytest.mark.parametrize("model", sorted(TEXT_TYPES - {"deepseek_v3", "gemma3_text", "lfm3", "mistral4"} | {"emu3"}))
-def test_rotations_are_those_of_every_text_model(model: str) -> None:
-    told = CONFIGS[model]()
-    settings = mmpos.from_hf_config(told)
-    told = getattr(told, "text_config", told)
-    ids = torch.tensor([[TEXT] * 9])
-    positions = settings.place(settings.segments(ids))
-    assert positions.dense().tolist() == [list(range(9))]
-    module = modeling(model)
-    cos, sin = rotation_of(module, vision=False)(told)(torch.zeros(1), torch.arange(9)[None])
-    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
-
-
-@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
-def test_gemma3_turns_by_the_type_of_layer(layer_type: str) -> None:
-    told, module = CONFIGS["gemma3_text"](), modeling("gemma3")
-    settings = mmpos.from_hf_config(told, layer_type=layer_type)
-    positions = settings.place(settings.segments([[TEXT] * 9]))
-    cos, sin = module.Gemma3RotaryEmbedding(told)(torch.zeros(1), torch.arange(9)[None], layer_type)
-    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")

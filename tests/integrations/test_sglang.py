@@ -1,6 +1,6 @@
-"""Positions that a processor hands to SGLang: the steps of SGLang give the ids of the table.
+"""Positions that a processor hands to SGLang, and the rotations of SGLang on sorted channels.
 
-The formulas are those of SGLang 0.5.23, written from reading it; tests of its own code run where it is installed.
+Tests of the code of SGLang 0.5.23 run where it is installed.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 import mmpos
 import mmpos.rotary
 from mmpos import Grid, Placeholders, SegmentTable, Text
-from mmpos.integrations.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
+from mmpos.integrations.sections import Sections, install_cache, qk_channels
 from mmpos.integrations.sglang import item_segments, mrope_positions
 from mmpos.rotary import Rotary, apply_rotary
 
@@ -27,41 +27,11 @@ SECTIONS = Sections(Rotary(head_dim=64), max_position=256, permuted=True)
 PLACED = mmpos.place(SegmentTable.from_documents([PROMPT]))
 
 
-def generated(prompt: Tensor, delta: Tensor, seq_len: int) -> Tensor:
-    """A decode step: the token that makes the request seq_len long."""
-    return (delta - 1 + seq_len).flatten().unsqueeze(0).repeat(3, 1)
-
-
-def retracted(prompt: Tensor, output_ids: int) -> Tensor:
-    """The ids of a request that is prefilled again, with what it had generated."""
-    first = int(prompt[0, -1]) + 1
-    return torch.cat([prompt, torch.arange(first, first + output_ids).expand(3, -1)], dim=1)
-
-
-def verified(delta: Tensor, positions: Tensor) -> Tensor:
-    """The ids of drafts, whose positions count tokens."""
-    return (positions.view(1, -1) + delta.squeeze(0)).flatten().unsqueeze(0).repeat(3, 1)
-
-
 def test_a_prompt_is_three_rows_and_a_delta_of_one_by_one() -> None:
     prompt, delta = mrope_positions(PLACED, SECTIONS)
     assert (prompt.shape, prompt.dtype, delta.shape, delta.dtype) == ((3, LENGTH), torch.int64, (1, 1), torch.int64)
     assert np.array_equal(prompt, PLACED.dense()[[0, 0, 1]])
     assert delta.tolist() == [[10]]
-
-
-def test_its_steps_are_the_windows_of_the_table() -> None:
-    prompt, delta = mrope_positions(PLACED, SECTIONS)
-    for prefix in range(LENGTH):
-        chunk = prompt[:, prefix : prefix + 5]
-        assert torch.equal(chunk, window_positions(PLACED, SECTIONS, [0], [prefix], [min(5, LENGTH - prefix)]))
-    for seq_len in range(LENGTH + 1, LENGTH + 9):
-        assert torch.equal(
-            generated(prompt, delta, seq_len), window_positions(PLACED, SECTIONS, [0], [seq_len - 1], [1])
-        )
-    assert torch.equal(retracted(prompt, 7), window_positions(PLACED, SECTIONS, [0], [0], [LENGTH + 7]))
-    depths = torch.tensor([0, 1, 1, 2, 2, 2])
-    assert torch.equal(verified(delta, LENGTH + 4 + depths), draft_positions(PLACED, SECTIONS, LENGTH + 4, depths))
 
 
 def item(*offsets: tuple[int, int], **grids: object) -> SimpleNamespace:

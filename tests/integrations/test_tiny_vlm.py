@@ -108,34 +108,6 @@ def test_a_forward_sees_the_pixels_and_positions_of_its_batch() -> None:
     assert (model.language(**told).logits - logits)[real].abs().max() > 100 * bound[0]
 
 
-@torch.no_grad()
-def test_a_row_answers_alone_as_it_does_in_a_batch() -> None:
-    model, chats = untrained(), [*chats_of(photos()[:2]), ()]
-    batch, table = _asked(chats)
-    together, logits = decoded(model, batch, table, 4)
-    bound = rounding_of(model, lambda: whole(model, batch, together, table))
-    for i, shown in enumerate(chats):
-        said, alone = decoded(model, *_asked([shown]), 4)
-        assert_within(alone[0], logits[i], bound)
-        likeliest, next_likely = alone[0].topk(2).values.unbind(-1)
-        assert (likeliest - next_likely > 2 * bound[0]).all()  # no rounding puts another token before what is said
-        assert torch.equal(said[0], together[i])
-
-
-def _asked(chats: list[Shown]) -> tuple[object, mmpos.PositionTable]:
-    batch = ask(processor(), chats)
-    return batch, batch["positions"]
-
-
-def test_a_little_training_already_helps() -> None:
-    torch.manual_seed(0)
-    model = TinyVLM(processor())
-    before = nats(model, processor(), chats_of(photos()[:2])).item()
-    after = train(model, processor(), photos()[:2], 25)
-    assert after < before / 2
-    ask_all(model.eval(), chats_of(photos()[:2]))
-
-
 def ask_all(model: TinyVLM, chats: list[Shown], *, see: bool = True) -> list[str]:
     """Answers of the model, proved to be the same with and without a cache, and with positions of a server."""
     batch = ask(processor(), chats, see=see)

@@ -13,13 +13,8 @@ from refusals import assert_refused
 import mmpos
 import mmpos.integrations.vllm
 from mmpos import Grid, InvalidInputError, LimitExceededError, MmposError, SegmentTable, Text, UnsupportedError, place
-from mmpos.integrations.vllm import (
-    Sections,
-    ServedModel,
-    check_apart,
-    mrope_input_positions,
-    request_segments,
-)
+from mmpos.integrations.sections import Sections
+from mmpos.integrations.vllm import ServedModel, check_apart, mrope_input_positions, request_segments
 from mmpos.integrations.vllm.settings import IDS_PER_TOKEN
 from mmpos.positions.place import ids_consumed
 from mmpos.rotary import Rotary

@@ -23,7 +23,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import mmpos
 import mmpos.integrations.sections
-from mmpos.integrations.vllm import Sections, mrope_input_positions, request_segments, window_positions
+from mmpos.integrations.sections import Sections, window_positions
+from mmpos.integrations.vllm import mrope_input_positions, request_segments
 from mmpos.rotary import Rotary, apply_rotary
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -20,7 +20,8 @@ from tolerance import EXACT, assert_within
 import mmpos
 import mmpos.integrations.vllm
 from mmpos import MmposError, UnsupportedError
-from mmpos.integrations.vllm import Sections, ServedModel
+from mmpos.integrations.sections import Sections
+from mmpos.integrations.vllm import ServedModel
 from mmpos.rotary import Rotary
 
 SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}

@@ -312,6 +312,6 @@ def test_buffers_are_joined_in_order_and_what_is_none_is_declined() -> None:
     parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
     assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
     assert CORE.joined(()) == b""
-    assert CORE.joined([b"a"]) is None  # type: ignore[arg-type]  # no tuple
-    assert CORE.joined((b"a", "text")) is None  # type: ignore[arg-type]  # no buffer
+    assert CORE.joined([b"a"]) is None  # no tuple
+    assert CORE.joined((b"a", "text")) is None  # no buffer
     assert CORE.joined((b"a", large[::2])) is None

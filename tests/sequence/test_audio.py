@@ -79,10 +79,9 @@ def test_audio_may_stand_without_markers(begin: str | None, end: str | None) -> 
 
 def test_videos_of_one_grid_have_the_placeholder_of_videos() -> None:
     parts = [Grid(1, 1, frames=2), Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
-    assert BUILDER.build(parts).input_ids.tolist() == [
-        *(BEGIN, VIDEO, VIDEO, END),
-        *(BEGIN, IMAGE, END) * 2,
-    ]
+    sequence = BUILDER.build(parts)
+    assert sequence.input_ids.tolist() == [BEGIN, VIDEO, VIDEO, END, *(BEGIN, IMAGE, END) * 2]
+    assert sequence.token_type_ids.tolist() == [0, 1, 1, 0, *(0, 1, 0) * 2]
     plain = replace(BUILDER, markers=replace(MARKERS, video=None))
     assert plain.build([Grid(1, 1, frames=2)]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
 

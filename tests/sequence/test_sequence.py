@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def test_text_and_a_grid_become_one_sequence() -> None:
     assert sequence.patches is None
     assert sequence.positions.dense().tolist() == [[0, 1, 2, 5, 5, 8, 9], [0, 1, 2, 4, 6, 8, 9]]
     assert sequence.positions.next_positions.tolist() == [10]
+
+
+def test_what_is_beyond_a_limit_is_refused_before_it_takes_memory() -> None:
+    builder = SequenceBuilder(scheme="flatten", start=2**31 - 9)
+    tracemalloc.start()
+    with pytest.raises(LimitExceededError, match="want ids within int32"):
+        builder.build([Grid(2**10, 2**12)])
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 def test_every_part_knows_its_tokens() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
-from mmpos.images.decode import read_data_url
+from mmpos.images.decode import is_of, read_data_url
 from mmpos.segments.kinds import Grid
 from mmpos.support.files import local_path
 
@@ -162,9 +162,9 @@ def _image(name: str, value: object) -> object:
         if not value:
             raise RecordError(f"{name}: got 0 bytes, want the bytes of a file")
         return bytes(value)
-    if _is("torch", "Tensor", value):
+    if is_of("torch", "Tensor", value):
         return _levels(name, value)
-    if isinstance(value, os.PathLike | ImageSize | Grid) or _is("PIL.Image", "Image", value):
+    if isinstance(value, os.PathLike | ImageSize | Grid) or is_of("PIL.Image", "Image", value):
         return value
     return value if isinstance(value, np.ndarray) and value.ndim >= 2 else None
 
@@ -179,12 +179,6 @@ def _levels(name: str, tensor: Any) -> object:
     if not (low >= 0 and high <= 1):
         raise RecordError(f"{name}: got a float tensor from {low:g} to {high:g}, want 0 to 1, or uint8")
     return (tensor * 255).round().to(sys.modules["torch"].uint8)
-
-
-def _is(module: str, kind: str, value: object) -> bool:
-    """Whether value is a module.kind; the module is not imported, since it is there if the value is one."""
-    expected = getattr(sys.modules.get(module), kind, None)
-    return expected is not None and isinstance(value, expected)
 
 
 def _asked(name: str, role: str, call: Callable[[str], object], text: str) -> object:

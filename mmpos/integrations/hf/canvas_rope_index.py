@@ -66,20 +66,19 @@ class CanvasRopeIndex:
             InvalidInputError: sizes that do not fit the tokens, a thumbnail or a slice that is not between its markers,
                 a slice apart from its thumbnail, or arguments of other shapes.
         """
-        named = {
-            "input_ids": input_ids,
-            "mm_token_type_ids": mm_token_type_ids,
-            "target_sizes": target_sizes,
-            "target_sizes_videos": target_sizes_videos,
-            "attention_mask": attention_mask,
-        }
-        check_tensors(**named)
+        tensors = check_tensors(
+            input_ids=input_ids,
+            mm_token_type_ids=mm_token_type_ids,
+            target_sizes=target_sizes,
+            target_sizes_videos=target_sizes_videos,
+            attention_mask=attention_mask,
+        )
         merge = self.spatial_merge_size
         if downsample_mode:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
         own = self.crop_markers
         markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
-        ids: Ids = _OPERATOR(*named.values(), markers, merge)
+        ids: Ids = _OPERATOR(*tensors, markers, merge)
         return ids
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -109,19 +108,6 @@ class Frames:
         self.images = images
 
 
-@dataclass(frozen=True)
-class Known:
-    """Blocks of content that a processor takes.
-
-    Args:
-        read_files: whether text may name a file.
-        refused: types of blocks that it has no place for.
-    """
-
-    read_files: bool
-    refused: tuple[str, ...]
-
-
 Messages: TypeAlias = list[dict[str, Any]]
 """Messages of one conversation."""
 
@@ -151,12 +137,12 @@ def read_conversations(conversation: object, read_files: bool, *, videos: bool) 
         InvalidInputError: no messages, or an image or video that is named in no known way.
         UnsupportedError: audio, or a video that may not be there.
     """
-    known = Known(read_files, _AUDIO if videos else _AUDIO + _VIDEOS)
+    refused = _AUDIO if videos else _AUDIO + _VIDEOS
     if not is_chat(conversation):
         raise InvalidInputError(f"conversation: got {_kind(conversation)}, want a list of messages, or a list of those")
     if isinstance(conversation[0], Mapping):
-        return _read("conversation", conversation, known)
-    return [_read(f"conversation[{i}]", each, known) for i, each in enumerate(conversation)]
+        return _read("conversation", conversation, read_files, refused)
+    return [_read(f"conversation[{i}]", each, read_files, refused) for i, each in enumerate(conversation)]
 
 
 def images_beside(conversation: Sequence[Any], images: object) -> list[object]:
@@ -178,7 +164,7 @@ def images_beside(conversation: Sequence[Any], images: object) -> list[object]:
     return list(images)
 
 
-def _read(name: str, messages: object, known: Known) -> Messages:
+def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...]) -> Messages:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {_kind(messages)}, want a list of messages")
     copies = []
@@ -190,17 +176,17 @@ def _read(name: str, messages: object, known: Known) -> Messages:
             got = f"{name}[{i}].content: got {type(content).__name__}"
             raise InvalidInputError(f"{got}, want text, a list of blocks, or None")
         if isinstance(content, list | tuple):
-            blocks = [_block(f"{name}[{i}].content[{n}]", block, known) for n, block in enumerate(content)]
-            message = {**message, "content": blocks}
+            named = ((f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content))
+            message = {**message, "content": [_block(*each, read_files, refused) for each in named]}
         copies.append(dict(message))
     return copies
 
 
-def _block(name: str, block: object, known: Known) -> Mapping[str, object]:
+def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...]) -> Mapping[str, object]:
     """Read one block of content; that of an image gets its image under "image", that of a video under "video"."""
     if not isinstance(block, Mapping) or (kind := block.get("type")) is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
-    if kind in known.refused:
+    if kind in refused:
         want = "text or an image" if kind in _VIDEOS else "text, an image or a video"
         raise UnsupportedError(f"{name}.type: got {kind!r}, want {want}")
     for media in ("image", "video"):
@@ -216,7 +202,7 @@ def _block(name: str, block: object, known: Known) -> Mapping[str, object]:
             raise InvalidInputError(f"{name}: got {' and '.join(named)}, want one of them")
         rest = {other: block[other] for other in block if other not in sources}
         read = _image if kind == "image" else _video
-        return {**rest, kind: read(name, named[0], block[named[0]], known.read_files)} if named else rest
+        return {**rest, kind: read(name, named[0], block[named[0]], read_files)} if named else rest
     # Templates skip what they do not know: the image would be lost in silence.
     for key in ("image", "image_url", "video", "video_url"):
         if block.get(key) is not None:

@@ -94,15 +94,14 @@ class GeneratingRopeIndex:
         """
         if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
             attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None
-        named = {
-            "input_ids": input_ids,
-            "image_grid_thw": image_grid_thw,
-            "images_per_sample": images_per_sample,
-            "attention_mask": attention_mask,
-        }
-        check_tensors(**named)
+        tensors = check_tensors(
+            input_ids=input_ids,
+            image_grid_thw=image_grid_thw,
+            images_per_sample=images_per_sample,
+            attention_mask=attention_mask,
+        )
         assert input_ids is not None, "checked"
-        ids, ahead = _OPERATOR(*named.values(), self.image_start_token_id, self.image_end_token_id)
+        ids, ahead = _OPERATOR(*tensors, self.image_start_token_id, self.image_end_token_id)
         deltas = input_ids.new_zeros((len(input_ids), 1))
         return (ids, deltas), None if image_grid_thw is None or not len(image_grid_thw) else ahead
 

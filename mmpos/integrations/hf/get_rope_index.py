@@ -104,16 +104,15 @@ class RopeIndex:
         attention_mask: Tensor | None,
         intervals: Tensor | None,
     ) -> Ids:
-        named = {
-            "input_ids": input_ids,
-            "mm_token_type_ids": mm_token_type_ids,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "attention_mask": attention_mask,
-        }
-        check_tensors(**named)
+        tensors = check_tensors(
+            input_ids=input_ids,
+            mm_token_type_ids=mm_token_type_ids,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            attention_mask=attention_mask,
+        )
         merges = self.spatial_merge_size, self.temporal_merge_size, self.frames_apart
-        ids: Ids = _OPERATOR(*named.values(), intervals, *merges)
+        ids: Ids = _OPERATOR(*tensors, intervals, *merges)
         return ids
 
 
@@ -225,14 +224,13 @@ class XDRopeIndex:
         Raises:
             InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
         """
-        named = {
-            "input_ids": input_ids,
-            "mm_token_type_ids": mm_token_type_ids,
-            "image_grid_thw": image_grid_thw,
-            "attention_mask": attention_mask,
-        }
-        check_tensors(**named)
-        ids: Ids = _XD_OPERATOR(*named.values(), self.spatial_merge_size, self.axes)
+        tensors = check_tensors(
+            input_ids=input_ids,
+            mm_token_type_ids=mm_token_type_ids,
+            image_grid_thw=image_grid_thw,
+            attention_mask=attention_mask,
+        )
+        ids: Ids = _XD_OPERATOR(*tensors, self.spatial_merge_size, self.axes)
         return ids
 
 

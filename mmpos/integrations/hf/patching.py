@@ -20,7 +20,6 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, turning_forward
 from mmpos.integrations.hf.positions import (
     ARGUMENT,
-    CallTokens,
     apart,
     generate,
     prepare_inputs_for_generation,
@@ -221,15 +220,16 @@ class ModelHook:
         if ids is None:
             return (), arguments
         tokens = tokens_of(arguments.get("inputs_embeds"), arguments.get("input_ids"))
-        rows = CallTokens(tokens.shape[0], tokens.shape[1], tokens.device)
-        arguments |= apart(ids, rows, arguments, self.packs)
-        return (), {**arguments, _ROTATIONS: self._rotations(ids, rows)}
+        arguments |= apart(ids, tokens, arguments, self.packs)
+        return (), {**arguments, _ROTATIONS: self._rotations(ids, tokens)}
 
-    def _rotations(self, ids: object, rows: CallTokens) -> Rotations:
-        positions = rows_of(ids, rows, list(self.rotaries.values()))
-        if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
+    def _rotations(self, ids: object, tokens: Tensor) -> Rotations:
+        positions = rows_of(ids, tokens, list(self.rotaries.values()))
+        if self.fused == "always" or (self.fused == "cuda" and tokens.device.type == "cuda"):
             return Rotations({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
-        return Rotations({kind: _cos_sin(rotary, positions, rows) for kind, rotary in self.rotaries.items()})
+        pairs = {kind: cos_sin(rotary, positions, "transformers") for kind, rotary in self.rotaries.items()}
+        rows = (*tokens.shape[:2], -1)
+        return Rotations({kind: (cos.reshape(rows), sin.reshape(rows)) for kind, (cos, sin) in pairs.items()})
 
 
 class AttentionHook:
@@ -265,12 +265,6 @@ def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments,
         raise UnsupportedError(
             f"model: got {name}, which hands no arguments of others to its layers, want one that does"
         )
-
-
-def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: CallTokens) -> tuple[Tensor, Tensor]:
-    cos, sin = cos_sin(rotary, positions, "transformers")
-    shape = (rows.batch, rows.seq, rotary.rotary_dim)
-    return cos.reshape(shape), sin.reshape(shape)
 
 
 class FusedForward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from mmpos.support.checks import counted
 
 __all__ = [
     "ARGUMENT",
-    "CallTokens",
     "Prompt",
     "apart",
     "check_length",
@@ -32,14 +31,6 @@ ARGUMENT = "mm_position_ids"
 """The argument of a patched model."""
 
 
-class CallTokens(NamedTuple):
-    """Shape of the tokens of a call, and their device."""
-
-    batch: int
-    seq: int
-    device: torch.device
-
-
 def tokens_of(*candidates: object) -> Tensor:
     """Return the first that is there of input_ids and the embeddings in their place."""
     for tokens in candidates:
@@ -48,7 +39,7 @@ def tokens_of(*candidates: object) -> Tensor:
     raise InvalidInputError("mm_position_ids: got neither input_ids nor inputs_embeds beside it, want one of them")
 
 
-def rows_of(ids: object, rows: CallTokens, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
+def rows_of(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
     """Check positions of a call, one for every token, and move a table to where kernels can read it.
 
     Raises:
@@ -56,11 +47,11 @@ def rows_of(ids: object, rows: CallTokens, rotaries: Sequence[Rotary]) -> Device
     """
     if isinstance(ids, PositionTable):
         check_length(ids, rotaries)
-        ids = DevicePositions.from_table(ids, rows.device)
+        ids = DevicePositions.from_table(ids, tokens.device)
     if isinstance(ids, DevicePositions):
-        _check_table(ids, rows, rotaries[0].axes)
+        _check_table(ids, tokens, rotaries[0].axes)
     elif isinstance(ids, Tensor):
-        want = (rotaries[0].axes, rows.batch, rows.seq)
+        want = (rotaries[0].axes, *tokens.shape[:2])
         if ids.shape != want:
             raise InvalidInputError(f"mm_position_ids: got shape {tuple(ids.shape)}, want {want}: (axes, batch, seq)")
         if ids.dtype not in (torch.int32, torch.int64, torch.float64):
@@ -68,8 +59,8 @@ def rows_of(ids: object, rows: CallTokens, rotaries: Sequence[Rotary]) -> Device
     else:
         got = type(ids).__name__
         raise InvalidInputError(f"mm_position_ids: got {got}, want a PositionTable, DevicePositions or a tensor of ids")
-    if ids.device != rows.device:
-        raise InvalidInputError(f"mm_position_ids: got a tensor on {ids.device}, want {rows.device} as the tokens")
+    if ids.device != tokens.device:
+        raise InvalidInputError(f"mm_position_ids: got a tensor on {ids.device}, want {tokens.device} as the tokens")
     return ids
 
 
@@ -88,34 +79,34 @@ def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
             )
 
 
-def apart(ids: object, rows: CallTokens, arguments: Mapping[str, object], packs: bool) -> dict[str, object]:
+def apart(ids: object, tokens: Tensor, arguments: Mapping[str, object], packs: bool) -> dict[str, object]:
     """Return arguments by which Transformers keeps the documents of one packed row apart.
 
     Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
 
     Args:
         ids: positions; a table says where documents end, DevicePositions only that there are several.
-        rows: the tokens of the call.
+        tokens: (1, seq, …) of the call, or of several rows.
         arguments: its other arguments.
         packs: whether the model keeps documents apart at all.
     """
-    if rows.batch > 1 or not _several(ids, rows):
+    if len(tokens) > 1 or not _several(ids, tokens.shape[1]):
         return {}
     if not packs:
         raise UnsupportedError(
             "mm_position_ids: got several documents in one row, which this model does not keep apart, want a row each"
         )
     if isinstance(ids, PositionTable):
-        return _restarts(ids, rows, arguments)
+        return _restarts(ids, tokens, arguments)
     _check_boundaries(arguments)
     return {}
 
 
-def _several(ids: object, rows: CallTokens) -> bool:
+def _several(ids: object, seq: int) -> bool:
     """Whether one row holds more than one document; ids alone do not tell."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
-    return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
+    return isinstance(ids, DevicePositions) and ids.num_tokens == seq != ids.row_length
 
 
 def _caches(arguments: Mapping[str, object]) -> list[str]:
@@ -134,7 +125,7 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
         )
 
 
-def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, object]) -> dict[str, object]:
+def _restarts(table: PositionTable, tokens: Tensor, arguments: Mapping[str, object]) -> dict[str, object]:
     mask = arguments.get("attention_mask")
     if names := _caches(arguments):
         raise UnsupportedError(
@@ -151,21 +142,22 @@ def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, ob
         raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not keep them apart")
     if arguments.get("position_ids") is not None:
         return {"use_cache": False}
-    first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(rows.device, torch.int64)
-    token = torch.arange(rows.seq, device=rows.device)
+    first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(tokens.device, torch.int64)
+    token = torch.arange(tokens.shape[1], device=tokens.device)
     return {"position_ids": (token - first)[None], "use_cache": False}
 
 
-def _check_table(ids: DevicePositions, rows: CallTokens, axes: int) -> None:
+def _check_table(ids: DevicePositions, tokens: Tensor, axes: int) -> None:
+    batch, seq = tokens.shape[:2]
     if ids.axes != axes:
         raise InvalidInputError(f"mm_position_ids: got {counted(ids.axes, 'axis')}, want {axes} as in rotary")
-    if ids.num_tokens != rows.batch * rows.seq:
-        want = f"{rows.batch * rows.seq} in {rows.batch} rows of {rows.seq}"
+    if ids.num_tokens != batch * seq:
+        want = f"{batch * seq} in {batch} rows of {seq}"
         raise InvalidInputError(f"mm_position_ids: got {ids.num_tokens} tokens, want {want}")
-    if rows.batch > 1 and ids.row_length != rows.seq:
+    if batch > 1 and ids.row_length != seq:
         got = ids.row_length or "unequal numbers of"
         raise InvalidInputError(
-            f"mm_position_ids: got documents of {got} tokens, want {rows.seq}, the length of a row: pad the table"
+            f"mm_position_ids: got documents of {got} tokens, want {seq}, the length of a row: pad the table"
         )
 
 

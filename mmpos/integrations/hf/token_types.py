@@ -25,8 +25,8 @@ IMAGE, VIDEO = 1, 2
 """Of mm_token_type_ids; text is 0."""
 
 
-def check_tensors(**named: object) -> None:
-    """Refuse arguments that are no tensors, and those with a value per token in other shapes than input_ids."""
+def check_tensors(**named: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return arguments, but refuse what is no tensor, and values per token in other shapes than input_ids."""
     tensors = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -39,6 +39,7 @@ def check_tensors(**named: object) -> None:
     for name in ("mm_token_type_ids", "attention_mask"):
         if name in tensors and tensors[name].shape != shape:
             raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {shape} as input_ids")
+    return tuple(named.values())
 
 
 def on_host(*tensors: Tensor | None) -> list[Tensor | None]:

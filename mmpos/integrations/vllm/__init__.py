@@ -3,26 +3,7 @@
 Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``models``, which it then asks for.
 """
 
-from mmpos.integrations.sections import (
-    Sections,
-    draft_positions,
-    install_cache,
-    permute_qk,
-    request_positions,
-    window_positions,
-)
 from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions, request_segments
 from mmpos.integrations.vllm.settings import ServedModel
 
-__all__ = [
-    "Sections",
-    "ServedModel",
-    "check_apart",
-    "draft_positions",
-    "install_cache",
-    "mrope_input_positions",
-    "permute_qk",
-    "request_positions",
-    "request_segments",
-    "window_positions",
-]
+__all__ = ["ServedModel", "check_apart", "mrope_input_positions", "request_segments"]

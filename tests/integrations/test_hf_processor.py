@@ -1,4 +1,4 @@
-"""The processor of Transformers: its batches against the builder's sequences, Transformers' own, and plain loops."""
+"""The processor of Transformers: its batches beside the sequences of the builder, chats, what is saved, refusals."""
 
 from __future__ import annotations
 

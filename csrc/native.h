@@ -136,6 +136,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);
 

@@ -1,4 +1,4 @@
-"""Time by the clock of a GPU, with cold caches and a host that is ahead; graphs, and a check that nothing waits.
+"""Time by the clock of a GPU, with cold caches and a host that is ahead; and graphs.
 
 Where there is no CUDA, calls are made as they are and timed by the clock of the host: toys, which prove the code alone.
 """
@@ -6,8 +6,7 @@ Where there is no CUDA, calls are made as they are and timed by the clock of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -123,18 +122,3 @@ def capture(call: Call, warm: Call | None = None) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Make torch raise RuntimeError where something inside makes the host wait for the device."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()

@@ -76,7 +76,7 @@ def set_malloc(setting: str) -> None:
     Raises:
         UnsupportedError: this C library cannot be tuned.
     """
-    from mmpos_server.launch import keep_large_blocks
+    from mmpos_server.malloc import keep_large_blocks
 
     if setting == "tuned" and not keep_large_blocks():
         raise UnsupportedError(f"malloc: got {setting!r}, want 'default': only glibc can be tuned")

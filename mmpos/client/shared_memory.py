@@ -31,7 +31,7 @@ LEAST = 65_536
 
 
 class SharedObject:
-    """POSIX shared memory object, mapped; only its user may open it.
+    """POSIX shared memory object, which is a file of /dev/shm on Linux, mapped; only its user may open it.
 
     It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
     that has opened it meanwhile keeps its mapping.
@@ -45,11 +45,9 @@ class SharedObject:
     """
 
     def __init__(self, prefix: str, size: int) -> None:
-        import _posixshmem  # not everywhere, and clients without shared memory are
-
         self.key, self.size = f"/{prefix}{os.getpid()}-{secrets.token_hex(8)}", size
         try:
-            descriptor = _posixshmem.shm_open(self.key, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+            descriptor = os.open(f"/dev/shm{self.key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             # The name goes away also if what follows fails.
             self.remove = finalize(self, _remove, self.key, os.getpid())
             try:
@@ -66,11 +64,9 @@ class SharedObject:
 
 
 def _remove(key: str, process: int) -> None:
-    import _posixshmem
-
     if os.getpid() == process:  # a forked child has a copy of all this, and no say in it
         with suppress(FileNotFoundError):
-            _posixshmem.shm_unlink(key)
+            os.unlink(f"/dev/shm{key}")
 
 
 class SharedObjects:

@@ -85,13 +85,13 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, 
         _refuse(scheme, segments, segments.kind == AUDIO, "audio", "grids only")
     if not split.grid.size:
         return
-    if strict and split.touching:
+    if strict:
         _check_touching(scheme, segments)
     if split.grids.kind is not None:
         for kind, want in ((CLIP, "its video and its audio apart"), (THUMBNAIL, "a grid between texts")):
             if kind not in scheme.kinds:
                 _refuse(scheme, segments, segments.kind == kind, f"a {NOUNS[kind]}", want)
-    if not scheme.frames and split.moving:
+    if not scheme.frames:
         # Where the axes are a parameter, three of them take frames.
         want = "one grid per frame, or axes=3" if vars(scheme).get("axes") == 2 else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
@@ -132,8 +132,6 @@ class TextsAndGrids(NamedTuple):
         runs: the text segments, for schemes.
         grid: indices of the grids.
         grids: the grids, for schemes.
-        touching: whether a grid follows a grid in a document, those with markers not counted.
-        moving: whether a grid has frames.
         units: (documents,) denominators of cursors, or None where they are whole.
     """
 
@@ -144,8 +142,6 @@ class TextsAndGrids(NamedTuple):
     runs: TextRuns
     grid: IntArray
     grids: Grids
-    touching: bool
-    moving: bool
     units: IntArray | None = None
 
 
@@ -157,10 +153,7 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
     (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
     runs = TextRuns(extents[2, text], text, document, start)
     of_grids = _grids(extents[:, grid], start[document[grid]], document, segments, grid)
-    (plain,) = (kind == GRID).nonzero()
-    touch = (plain[1:] - plain[:-1] == 1) & (document[plain[1:]] == document[plain[:-1]])
-    moving = bool((of_grids.frames > 1).any())
-    return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving)
+    return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids)
 
 
 def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
@@ -248,7 +241,8 @@ def _placed(
             whole = rest == 0
         header[0, whole] = end[whole]
         check_next(header[0])
-        header[1, whole] = (end - split.start - _real_tokens(segments, split))[whole]
+        tokens = np.add.reduceat(split.lengths * (segments.kind != PAD), segments.segment_offsets[:-1])
+        header[1, whole] = (end - split.start - tokens)[whole]
     return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
 
 
@@ -293,11 +287,6 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
         for axis, values in enumerate(per_axis or ()):
             if not isinstance(values, int) or values != 0:
                 columns[AXES + 4 * axis + i, where] = _integers(scheme, name, values)
-
-
-def _real_tokens(segments: SegmentTable, split: TextsAndGrids) -> IntArray:
-    """(documents,) tokens without padding."""
-    return np.add.reduceat(split.lengths * (segments.kind != PAD), segments.segment_offsets[:-1])
 
 
 def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: Scheme) -> None:

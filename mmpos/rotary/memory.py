@@ -22,7 +22,8 @@ def is_plain(*tensors: Tensor) -> bool:
 
     Nobody else sees the call: no graph is traced, no mode is on, no gradient goes through, and tensors are in memory.
     """
-    if torch.compiler.is_compiling() or _modes():
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
+    if traced or _modes():
         return False
     grad = torch.is_grad_enabled()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ from mmpos.schemes.base import changed_parameters
 from mmpos.segments.kinds import CLIP, TILE, rationals
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
+from mmpos.support import native
 from mmpos.support.checks import (
     INT32_MAX,
     INT32_MIN,
@@ -109,6 +111,8 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     if message.name not in SCHEMES:
         raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     scheme = SCHEMES[message.name]
+    if message.ByteSize() == len(message.name) + 2:  # nothing but the name
+        return _default(scheme)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
@@ -116,6 +120,12 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
         rate = get_rational(path(name, parameter), values[parameter])
         values[parameter] = rate if rate.denominator > 1 else int(rate)
     return scheme(**values)
+
+
+@lru_cache(maxsize=64)
+def _default(scheme: type[Scheme]) -> Scheme:
+    """Return a scheme without parameters, one for all requests."""
+    return scheme()
 
 
 _LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens")
@@ -129,7 +139,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
         put_integers(message.frames, frames)
     put_integers(message.height, height)
     put_integers(message.width, width)
-    put_integers(message.segments_per_document, np.diff(segments.segment_offsets))
+    put_integers(message.segments_per_document, segments.segment_offsets[1:] - segments.segment_offsets[:-1])
     if segments.seconds_per_frame is not None:
         for numerator, denominator in segments.seconds_per_frame.T.tolist():
             message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
@@ -145,6 +155,12 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
     Raises:
         InvalidInputError: lists of different lengths, or what SegmentTable refuses.
     """
+    plain = None if native.core is None else native.core.segments(message.SerializeToString())
+    if plain is not None:
+        kinds, sides_of_all, firsts = plain
+        return SegmentTable(
+            np.frombuffer(kinds, np.uint8), native.int64(sides_of_all).reshape(3, -1), native.int64(firsts)
+        )
     kind, *sides, per_document, separators, extra = integer_lists(message, *_LISTS)
     kind = kind - 1
     unknown = kind.view(np.uint64) > TILE

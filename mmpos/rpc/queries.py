@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import Layout, PositionTable, Side
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.schemes import Scheme
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
@@ -186,12 +187,13 @@ class PositionsResult:
         Raises:
             LimitExceededError: 2**31 tokens or more.
         """
-        resumable = positions.resumable.all()
+        next_positions, deltas = positions.documents[NEXT_POSITION], positions.documents[DELTA]
+        resumable = not (next_positions == NO_POSITION).any()
         return cls(
             table=positions if dense is None else None,
             dense=None if dense is None else positions.dense(dtype=dense.dtype, axes=dense.axes),
-            next_positions=positions.next_positions if resumable else None,
-            deltas=positions.deltas if resumable else None,
+            next_positions=next_positions if resumable else None,
+            deltas=deltas if resumable else None,
             cu_seqlens=positions.cu_seqlens,
         )
 

@@ -197,8 +197,8 @@ def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Me
     put_integers(message.grid_thw, sequence.grid_thw)
     put_integers(message.image_spans, sequence.image_spans)
     put_integers(message.part_offsets, sequence.part_offsets)
-    put_integers(message.image_margins, np.array(sequence.image_margins))
-    put_integers(message.audio_margins, np.array(sequence.audio_margins))
+    message.image_margins.extend(sequence.image_margins)
+    message.audio_margins.extend(sequence.audio_margins)
     message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
 
 

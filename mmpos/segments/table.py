@@ -455,6 +455,10 @@ def separator_tokens(segments: SegmentTable) -> IntArray:
     return (first + width)[owner] + row * (width + 1)[owner]
 
 
+_TYPES = np.zeros(TILE + 1, np.uint8)
+_TYPES[[GRID, AUDIO, THUMBNAIL, TILE]] = PATCH, AUDIO_TOKEN, PATCH, PATCH
+
+
 def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.uint8]:
     """Give the type of every token: (tokens,) PATCH, AUDIO_TOKEN, or 0 for text, markers, row separators and padding.
 
@@ -466,11 +470,12 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
         UnsupportedError: there is a clip and no patches, since its scheme alone knows how patches and audio take turns.
         InvalidInputError: a clip with other numbers of patches and audio tokens.
     """
-    of_kind = np.zeros(TILE + 1, np.uint8)
-    of_kind[[GRID, AUDIO, THUMBNAIL, TILE]] = PATCH, AUDIO_TOKEN, PATCH, PATCH
     lengths = segments.lengths
-    types = of_kind[segments.kind].repeat(lengths)
+    types = _TYPES[segments.kind].repeat(lengths)
     types[separator_tokens(segments)] = 0
+    most = segments.kind.max(initial=TEXT)
+    if most < CLIP:
+        return types
     if (segments.kind == CLIP).any():
         _type_clips(types, segments, patches)
     (crop,) = (segments.kind >= THUMBNAIL).nonzero()

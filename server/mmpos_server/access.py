@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import re
 import ssl
 import stat
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, get_token, is_token, to_status
+from mmpos.errors import InvalidInputError
+from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, is_token
 from mmpos.support.extras import needed_for
-from mmpos_server.transport import CallContext, Handler, abort
 
 if TYPE_CHECKING:
-    from mmpos_server.telemetry import Logs, Metrics
+    from mmpos_server.telemetry import Logs
 
-__all__ = [
-    "LEAST_CHARACTERS",
-    "OPEN",
-    "Certificates",
-    "TlsFiles",
-    "TokenFile",
-    "TokenInterceptor",
-    "not_after",
-    "token_name",
-]
+__all__ = ["LEAST_CHARACTERS", "OPEN", "Certificates", "TlsFiles", "TokenFile", "not_after"]
 
 
 OPEN = frozenset(
@@ -47,79 +34,6 @@ OPEN = frozenset(
     }
 )
 """Methods answered without a token, which probes and load balancers do not have."""
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-_SECONDS = 1.0
-_STATUS, _DETAILS = to_status(ServiceUnauthenticatedError('authorization: got no known token, want "Bearer TOKEN"'))
-
-token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
-"""Client name of the token that the running call carries; None where no token is required."""
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor before all methods, known or not, that lets calls with a known token pass and refuses all others.
-
-    Args:
-        tokens: known tokens and their client names.
-        metrics: counts refused calls.
-        logs: gets a line about refused calls, once a second at most.
-    """
-
-    def __init__(self, tokens: TokenFile, metrics: Metrics, logs: Logs) -> None:
-        self._tokens, self._metrics, self._logs = tokens, metrics, logs
-        # As a stream, since of a stream nothing is read before the handler wants it; on the wire both are the same.
-        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
-        self._refused, self._peer = 0, ""
-        self._watch: asyncio.Task[None] | None = None
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[T, S] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[T, S] | None:
-        """Return the handler of a call, or one that refuses the call."""
-        if handler_call_details.method not in OPEN:
-            token = get_token(handler_call_details.invocation_metadata)
-            name = None if token is None else self._tokens.name(token)
-            if name is None:
-                return self._refusal  # type: ignore[return-value]
-            token_name.set(name)
-        return await continuation(handler_call_details)
-
-    def open(self) -> None:
-        """Start checking every second whether the token file has changed."""
-        self._watch = asyncio.create_task(self._look())
-
-    async def close(self) -> None:
-        """Stop checking the token file."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
-
-    async def _look(self) -> None:
-        while True:
-            await _refreshed(self._tokens.refresh, "tokens stay as they were", self._logs)
-            if self._refused:
-                self._logs.warning("unauthenticated", calls=self._refused, last_peer=self._peer)
-                self._refused = 0
-
-    async def _refuse(self, _requests: object, context: CallContext) -> None:
-        self._refused, self._peer = self._refused + 1, context.peer()
-        self._metrics.unauthenticated.inc()
-        await abort(context, grpc.StatusCode[_STATUS], _DETAILS)
-
-
-async def _refreshed(refresh: Callable[[], None], failed: str, logs: Logs) -> None:
-    """Reread a file, a second later; after any error, the next version must still be read."""
-    await asyncio.sleep(_SECONDS)
-    try:
-        await asyncio.to_thread(refresh)  # the file may lie on a network
-    except Exception as error:
-        logs.error(failed, error)
-
 
 LEAST_CHARACTERS = 16
 """Least length of a token; a shorter one could be guessed."""
@@ -302,11 +216,6 @@ class Certificates:
                 self._expired = False
                 self._logs.info("certificates read", file=str(self._tls.cert), not_after=self._not_after.isoformat())
         self._check_expiry()
-
-    async def watch(self) -> None:
-        """Call ``refresh`` every second, until cancelled."""
-        while True:
-            await _refreshed(self.refresh, "certificates stay as they were", self._logs)
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Return new certificates before a handshake; None is no change."""

@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from time import monotonic
+from threading import Event, Thread
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from mmpos.errors import InvalidInputError, MmposError
-from mmpos_server.access import Certificates, TokenFile, TokenInterceptor
-from mmpos_server.admission import Admission, Clients, client_name
+from mmpos.errors import InvalidInputError
+from mmpos_server.access import Certificates, TokenFile
+from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
+from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
-from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
+from mmpos_server.endpoints import Answer, Endpoint, ServerContext
+from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, one_pool
 from mmpos_server.listening import Listen, address, bind, transport_options
-from mmpos_server.methods import NotFoundError, failure
 from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.streams import StreamEndpoint
 from mmpos_server.telemetry import Logs, Metrics
-from mmpos_server.traffic import GoneError, Traffic
-from mmpos_server.transport import CallContext, Handler, MetadataLogFilter, RpcContext, TransportServer, Width, abort
+from mmpos_server.transit import Transit
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from mmpos_server.config import Limits, ServerConfig
     from mmpos_server.methods import Method
     from mmpos_server.tracing import Tracing
 
-__all__ = ["HEALTH", "REFLECTION", "Health", "Introspection", "Reflection", "Server", "one_pool"]
+__all__ = ["MethodsOf", "Server"]
 
+
+_SPARE_THREADS = 64
+"""Threads for calls that are about to be refused."""
+
+_TICK, _REFRESH = 0.25, 1.0
+"""Seconds between two checks of messages in transit, and of files of tokens and certificates."""
+
+_DEAD_SECONDS = 5.0
+"""Seconds without such a check after which the server is not live."""
 
 # Seconds that calls may keep arriving before and after they are refused; rounds and seconds without any.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
-_ON_THEIR_WAY = 4
-"""Further calls of a method between transport and threads, so that the threads never wait for a call."""
+_HANG_UP_SECONDS = 1.0
+"""Seconds after the last message for clients to close their connections."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
-    """Server on one event loop. The constructor builds the profiles, so that errors in them come before it listens.
+    """Server whose calls each have a thread. The constructor builds the profiles, so that their errors come first.
 
     Args:
-        config: limits, concurrency, limits of clients, pools and profiles.
+        config: limits, concurrency, limits of clients and profiles.
         listen: addresses to listen on, TLS and tokens.
         logs: log of the server; None writes errors only.
         shared_memory: access to shared memory of clients; None for none.
@@ -74,7 +79,7 @@ class Server:
         methods: MethodsOf | None = None,
     ) -> None:
         self.config, self.listen = config, listen or Listen()
-        self.logs = logs or Logs("error")
+        self.logs, self._own_logs = logs or Logs("error"), logs is None
         self.metrics = Metrics()
         if methods is None:
             from mmpos_server.services import methods as all_methods
@@ -86,35 +91,48 @@ class Server:
             Profiles.from_config(config), config.limits, memory
         )
         self._methods = self._offered(config)
-        self._admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
-        self._traffic = Traffic(config, self._admission, self.logs)
+        self._admission = Admission(config.concurrency, config.clients)
+        tokens = self.listen.token_file
         self._context = ServerContext(
             config,
             self._admission,
-            clients,
+            Transit(config.connections, self.logs),
+            Rates(config.clients),
             self.metrics,
             self.logs,
-            self._traffic,
+            TokenFile(tokens, self.logs) if tokens else None,
             tracing,
             memory,
         )
-        self._introspection = Introspection(self._admission, clients, self._traffic)
-        self._unary = [Endpoint(method, self._context) for method in self._methods]
-        self._streams = [StreamEndpoint(method, self._context) for method in self._methods if method.twin]
-        tokens = self.listen.token_file
-        self._interceptor = TokenInterceptor(TokenFile(tokens, self.logs), self.metrics, self.logs) if tokens else None
-        self._server: TransportServer | None = None
-        self._health: Health | None = None
-        self._log = MetadataLogFilter(self.logs)
-        self._certificates: asyncio.Task[None] | None = None
-        self._sockets = ExitStack()
+        self.unary = {method.name: Endpoint(method, self._context) for method in self._methods}
+        streams, items = config.concurrency.max_streams, config.concurrency.max_in_flight
+        threads = ThreadPoolExecutor(streams, "mmpos-stream"), ThreadPoolExecutor(items, "mmpos-item")
+        made = (StreamEndpoint(method, self._context, *threads) for method in self._methods if method.twin)
+        self.streams = {stream.name: stream for stream in made}
+        services = list(dict.fromkeys(method.service for method in self._methods))
+        self._health = Health(services)
+        # The methods come from several descriptor pools, and reflection takes one.
+        pool = one_pool(method.request for method in self._methods)
+        self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
+        self._server: grpc.Server | None = None
+        self._threads: list[ThreadPoolExecutor] = list(threads)
+        self._tasks = [self._context.transit.look]
+        self._files: list[Callable[[], None]] = [] if self._context.tokens is None else [self._context.tokens.refresh]
+        self._last_round = -math.inf
+        self._ended = Event()
+        self._closing = ExitStack()
 
     @property
     def ready(self) -> bool:
         """Whether the server takes calls and reports SERVING; from any thread."""
         return self._server is not None and not self._admission.announced
 
-    async def start(self) -> list[str]:
+    @property
+    def live(self) -> bool:
+        """Whether the thread that watches the server does its rounds; from any thread."""
+        return monotonic() - self._last_round < _DEAD_SECONDS
+
+    def start(self) -> list[str]:
         """Listen and serve.
 
         Returns:
@@ -123,37 +141,117 @@ class Server:
         Raises:
             InvalidInputError: an address is taken, the host is not of this machine, or a TLS file is wrong.
         """
-        listen = self.listen
-        services = list(dict.fromkeys(method.service for method in self._methods))
-        options = transport_options(self.config, reuse_port=listen.reuse_port)
-        ahead = self.config.concurrency.max_pending
-        server = TransportServer([self._interceptor] if self._interceptor else [], options, ahead)
-        for service in services:
-            server.add(service, self._handlers(service), self._widths(service))
-        self._health = Health(services)
-        server.add(HEALTH, self._introspection.health(self._health))
-        # The methods come from several descriptor pools, and reflection takes one.
-        pool = one_pool(method.request for method in self._methods)
-        offered = Reflection([*services, HEALTH, REFLECTION[0]], pool)
-        for name in REFLECTION:
-            server.add(name, self._introspection.reflection(offered))
+        listen, concurrency = self.listen, self.config.concurrency
         # Before the ports: an error in a file comes before one of a taken port.
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
+        if certificates is not None:
+            self._files.append(certificates.refresh)
+        most = concurrency.max_in_flight + concurrency.max_streams + WATCHES + CHECKS + _SPARE_THREADS
+        executor = ThreadPoolExecutor(most, thread_name_prefix="mmpos-call")
+        self._threads.append(executor)
+        options = transport_options(self.config, reuse_port=listen.reuse_port)
+        server = grpc.server(executor, options=options, maximum_concurrent_rpcs=most)
+        self._add_methods(server)
         addresses = [self._add_port(server, certificates)] if listen.tcp else []
         if listen.uds:
-            self._sockets.callback(listen.uds.listen(server.add_insecure_port))
+            self._closing.callback(listen.uds.listen(server.add_insecure_port))
             addresses.append(listen.uds.address)
-        await server.start()
+        server.start()
         self._server = server
-        if certificates is not None:
-            self._certificates = asyncio.create_task(certificates.watch())
-        self._log.open()
-        self._traffic.open([int(addresses[0].rpartition(":")[2])] if listen.tcp else [])
-        if self._interceptor is not None:
-            self._interceptor.open()
+        self._last_round = monotonic()
+        Thread(target=self._watch, name="mmpos-watch", daemon=True).start()
         return addresses
 
-    def _add_port(self, server: TransportServer, certificates: Certificates | None) -> str:
+    def renew(self, config: ServerConfig) -> None:
+        """Answer calls from now on with other profiles, limits, time limits and rates.
+
+        Raises:
+            InvalidInputError: a profile is wrong; nothing has changed.
+            ImportError: a profile needs a package that is not installed.
+        """
+        methods = self._offered(config)
+        self.config = config
+        self._context = replace(self._context, config=config, rates=Rates(config.clients))
+        self._context.transit.renew(config.connections)
+        self.introspection.server = self._context
+        by_name = {(method.service, method.name): method for method in methods}
+        endpoints: list[Endpoint | StreamEndpoint] = [*self.unary.values(), *self.streams.values()]
+        for endpoint in endpoints:
+            endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], self._context)
+
+    def announce_stop(self) -> None:
+        """Report NOT_SERVING in health checks, and go on serving."""
+        self._admission.announced = True
+        self._health.stop()
+
+    def stop(self, grace: float | None = 30.0) -> None:
+        """Take no further calls, answer those that have arrived, and stop.
+
+        A stream ends with UNAVAILABLE after the answers to the items that were read.
+
+        Args:
+            grace: seconds after which calls at work are cancelled; None is at once.
+        """
+        self.announce_stop()
+        for stream in self.streams.values():
+            stream.drain()
+        if self._server is not None:
+            end = monotonic() + (grace or 0.0)
+            self._settle(grace or 0.0)
+            self._context.transit.drain()
+            self._closing.close()
+            ended = self._server.stop(max(0.0, end - monotonic()))
+            quiet_since = math.inf
+            # The transport itself waits 20 seconds for a client that does not acknowledge the end.
+            while not ended.wait(_TICK / 5) and monotonic() < end + _HANG_UP_SECONDS:
+                quiet_since = min(quiet_since, monotonic()) if self._quiet else math.inf
+                if monotonic() - quiet_since > _HANG_UP_SECONDS:
+                    break
+        self._ended.set()
+        self._admission.close()
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._own_logs:
+            self.logs.close()
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether no call and no message is left."""
+        admission = self._admission
+        gates = (admission.calls, admission.streams, admission.watches, admission.checks)
+        return self._context.transit.quiet and not any(gate.taken for gate in gates)
+
+    def _watch(self) -> None:
+        """Do the rounds of the server until it ends; an error of one task ends neither the others nor the rounds."""
+        refreshed = monotonic()
+        while not self._ended.wait(_TICK):
+            tasks = list(self._tasks)
+            if monotonic() - refreshed >= _REFRESH:
+                refreshed = monotonic()
+                tasks += self._files
+            for task in tasks:
+                try:
+                    task()
+                except Exception as error:
+                    self.logs.error("a check of the server failed", error, task=task.__qualname__)
+            self._last_round = monotonic()
+
+    def _settle(self, seconds: float) -> None:
+        """Wait until no call arrives, since the transport cancels calls it has received and not yet handed over.
+
+        Calls are answered for a while; if they keep arriving, further ones are refused with UNAVAILABLE.
+        """
+        admission = self._admission
+        for admission.ending in (False, True):
+            end, quiet, before = monotonic() + min(seconds / 2, _SETTLE_SECONDS), 0, admission.arrivals
+            while monotonic() < end:
+                sleep(0.01)
+                quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
+                # Rounds let the transport hand over waiting calls; time lets through calls that clients are sending.
+                if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
+                    return
+
+    def _add_port(self, server: grpc.Server, certificates: Certificates | None) -> str:
         """Listen on the port; returns its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
         # Before the transport, whose own answer to a taken port is a number and lines on stderr.
@@ -167,264 +265,66 @@ class Server:
             raise InvalidInputError(f"port: got {target}, which cannot be listened on, want a free one (0 picks one)")
         return address(listen.host, port)
 
-    async def renew(self, config: ServerConfig) -> None:
-        """Answer calls from now on with other profiles, limits and client limits.
-
-        Raises:
-            InvalidInputError: a profile is wrong; nothing has changed.
-            ImportError: a profile needs a package that is not installed.
-        """
-        # In a thread: a tokenizer may take seconds to read.
-        methods = await asyncio.to_thread(self._offered, config)
-        clients = Clients(config.clients)
-        self.config, context = config, replace(self._context, config=config, clients=clients)
-        self._traffic.renew(config)
-        self._introspection.renew(clients)
-        by_name = {(method.service, method.name): method for method in methods}
-        endpoints: list[Endpoint | StreamEndpoint] = [*self._unary, *self._streams]
-        for endpoint in endpoints:
-            endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], context)
-
-    def announce_stop(self) -> None:
-        """Report NOT_SERVING in health checks, and go on serving."""
-        self._admission.announced = True
-        if self._health is not None:
-            self._health.stop()
-
-    async def stop(self, grace: float | None = 30.0) -> None:
-        """Take no further calls, answer those that have arrived, and stop.
-
-        A stream ends with UNAVAILABLE after the answers to the items that were read.
-
-        Args:
-            grace: seconds after which calls at work are cancelled; None is at once.
-        """
-        self.announce_stop()
-        for stream in self._streams:
-            stream.drain()
-        if self._server is not None:
-            began = monotonic()
-            await self._settle(grace or 0.0)
-            self._traffic.drain()
-            # Before the transport closes the sockets: until then no other file can be mistaken for them.
-            self._sockets.close()
-            left = None if grace is None else max(0.0, grace - (monotonic() - began))
-            ending = asyncio.create_task(self._server.stop(left))
-            await self._traffic.hang_up(ending)
-            await ending
-        await self._traffic.close()
-        self._log.close()
-        if self._certificates is not None:
-            self._certificates.cancel()
-        if self._interceptor is not None:
-            await self._interceptor.close()
-        self._admission.close()
-        # Cancelled tasks learn of it in the next round of the event loop.
-        await asyncio.sleep(0)
-
-    async def _settle(self, seconds: float) -> None:
-        """Wait until no call arrives, since the transport cancels calls it has received and not yet handed over.
-
-        Calls are answered for a while; if they keep arriving, further ones are refused with UNAVAILABLE.
-        """
-        admission = self._admission
-        for admission.ending in (False, True):
-            end, quiet, before = monotonic() + min(seconds / 2, _SETTLE_SECONDS), 0, admission.arrivals
-            while monotonic() < end:
-                await asyncio.sleep(0.01)
-                quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
-                # Rounds of the loop hand over waiting calls; time lets through calls that clients are sending.
-                if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
-                    return
-
-    def _handlers(self, service: str) -> dict[str, Handler]:
-        """Return the handlers of a service over raw bytes, so that invalid messages get a status of ours.
+    def _add_methods(self, server: grpc.Server) -> None:
+        """Add all methods over raw bytes, so that invalid messages get a status of ours.
 
         All are registered as streams, since of a stream nothing is read before the handler asks for it; on the wire
         both are the same.
         """
-        handlers: dict[str, Handler] = {
-            endpoint.method.name: grpc.stream_unary_rpc_method_handler(endpoint.serve)
-            for endpoint in self._unary
-            if endpoint.method.service == service
-        }
-        for stream in self._streams:
-            if stream.method.service == service:
-                handlers[stream.name] = grpc.stream_stream_rpc_method_handler(stream.handle)
-        return handlers
-
-    def _widths(self, service: str) -> dict[str, Width]:
-        """Return how many calls of each unary method of a service are taken at once.
-
-        Under overload these are two per thread, one at work and one that waits, and a few in between.
-        """
-        most, threads = self.config.concurrency.max_at_work, self._admission.threads
-        return {
-            endpoint.method.name: Width(most, 2 * threads[endpoint.method.pool] + _ON_THEIR_WAY)
-            for endpoint in self._unary
-            if endpoint.method.service == service and endpoint.method.admitted
-        }
+        for endpoint in self.unary.values():
+            method = endpoint.method
+            server.add_registered_method_handlers(method.service, {method.name: _unary(endpoint.answer)})
+        for stream in self.streams.values():
+            server.add_registered_method_handlers(stream.method.service, {stream.name: _stream(stream.answers)})
+        shown = self.introspection
+        server.add_registered_method_handlers(HEALTH, {"Check": _unary(shown.check), "Watch": _stream(shown.watch)})
+        for name in REFLECTION:
+            server.add_registered_method_handlers(name, {"ServerReflectionInfo": _stream(shown.reflect)})
+        server.add_generic_rpc_handlers((_Unknown(_unary(shown.unknown)),))
 
 
-REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
-"""Full names of the two versions of the reflection service, whose messages are the same."""
+class _Unknown(grpc.GenericRpcHandler):
+    """Handler of all methods that are not registered."""
+
+    def __init__(self, handler: grpc.RpcMethodHandler[bytes, bytes]) -> None:
+        self._handler = handler
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Return the handler."""
+        return self._handler
 
 
-class Reflection:
-    """Reflection of the services of a server, for tools such as grpcurl.
+def _unary(answer: Callable[[Iterator[bytes], Any], Answer]) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """Return the handler of a unary endpoint."""
 
-    Args:
-        services: full names of the services.
-        pool: descriptors of the services.
-    """
-
-    def __init__(self, services: Iterable[str], pool: DescriptorPool) -> None:
-        self._servicer = reflection.ReflectionServicer(services, pool)
-
-    async def answers(self, raw: bytes) -> AsyncIterator[bytes]:
-        """Answer one reflection request.
-
-        Raises:
-            DecodeError: the bytes are no request.
-        """
-        request = reflection_pb2.ServerReflectionRequest.FromString(raw)
-        for answer in self._servicer.ServerReflectionInfo([request], None):
-            yield answer.SerializeToString()
-
-
-class Introspection:
-    """Handlers of health and reflection, which are answered under any load.
-
-    Args:
-        admission: gates of the server, with one for open streams of these services.
-        clients: slots of each client.
-        traffic: messages in transit.
-    """
-
-    def __init__(self, admission: Admission, clients: Clients, traffic: Traffic) -> None:
-        self._admission, self._clients, self._traffic = admission, clients, traffic
-
-    def renew(self, clients: Clients) -> None:
-        """Apply these client limits from now on."""
-        self._clients = clients
-
-    def health(self, health: Health) -> dict[str, Handler]:
-        """Return the handlers of the health service."""
-        return {
-            "Check": grpc.stream_unary_rpc_method_handler(partial(self._unary, health.check)),
-            "Watch": grpc.stream_stream_rpc_method_handler(partial(self._stream, health.watch)),
-        }
-
-    def reflection(self, offered: Reflection) -> dict[str, Handler]:
-        """Return the handler of the reflection service."""
-        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(partial(self._stream, offered.answers))}
-
-    async def _unary(
-        self, answer: Callable[[bytes], Awaitable[bytes]], _requests: object, context: RpcContext
-    ) -> bytes:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            response = await answer(await self._traffic.request(context))
-            self._traffic.leave(context)
-            return response
-        except (MmposError, DecodeError) as error:
-            await self._fail(error, context)
-            return b""
-
-    async def _stream(
-        self, answers: Callable[[bytes], AsyncIterator[bytes]], _requests: object, context: RpcContext
-    ) -> None:
-        lease, gate, entered = self._clients.lease(client_name(context)), self._admission.watches, False
-        try:
-            lease.begin_watch()
-            gate.enter()
-            entered, read = True, False
-            while (raw := await self._traffic.receive(context, idle=read)) is not None:
-                read = True
-                async for answer in answers(raw):
-                    await self._traffic.write(context, answer)
+            answered = answer(requests, context)
         except GoneError:
-            raise asyncio.CancelledError from None
-        except (MmposError, DecodeError) as error:
-            await self._fail(error, context)
-        finally:
-            if entered:
-                gate.leave(1.0)
-            lease.end(1.0)
+            return b""
+        _end(answered, context)
+        return answered.raw
 
-    async def _fail(self, error: Exception, context: CallContext) -> None:
-        failed = failure(error, "")
-        self._traffic.leave(context)
-        await abort(context, failed.code, failed.message, failed.metadata)
+    return grpc.stream_unary_rpc_method_handler(handle)
 
 
-HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-"""Full name of the health service."""
+def _stream(
+    answers: Callable[[Iterator[bytes], Any], Generator[bytes, None, Answer]],
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """Return the handler of a streaming endpoint."""
 
-_Status = health_pb2.HealthCheckResponse
-
-
-class Health:
-    """Health of each service and, under the empty name, of the server.
-
-    The servicer of grpc_health keeps watchers until they leave by themselves, so that a server with one watcher would
-    not stop within its grace, and forgets all watchers of a service when one leaves.
-
-    Args:
-        services: full names of the services.
-    """
-
-    def __init__(self, services: Iterable[str]) -> None:
-        self._services = {"", *services}
-        self._stopping = asyncio.Event()
-
-    async def check(self, raw: bytes) -> bytes:
-        """Return the current status of one service.
-
-        Raises:
-            DecodeError: the bytes are no request.
-            NotFoundError: there is no such service.
-        """
-        service = health_pb2.HealthCheckRequest.FromString(raw).service
-        if service not in self._services:
-            # Cut, since anybody may send it: health needs no token.
-            raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
-        return self._answer(service)
-
-    async def watch(self, raw: bytes) -> AsyncIterator[bytes]:
-        """Yield the current status of one service, and the next one when the server drains.
-
-        Raises:
-            DecodeError: the bytes are no request.
-        """
-        service = health_pb2.HealthCheckRequest.FromString(raw).service
-        yield self._answer(service)
-        if not self._stopping.is_set():
-            await self._stopping.wait()
-            yield self._answer(service)
-
-    def stop(self) -> None:
-        """Report NOT_SERVING from now on."""
-        self._stopping.set()
-
-    def _answer(self, service: str) -> bytes:
-        status = _Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING
-        if service not in self._services:
-            status = _Status.SERVICE_UNKNOWN
-        return bytes(_Status(status=status).SerializeToString())
-
-
-def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
-    """Build a pool of the files of these messages, their imports, and the files of health and reflection."""
-    pool, added = DescriptorPool(), set[str]()
-
-    def add(file: Any) -> None:
-        if file.name in added:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            answered = yield from answers(requests, context)
+        except GoneError:
             return
-        added.add(file.name)
-        for imported in file.dependencies:
-            add(imported)
-        pool.AddSerializedFile(file.serialized_pb)
+        _end(answered, context)
 
-    for file in (*(message.DESCRIPTOR.file for message in messages), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        add(file)
-    return pool
+    return grpc.stream_stream_rpc_method_handler(handle)
+
+
+def _end(answered: Answer, context: grpc.ServicerContext) -> None:
+    """Set the metadata that end a call, and its status if it failed."""
+    context.set_trailing_metadata(answered.metadata)
+    if answered.failed is not None:
+        context.abort(answered.failed.code, answered.failed.message)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -27,9 +26,7 @@ __all__ = [
     "ClientLimits",
     "Concurrency",
     "Connections",
-    "ImageSettings",
     "Limits",
-    "Pools",
     "Profile",
     "ProfileSettings",
     "Profiles",
@@ -55,44 +52,26 @@ class Limits(_Settings):
     tokens: int = Field(default=16_777_216, ge=1)
     images: int = Field(default=4096, ge=1)
     pixels: int = Field(default=1_000_000_000, ge=1)
-    views: int = Field(default=16, ge=1)
     shared_bytes: int = Field(default=1024 * _MIB, ge=1024)
 
 
 class Concurrency(_Settings):
-    """Limits of what is queued or running at once; further calls are refused at once, items of a stream wait.
+    """Limits of what waits or is at work at once; further calls are refused at once, items of a stream wait.
 
     Args:
-        max_pending: calls of a method that may arrive at the same moment; the transport cancels further ones.
-        max_at_work: calls of a method that have arrived and are not done; the transport cancels further ones.
-        max_wait: calls that a call may wait for before it gets a thread.
-        max_wait_overloaded: the same within a second of a refusal by the same threads.
-        max_in_flight: cheap calls.
+        max_in_flight: calls of any kind.
         max_in_flight_images: calls that decode images.
-        max_in_flight_heavy: calls that decode images of more than 16 megapixels.
-        max_in_flight_rotary: calls that rotate.
-        max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
+        image_threads: threads that decode images; 0 is one per core.
+        max_in_flight_bytes: bytes of requests, of the shared memory that they name, and of answers that clients have
+            not read yet.
         max_streams: open streams.
-        stream_window: items of one stream that are read and not yet answered.
-        stream_bytes: bytes of these items and of their answers; a stream that holds so many stops reading.
-        max_unsent_bytes: bytes of answers, except those of streams, that clients have not read yet.
-        max_watches: open streams of health and of reflection.
     """
 
-    max_pending: int = Field(default=64, ge=1, le=4096)
-    max_at_work: int = Field(default=256, ge=1)
-    max_wait: int = Field(default=64, ge=1)
-    max_wait_overloaded: int = Field(default=1, ge=1)
-    max_in_flight: int = Field(default=1024, ge=1)
+    max_in_flight: int = Field(default=256, ge=1, le=65_536)
     max_in_flight_images: int = Field(default=64, ge=1)
-    max_in_flight_heavy: int = Field(default=16, ge=1)
-    max_in_flight_rotary: int = Field(default=16, ge=1)
+    image_threads: int = Field(default=0, ge=0, le=1024)
     max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
-    max_streams: int = Field(default=256, ge=1)
-    stream_window: int = Field(default=16, ge=1)
-    stream_bytes: int = Field(default=32 * _MIB, ge=1)
-    max_unsent_bytes: int = Field(default=512 * _MIB, ge=1024)
-    max_watches: int = Field(default=1024, ge=1)
+    max_streams: int = Field(default=128, ge=1, le=65_536)
 
 
 class Connections(_Settings):
@@ -101,105 +80,28 @@ class Connections(_Settings):
     Args:
         max_connections: connections at once; further ones are closed at once.
         receive_seconds: from the start of a call until its request, or the first item of its stream, has arrived.
-        send_seconds: from an answer until its client has read it; then the connection is closed.
-        stream_idle_seconds: time of a stream without an item, or with an answer that is not read.
-        idle_seconds: time of a connection without a call.
+        send_seconds: from an answer until its client has read it.
         age_seconds: age of a connection at which its client is asked for a new one.
-        grace_seconds: time after that for the calls of the connection.
     """
 
     max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
     receive_seconds: float = Field(default=30.0, gt=0, le=1e6)
     send_seconds: float = Field(default=120.0, gt=0, le=1e6)
-    stream_idle_seconds: float = Field(default=600.0, gt=0, le=1e6)
-    idle_seconds: float = Field(default=600.0, gt=0, le=1e6)
     age_seconds: float = Field(default=3600.0, gt=0, le=1e6)
-    grace_seconds: float = Field(default=600.0, gt=0, le=1e6)
 
 
 class ClientLimits(_Settings):
-    """Limits of one client, at once and per second; 0 is no limit of its own.
-
-    Further calls are refused at once, items of a stream wait. Each process counts by itself. The defaults are half of
-    the limits for all clients together.
+    """Limits of one client, at once and per second; each process counts by itself.
 
     Args:
-        max_in_flight: calls of any kind, until their answers are read.
-        max_share: share of max_in_flight_images, max_in_flight_heavy and max_in_flight_rotary; at least one call of
-            each.
-        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name; and, per
-            address, those of incomplete requests.
-        max_unsent_bytes: bytes of answers, except those of streams, that the client has not read yet.
-        max_streams: open streams.
-        max_watches: open streams of health and of reflection.
-        max_connections: connections of one address; newer ones are closed.
-        requests_per_second: calls and items of streams, on average.
+        max_share: share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams; at least one call.
+        requests_per_second: calls and items of streams, on average; 0 is no limit.
         burst: most of these at once after a pause; 0 is those of one second.
     """
 
-    max_in_flight: int = Field(default=512, ge=0)
-    max_share: float = Field(default=0.5, ge=0, le=1)
-    max_in_flight_bytes: int = Field(default=512 * _MIB, ge=0)
-    max_unsent_bytes: int = Field(default=256 * _MIB, ge=0)
-    max_streams: int = Field(default=128, ge=0)
-    max_watches: int = Field(default=512, ge=0)
-    max_connections: int = Field(default=500, ge=0)
+    max_share: float = Field(default=0.5, gt=0, le=1)
     requests_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     burst: int = Field(default=0, ge=0)
-
-
-class Pools(_Settings):
-    """Number of threads for each kind of work, so that one kind never waits for another.
-
-    Args:
-        place: threads for positions that are too large for the event loop.
-        image: threads that decode images; 0 is one per core.
-        heavy: threads that decode images of more than 16 megapixels, each of which may take much memory.
-        rotary: threads for rotations.
-    """
-
-    place: int = Field(default=2, ge=1, le=1024)
-    image: int = Field(default=0, ge=0, le=1024)
-    heavy: int = Field(default=2, ge=1, le=1024)
-    rotary: int = Field(default=1, ge=1, le=1024)
-
-
-class MarkerSettings(_Settings):
-    """Special tokens of images and audio, by name or by id; "" is no token, since TOML has no null."""
-
-    begin: str | int | None = "[IMG]"
-    end: str | int | None = "[/IMG]"
-    patch: str | int = "[PATCH]"
-    row: str | int | None = None
-    last_row: str | int | None = None
-    video: str | int | None = None
-    audio: str | int | None = None
-    audio_begin: str | int | None = None
-    audio_end: str | int | None = None
-
-    @field_validator("begin", "end", "row", "last_row", "video", "audio", "audio_begin", "audio_end")
-    @classmethod
-    def _none(cls, marker: str | int | None) -> str | int | None:
-        return None if marker == "" else marker
-
-
-class ImageSettings(_Settings):
-    """Arguments of ImageProcessor; None is its default, and torchvision as backend where it is installed."""
-
-    backend: str | None = None
-    patch_size: int | None = None
-    spatial_merge_size: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_tokens: int | None = None
-    order: str | None = None
-    dtype: str | None = None
-    mean: list[float] | None = None
-    std: list[float] | None = None
-    background: list[int] | None = None
-    max_source_pixels: int | None = None
-    max_aspect_ratio: int | None = None
-    small_images: str | None = None
 
 
 class ProfileSettings(_Settings):
@@ -208,15 +110,15 @@ class ProfileSettings(_Settings):
     Args:
         scheme: name of the scheme, or a table of name and parameters.
         tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
-        markers: special tokens of images and audio.
-        images: settings of the image processor.
+        markers: arguments of Markers; "" is no token, since TOML has no null.
+        images: arguments of ImageProcessor, with "pillow" as the default backend.
         rotary: arguments of Rotary; left out, the profile has no rotation.
     """
 
     scheme: str | dict[str, Any] = "rope-tie"
     tokenizer: str = "bytes"
-    markers: MarkerSettings = MarkerSettings()
-    images: ImageSettings = ImageSettings()
+    markers: dict[str, Any] = Field(default_factory=dict)
+    images: dict[str, Any] = Field(default_factory=dict)
     rotary: dict[str, Any] | None = None
 
 
@@ -227,7 +129,6 @@ class ServerConfig(_Settings):
     concurrency: Concurrency = Concurrency()
     connections: Connections = Connections()
     clients: ClientLimits = ClientLimits()
-    pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)
 
@@ -323,11 +224,12 @@ def _first(error: ValidationError) -> str:
 
 def _known(location: list[int | str]) -> list[str]:
     """Return the fields of the table at a location of the file."""
-    model: Any = ServerConfig
-    for part in location:
-        inner = ProfileSettings if model is dict else model.model_fields[part].annotation
-        model = dict if part == "profiles" else inner
-    return list(model.model_fields)
+    if not location:
+        return list(ServerConfig.model_fields)
+    if location[0] == "profiles":
+        return list(ProfileSettings.model_fields)
+    table: Any = ServerConfig.model_fields[str(location[0])].annotation
+    return list(table.model_fields)
 
 
 def _shown(value: object) -> str:
@@ -400,7 +302,7 @@ def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Prof
     tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(settings.tokenizer, config.folder))
     images = _named(f"{where}.images", lambda: _images(settings.images))
     scheme = _named(f"{where}.scheme", lambda: _scheme(settings.scheme))
-    markers = Markers(**settings.markers.model_dump())
+    markers = _named(f"{where}.markers", lambda: _markers(settings.markers))
     builder = _named(where, lambda: SequenceBuilder(tokenizer, images=images, scheme=scheme, markers=markers))
     rotary = None
     if settings.rotary is not None:
@@ -440,13 +342,25 @@ def _tokenizer(setting: str, folder: Path) -> object:
         raise InvalidInputError(f"got {setting!r}, want a tokenizer.json ({error})") from None
 
 
-def _images(settings: ImageSettings) -> ImageProcessor:
-    arguments = settings.model_dump(exclude_none=True)
-    arguments.setdefault("backend", "torchvision" if find_spec("torchvision") else "pillow")
-    processor = ImageProcessor(**arguments)
-    # The import of the backend takes seconds: now, and not while the first client waits.
+def _markers(settings: Mapping[str, Any]) -> Markers:
+    _check_names(Markers, settings)
+    arguments: dict[str, Any] = {name: None if marker == "" else marker for name, marker in settings.items()}
+    return Markers(**arguments)
+
+
+def _images(settings: Mapping[str, Any]) -> ImageProcessor:
+    _check_names(ImageProcessor, settings)
+    # Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
+    processor = ImageProcessor(**{"backend": "pillow", **settings})
+    # The backend is imported now, and not while the first client waits.
     processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
     return processor
+
+
+def _check_names(kind: type, settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(kind)]
+    for name in settings.keys() - set(known):
+        raise InvalidInputError(f"{name}: got an unknown field, want one of {', '.join(known)}")
 
 
 def _scheme(setting: str | Mapping[str, Any]) -> Scheme:

@@ -21,9 +21,10 @@ from mmpos_server.config import Limits
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos_server.admission import Call
+    from mmpos_server.call import Call
 
 __all__ = [
+    "MAX_VIEWS",
     "check",
     "check_answer",
     "check_elements",
@@ -33,7 +34,12 @@ __all__ = [
     "check_table",
     "check_tensors",
     "check_view",
+    "check_views",
+    "dense_bytes",
 ]
+
+MAX_VIEWS = 16
+"""Most views of a query."""
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
 """Most fields and numbers of a part of a document or of a segment, rounded up; and of everything else."""
@@ -47,7 +53,17 @@ def check(name: str, got: float, limits: Limits) -> None:
     """
     most = getattr(limits, name)
     if got > most:
-        raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request of this server")
+        _refuse(name, got, most)
+
+
+def check_views(got: int) -> None:
+    """Check the number of views of a query."""
+    if got > MAX_VIEWS:
+        _refuse("views", got, MAX_VIEWS)
+
+
+def _refuse(name: str, got: float, most: int) -> None:
+    raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request of this server")
 
 
 def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
@@ -80,23 +96,23 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
         rows = ids.input_ids.shape[0] if len(ids.input_ids.shape) == 2 else max(len(ids.cu_seqlens) - 1, 1)
         check("documents", rows, limits)
         check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
-    check("views", len(message.views), limits)
+    check_views(len(message.views))
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
-    """Check documents against the limits, before they are placed; returns the number of their images."""
-    images = int(np.count_nonzero(~np.isin(segments.kind, (TEXT, PAD, AUDIO))))
+    """Check documents against the limits, except their tokens, before they are placed; returns their images."""
+    kind = segments.kind
+    counts = np.bincount(kind, minlength=TILE + 1).tolist()
+    images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
-    check("segments", segments.kind.size, limits)
     check("images", images, limits)
-    check("tokens", segments.num_tokens, limits)
     # Schemes may cut a grid at every frame, a clip also at every token of audio, thumbnails and tiles at their
     # markers and at the tokens after these, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
-    kind = segments.kind
-    stretched = (kind == THUMBNAIL) & (np.append(kind[1:], PAD) == TILE)
-    patches = segments.extents[1:, stretched].prod(axis=0).sum()
-    check("segments", 4 * np.count_nonzero(kind >= THUMBNAIL) + patches, limits)
+    detailed = counts[THUMBNAIL] + counts[TILE]
+    if detailed:
+        stretched = (kind == THUMBNAIL) & (np.append(kind[1:], PAD) == TILE)
+        check("segments", 4 * detailed + segments.extents[1:, stretched].prod(axis=0).sum(), limits)
     if segments.extra_tokens is not None:
         check("segments", 2 * segments.extra_tokens[kind == CLIP].sum(), limits)
     return images
@@ -153,9 +169,13 @@ def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, c
     if dense is None:
         check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:
-        rows = positions.axes if dense.axes is None else len(dense.axes)
-        item = 4 if not positions.fractional and dense.dtype in (None, "int32") else 8
-        check_tensors([rows * positions.num_tokens * item], limits, call)
+        check_tensors([dense_bytes(positions, dense)], limits, call)
+
+
+def dense_bytes(positions: PositionTable, dense: Dense) -> int:
+    """Return the bytes of the ids of a query."""
+    rows = positions.axes if dense.axes is None else len(dense.axes)
+    return rows * positions.num_tokens * (4 if not positions.fractional and dense.dtype in (None, "int32") else 8)
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs
 
 __all__ = [
+    "GRACE_SECONDS",
+    "IDLE_SECONDS",
+    "MAX_METADATA_BYTES",
     "Listen",
     "Uds",
     "address",
@@ -123,8 +126,15 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return reserved
 
 
+IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
+"""Time of a connection without a call; and time of its calls after its client was asked for a new connection."""
+
+MAX_METADATA_BYTES = 16 * 1024
+"""Most bytes of the headers of a call."""
+
+
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:
-    """Return the channel arguments of a server.
+    """Return the channel arguments of a server; the public headers of gRPC document all but max_pending_requests.
 
     Args:
         config: settings of the server.
@@ -132,24 +142,26 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
     """
     connections = config.connections
     return [
-        # Lanes decide how many calls are taken; one more waits. A refusal in Python costs the event loop more than half
-        # of an answer: beyond twice the capacity it would do nothing else. The transport drops a call in a fifteenth
-        # of the time.
-        ("grpc.server.max_pending_requests", 0),
-        ("grpc.server.max_pending_requests_hard_limit", 1),
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
         # Identity only: a compressed message has no size limit that is known before it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        # Equal, since the transport refuses some calls between the two by chance.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # On by default, so that a second server on the port would silently take half of the calls.
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_allowed_incoming_connections", min(connections.max_connections, _most_connections())),
         ("grpc.server_handshake_timeout_ms", _milliseconds(connections.receive_seconds)),
-        ("grpc.max_connection_idle_ms", _milliseconds(connections.idle_seconds)),
+        ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
-        ("grpc.max_connection_age_grace_ms", _milliseconds(connections.grace_seconds)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
+        # Calls that Python has not taken yet: beyond these the core drops calls of anybody (by default 1000), so that
+        # one client that opens calls and ends them at once would shut out others.
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 40_000),
         # Per connection; further calls of a client wait until one ends.
-        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_concurrent_streams", 256),
         # Clients may ping every 10 s, also between calls; the server pings every minute.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

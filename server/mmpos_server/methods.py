@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
     ServiceTimeoutError,
+    ServiceUnauthenticatedError,
     ServiceUnavailableError,
     UnsupportedError,
 )
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos.rpc.v1 import error_pb2
-    from mmpos_server.admission import Call, Pool
+    from mmpos_server.call import Call
 
 __all__ = [
     "Failure",
@@ -38,11 +39,12 @@ __all__ = [
     "failure",
     "public",
     "queried",
+    "refused_by",
     "streamed",
 ]
 
 
-Run = Callable[[Any, Any, "Call"], Awaitable[None]]
+Run = Callable[[Any, Any, "Call"], None]
 """Function that reads the request and fills the response; an exception becomes the status."""
 
 
@@ -56,6 +58,7 @@ class Twin:
         response: type of the answer to an item.
         run: function from an item to its answer.
         refuse: function from a failed item and its error to the answer.
+        side_by_side: whether several items of a stream are at work at once, since an item may take long.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Twin:
     response: type[Message]
     run: Run
     refuse: Callable[[Any, Any, MmposError], None]
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,6 @@ class Method:
         run: function from the request to the response.
         twin: stream form of the method.
         admitted: whether a call takes a slot; liveness and readiness are answered under any load.
-        pool: thread pool that does most of the work.
     """
 
     service: str
@@ -87,14 +90,13 @@ class Method:
     run: Run
     twin: Twin | None = None
     admitted: bool = True
-    pool: Pool = "place"
 
 
 def queried(run: Run, field: str) -> Run:
     """Wrap a function from a query to a field of the response as one from request to response."""
 
-    async def whole(request: Message, response: Message, call: Call) -> None:
-        await run(required("", request, "query"), answering(response, field), call)
+    def whole(request: Message, response: Message, call: Call) -> None:
+        run(required("", request, "query"), answering(response, field), call)
 
     return whole
 
@@ -115,18 +117,20 @@ class _ItemAnswer(Protocol):
         """Error of the item."""
 
 
-def streamed(name: str, request: type[Message], response: type[Message], run: Run) -> Twin:
+def streamed(
+    name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
+) -> Twin:
     """Return the stream form of a method of mmpos, whose items have an id and may have an error of their own."""
 
-    async def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
+    def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
-        await run(request, response, call)
+        run(request, response, call)
 
     def refuse(request: _Item, response: _ItemAnswer, error: MmposError) -> None:
         response.id = request.id
         put_error(response.error, error)
 
-    return Twin(name, request, response, item, refuse)
+    return Twin(name, request, response, item, refuse, side_by_side)
 
 
 def answering(response: Message, field: str) -> Message:
@@ -145,6 +149,7 @@ _KNOWN = (
     LimitExceededError,
     ServiceOverloadedError,
     ServiceTimeoutError,
+    ServiceUnauthenticatedError,
     ServiceUnavailableError,
     UnsupportedError,
 )
@@ -191,3 +196,14 @@ def failure(error: Exception, request_id: str) -> Failure:
     if isinstance(seen, OutputError):
         metadata = ((OUTPUT_BYTES, str(seen.needed)),)
     return Failure(status, shortened(message), metadata)
+
+
+def refused_by(error: Exception) -> str | None:
+    """Return the limit that refused a call, as metrics label it; None if the call was not refused."""
+    if isinstance(error, ServiceUnauthenticatedError):
+        return "unauthenticated"
+    if isinstance(error, ServiceUnavailableError):  # also the end of a stream through which nothing came
+        return "stopping" if "about to stop" in str(error) else None
+    if isinstance(error, ServiceOverloadedError):
+        return str(error).partition(":")[0].partition(" of ")[0]
+    return None

@@ -1,76 +1,43 @@
-"""HTTP page of metrics, liveness and readiness; loaded only where a port for it is open."""
+"""HTTP page of metrics, liveness and readiness."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic, sleep
+from typing import Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.listening import bind, inherited
 
-__all__ = ["Page", "exposed"]
+__all__ = ["exposed"]
 
 
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 64
 """Most connections of the page; further ones close the oldest, so that idle clients never keep a probe out."""
 
 SECONDS = 5.0
-"""Seconds of a connection of the page: each is closed after at most twice this time."""
-
-
-class Page:
-    """HTTP page of metrics, liveness and readiness.
-
-    Args:
-        registry: metrics to show.
-        loop: event loop of the server; the server is live as long as the loop runs callbacks.
-        ready: returns whether the server takes calls; called from the thread of the page.
-    """
-
-    def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
-        self._registry, self._loop, self._ready = registry, loop, ready
-
-    def application(self) -> web.Application:
-        """Return the application with the paths /metrics, /livez and /readyz."""
-        application = web.Application()
-        application.on_response_prepare.append(_last)
-        application.add_routes(
-            [web.get("/metrics", self._metrics), web.get("/livez", self._livez), web.get("/readyz", self._readyz)]
-        )
-        return application
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        encode, kind = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": kind})
-
-    async def _livez(self, request: web.Request) -> web.Response:
-        """Wait for a round of the event loop; the timeout of the probe decides how long that may take."""
-        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(turn), SECONDS)
-        except TimeoutError:
-            return web.Response(status=503, text=f"the event loop has not turned for {SECONDS:g} s\n")
-        return web.Response(text="live\n")
-
-    async def _readyz(self, request: web.Request) -> web.Response:
-        if self._ready():
-            return web.Response(text="ready\n")
-        return web.Response(status=503, text="not serving\n")
+"""Seconds after which a connection of the page is closed."""
 
 
 @contextmanager
-def exposed(page: Page, host: str, port: int) -> Iterator[int]:
+def exposed(
+    registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool], host: str, port: int
+) -> Iterator[int]:
     """Serve the page in a thread while the context is open; yields the port.
 
     Args:
-        page: page to serve.
+        registry: metrics to show.
+        live: returns whether the server works; from any thread.
+        ready: returns whether the server takes calls; from any thread.
         host: address to listen on, unless systemd passes a socket.
         port: port to listen on, likewise; 0 picks a free one.
 
@@ -78,18 +45,14 @@ def exposed(page: Page, host: str, port: int) -> Iterator[int]:
         InvalidInputError: the port is taken or the address is not of this machine.
     """
     listening = inherited() or _listening(host, port)
-    loop = asyncio.new_event_loop()
-    ended = asyncio.Event()
-    thread = threading.Thread(
-        target=loop.run_until_complete, args=(_serve(page, listening, ended),), name="mmpos-page", daemon=True
-    )
+    page = _Page(listening, registry, live, ready)
+    thread = threading.Thread(target=page.serve_forever, args=(0.1,), name="mmpos-page", daemon=True)
     thread.start()
     try:
         yield listening.getsockname()[1]
     finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()
+        page.shutdown()
+        page.server_close()
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -101,50 +64,94 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _last(request: web.Request, response: web.StreamResponse) -> None:
-    """Close the connection after one request."""
-    response.force_close()
+class _Page(ThreadingHTTPServer):
+    """HTTP server that closes connections which are old or too many, whatever they do."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(
+        self, listening: socket.socket, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
+    ) -> None:
+        super().__init__(listening.getsockname()[:2], _Request, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.registry, self.live, self.ready = registry, live, ready
+        self._began: dict[socket.socket, float] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; waits a moment where that fails for want of descriptors, which the caller ignores."""
+        try:
+            return super().get_request()
+        except OSError:
+            sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, and close the oldest one if there are too many."""
+        with self._lock:
+            self._began[request] = monotonic()
+            for oldest in list(self._began)[:-MOST_CONNECTIONS]:
+                _end(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that are too old; called several times a second."""
+        with self._lock:
+            for request, began in self._began.items():
+                if monotonic() - began > SECONDS:
+                    _end(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error, unless the client has gone."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            logging.getLogger(__name__).error("the page could not answer", exc_info=error)
 
 
-async def _serve(page: Page, listening: socket.socket, ended: asyncio.Event) -> None:
-    runner = web.AppRunner(page.application(), access_log=None, lingering_time=0)
-    await runner.setup()
-    server = runner.server
-    assert server is not None
-
-    loop = asyncio.get_running_loop()
-
-    def connection() -> asyncio.Protocol:
-        # Two rounds later, when this connection is among those of the server.
-        loop.call_soon(loop.call_soon, limit)
-        return server()
-
-    def limit() -> None:
-        connections = server.connections  # oldest first
-        for handler in connections[: max(0, len(connections) - MOST_CONNECTIONS)]:
-            _abort(handler)
-
-    accepting = await loop.create_server(connection, sock=listening)
-    sweeping = asyncio.create_task(_sweep(server))
-    await ended.wait()
-    accepting.close()
-    sweeping.cancel()
-    with suppress(asyncio.CancelledError):
-        await sweeping
-    await runner.cleanup()
+def _end(connection: socket.socket) -> None:
+    """Wake the thread of a connection, which then closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-async def _sweep(server: web.Server) -> None:
-    """Close connections that were open at the previous check: idle and slow ones, and those that do not read."""
-    before: set[web.RequestHandler] = set()
-    while True:
-        await asyncio.sleep(SECONDS)
-        now = set(server.connections)
-        for handler in before & now:
-            _abort(handler)
-        before = now
+class _Request(BaseHTTPRequestHandler):
+    server: _Page
+    server_version, sys_version = "mmpos", ""
 
+    def do_GET(self) -> None:
+        """Answer /metrics, /livez and /readyz."""
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, encode(self.server.registry), kind)
+        elif path == "/livez":
+            live = self.server.live()
+            self._answer(200 if live else 503, b"live\n" if live else b"the server has stopped working\n")
+        elif path == "/readyz":
+            ready = self.server.ready()
+            self._answer(200 if ready else 503, b"ready\n" if ready else b"not serving\n")
+        else:
+            self._answer(404, b"not found\n")
 
-def _abort(handler: web.RequestHandler) -> None:
-    if handler.transport is not None:
-        handler.transport.abort()
+    def do_HEAD(self) -> None:
+        """Answer as GET does, without the body."""
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Write nothing about a request."""
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

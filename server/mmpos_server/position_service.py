@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,15 +14,32 @@ from mmpos.rpc.positions import get_query, put_result
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
-from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.limits import check_message, check_reply, check_segments, check_table, check_view
+from mmpos_server.limits import (
+    check_message,
+    check_reply,
+    check_segments,
+    check_table,
+    check_view,
+    dense_bytes,
+)
 
-__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "PositionService", "complete", "segments_at_work"]
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
 
-INLINE_BYTES, INLINE_SEGMENTS = 16_384, 4096
-"""Largest query, shared memory included, and most segments that are answered on the event loop: a thread would cost
-more than the work."""
+__all__ = [
+    "SMALL_ANSWER",
+    "SMALL_BYTES",
+    "SMALL_SEGMENTS",
+    "PositionService",
+    "complete",
+    "is_small",
+    "segments_at_work",
+]
+
+SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
+"""Largest request, shared memory included, most segments and largest dense answer in bytes of small work, which is done
+where the call is; larger work waits for one of few threads."""
 
 
 class PositionService:
@@ -34,36 +53,47 @@ class PositionService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+    def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Answer Place: positions of a batch of documents."""
-        if call.request_bytes + call.weighed > INLINE_BYTES:
-            counts = await call.run("place", self._whole, message, answer, call)
-        else:
-            query = self._read(message, call)
-            if query.dense is None and segments_at_work(query) <= INLINE_SEGMENTS:
-                counts = self._answer(query, answer, call)
-            else:
-                counts = await call.run("place", self._answer, query, answer, call)
-        documents, tokens, images = counts
-        call.count(documents=documents, tokens=tokens, images=images)
 
-    def solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
-        """Return the position table of a query and the number of images; limits are checked before each step."""
-        with call.stage("place"):
-            segments = query.segments()
-            images = check_segments(segments, self._limits)
+        def write(query: PositionsQuery, positions: PositionTable) -> None:
+            check_reply(positions, query.dense, self._limits, call)
+            put_result(answer, PositionsResult.of(positions, query.dense), call.memory)
+
+        self.answer(lambda: self._read(message, call), write, call)
+
+    def answer(
+        self, read: Callable[[], PositionsQuery], write: Callable[[PositionsQuery, PositionTable], None], call: Call
+    ) -> None:
+        """Answer a query: here as long as its work is small, and the rest in a thread of the pool "place".
+
+        Args:
+            read: returns the query, with ``dense`` if ids are wanted.
+            write: writes the positions of the query into the answer.
+            call: call that is answered.
+        """
+
+        def finish(query: PositionsQuery) -> None:
+            put(query, *self._solve(query, call))
+
+        def put(query: PositionsQuery, positions: PositionTable, images: int) -> None:
             call.checkpoint()
-            positions = query.place(segments)
-            for view in query.views:
-                check_table(positions, self._limits)
-                check_view(view, positions, self._limits)
-                call.checkpoint()
-                positions = view.view(positions)
-            check_table(positions, self._limits)
-        return positions, images
+            with call.stage("write"):
+                write(query, positions)
+            call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
-    def _whole(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
-        return self._answer(self._read(message, call), answer, call)
+        if not is_small(call):
+            call.run("place", lambda: finish(read()))
+            return
+        query = read()
+        if segments_at_work(query) > SMALL_SEGMENTS:
+            call.run("place", finish, query)
+            return
+        positions, images = self._solve(query, call)
+        if query.dense is None or dense_bytes(positions, query.dense) <= SMALL_ANSWER:
+            put(query, positions, images)
+        else:
+            call.run("place", put, query, positions, images)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
         with call.stage("read"):
@@ -71,13 +101,25 @@ class PositionService:
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
             return complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
 
-    def _answer(self, query: PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
-        positions, images = self.solve(query, call)
-        call.checkpoint()
-        with call.stage("write"):
-            check_reply(positions, query.dense, self._limits, call)
-            put_result(answer, PositionsResult.of(positions, query.dense), call.memory)
-        return positions.num_documents, positions.num_tokens, images
+    def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
+        """Return the position table of a query and the number of images; limits are checked before each step."""
+        with call.stage("place"):
+            segments = query.segments()
+            images = check_segments(segments, self._limits)
+            call.checkpoint()
+            positions = query.place(segments)
+            check_table(positions, self._limits)
+            for view in query.views:
+                check_view(view, positions, self._limits)
+                call.checkpoint()
+                positions = view.view(positions)
+                check_table(positions, self._limits)
+        return positions, images
+
+
+def is_small(call: Call) -> bool:
+    """Check whether the request of a call has so few bytes that reading it is small work."""
+    return max(call.request_bytes, call.held) <= SMALL_BYTES
 
 
 def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
@@ -99,7 +141,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     scheme = profile.builder.scheme if query.scheme is None else query.scheme
     if source is query.source and scheme is query.scheme:
         return query
-    return replace(query, source=source, scheme=scheme)
+    return PositionsQuery(source, scheme, query.start, query.strict, query.views, query.dense)
 
 
 def segments_at_work(query: PositionsQuery) -> float:

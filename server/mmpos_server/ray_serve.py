@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.support.extras import needed_for
-from mmpos_server import launch
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.app import Health
+from mmpos_server import malloc
+from mmpos_server.app import Server
+from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles, ServerConfig, load
-from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
+from mmpos_server.endpoints import Answer, Caller
 from mmpos_server.inference import open_inference_pb2
-from mmpos_server.methods import NotFoundError, failure
-from mmpos_server.services import methods
-from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.telemetry import LEVELS, Logs, Metrics
-from mmpos_server.traffic import Traffic
-from mmpos_server.transport import CallContext, Caller, Handler, Metadata, RpcContext
+from mmpos_server.telemetry import LEVELS, Logs
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
     from ray import serve
 
-__all__ = ["SERVICER", "Answer", "Replica", "add_services", "answered", "answers", "app", "application"]
+    from mmpos_server.endpoints import Context
+
+__all__ = ["SERVICER", "Message", "Replica", "add_services", "answered", "answers", "app", "application"]
 
 
 SERVICER = "mmpos_server.ray_serve.add_services"
@@ -78,7 +75,7 @@ def add_services(servicer: object, server: _Host) -> None:
         server: server of Serve, or of grpc.aio.
     """
     for service, members in _methods():
-        handlers: dict[str, Handler] = {
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             method.name: (
                 grpc.stream_stream_rpc_method_handler
                 if method.client_streaming
@@ -99,41 +96,28 @@ class Replica:
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
-        launch.keep_large_blocks()
-        admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
-        logs = Logs(log_level)
-        context = ServerContext(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
-        offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
-        self.unary = {method.name: Endpoint(method, context) for method in offered}
-        streams = [StreamEndpoint(method, context) for method in offered if method.twin]
-        self.streams = {stream.name: stream for stream in streams}
-        self._health = Health(method.service for method in offered)
+        malloc.keep_large_blocks()
+        # The server of a process without its port: Serve passes the calls.
+        self._server = Server(config, logs=Logs(log_level))
+        # One for each call, as in a server: an open stream has a thread of its own.
+        self._threads = ThreadPoolExecutor(_most_calls(config), "mmpos-call")
 
-    async def Check(self, request: bytes, grpc_context: _ServeContext) -> Answer:  # noqa: N802 (the name in the protocol)
+    async def Check(self, request: bytes, grpc_context: _ServeContext) -> Message:  # noqa: N802 (the name in the protocol)
         """Answer a health check: SERVING, since the replica answers."""
-
-        async def check(raw: bytes, context: CallContext) -> bytes:
-            try:
-                return await self._health.check(raw)
-            except (NotFoundError, DecodeError) as error:
-                failed = failure(error, "")
-                await context.abort(failed.code, failed.message, ())
-                raise AssertionError("abort raises") from None
-
-        return await answered(check, request, grpc_context)
+        return await answered(self._server.introspection.check, request, grpc_context, self._threads)
 
 
 def _add(method: MethodDescriptor) -> None:
     """Add a method to the class Replica."""
     name = method.name
 
-    async def unary(self: Replica, request: bytes, grpc_context: _ServeContext) -> Answer:
-        return await answered(self.unary[name].handle, request, grpc_context)
+    async def unary(self: Replica, request: bytes, grpc_context: _ServeContext) -> Message:
+        return await answered(self._server.unary[name].answer, request, grpc_context, self._threads)
 
     async def stream(
         self: Replica, requests: AsyncIterator[bytes], grpc_context: _ServeContext
-    ) -> AsyncIterator[Answer]:
-        async for answer in answers(self.streams[name].handle, requests, grpc_context):
+    ) -> AsyncIterator[Message]:
+        async for answer in answers(self._server.streams[name].answers, requests, grpc_context, self._threads):
             yield answer
 
     function: Any = stream if method.client_streaming else unary
@@ -167,17 +151,14 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
     # Errors are reported once, and not by every replica.
     Profiles.from_config(config)
-    concurrency = config.concurrency
-    # As many as the gates admit, and one that they refuse; further calls wait in Serve's queue.
-    calls = (
-        concurrency.max_in_flight
-        + concurrency.max_in_flight_images
-        + concurrency.max_in_flight_heavy
-        + concurrency.max_in_flight_rotary
-    )
-    options.setdefault("max_ongoing_requests", calls + concurrency.max_streams + 1)
+    options.setdefault("max_ongoing_requests", _most_calls(config))
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)
+
+
+def _most_calls(config: ServerConfig) -> int:
+    """Return as many calls as the gates admit, and one that they refuse; further calls wait in Serve's queue."""
+    return config.concurrency.max_in_flight + config.concurrency.max_streams + 1
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
@@ -208,7 +189,7 @@ def _replicas(value: object) -> object:
     raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')
 
 
-class Answer:
+class Message:
     """Serialized message with the interface of a message.
 
     Args:
@@ -224,82 +205,117 @@ class Answer:
 
 
 async def answered(
-    handle: Callable[[bytes, CallContext], Awaitable[bytes]], request: bytes, context: _ServeContext
-) -> Answer:
-    """Call a unary endpoint from Serve.
+    answer: Callable[[Iterator[bytes], Context], Answer],
+    request: bytes,
+    context: _ServeContext,
+    threads: ThreadPoolExecutor,
+) -> Message:
+    """Call a unary endpoint from Serve, in a thread.
 
     Args:
-        handle: ``handle`` of the endpoint.
+        answer: method of the endpoint.
         request: bytes of the request.
-        context: context of Serve; gets the status of a call that fails.
+        context: context of Serve; gets the metadata and the status of the call.
+        threads: threads of calls.
     """
-    try:
-        return Answer(await handle(request, _Context(context)))
-    except _AbortedError:
-        # Returned and not raised: after an exception Serve sends no trailing metadata.
-        return Answer(b"")
+    with _Context(context) as caller:
+        try:
+            outcome = await asyncio.get_running_loop().run_in_executor(threads, answer, iter([request]), caller)
+        except GoneError:
+            raise asyncio.CancelledError from None
+    _end(outcome, context)
+    return Message(outcome.raw)
 
 
 async def answers(
-    handle: Callable[[object, RpcContext], Awaitable[None]], requests: AsyncIterator[bytes], context: _ServeContext
-) -> AsyncIterator[Answer]:
-    """Call a streaming endpoint from Serve.
+    answer: Callable[[Iterator[bytes], Context], Generator[bytes, None, Answer]],
+    requests: AsyncIterator[bytes],
+    context: _ServeContext,
+    threads: ThreadPoolExecutor,
+) -> AsyncIterator[Message]:
+    """Call a streaming endpoint from Serve, in threads.
 
     Args:
-        handle: ``handle`` of the endpoint.
+        answer: method of the endpoint.
         requests: bytes of the items.
-        context: context of Serve; gets the status of a stream that fails.
+        context: context of Serve; gets the metadata and the status of the stream.
+        threads: threads of calls.
     """
-    exchange = _Exchange(context, requests)
-    handling = asyncio.ensure_future(handle(None, exchange))
-    handling.add_done_callback(lambda _: exchange.answers.put_nowait(None))
-    try:
-        while (answer := await exchange.answers.get()) is not None:
-            yield Answer(answer)
-            exchange.taken.set()
-        await handling
-    finally:
-        handling.cancel()
+    loop = asyncio.get_running_loop()
+
+    def items() -> Iterator[bytes]:
+        while (item := asyncio.run_coroutine_threadsafe(_next(requests), loop).result()) is not None:
+            yield item
+
+    with _Context(context) as caller:
+        stream = answer(items(), caller)
+        ended: list[Answer] = []
+
+        def step() -> bytes | None:
+            try:
+                return next(stream)
+            except StopIteration as end:
+                ended.append(end.value)
+                return None
+
+        try:
+            while (raw := await loop.run_in_executor(threads, step)) is not None:
+                yield Message(raw)
+        except GoneError:
+            raise asyncio.CancelledError from None
+        _end(ended[0], context)
+        if ended[0].failed is not None:  # Serve asks for the status of a stream after an exception alone
+            raise _StreamError(ended[0].failed.message)
 
 
-class _AbortedError(Exception):
-    """Call that was aborted; its context has the status."""
+class _StreamError(Exception):
+    """Stream that failed; its context has the status."""
+
+
+async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(requests, None)
+
+
+def _end(outcome: Answer, context: _ServeContext) -> None:
+    """Set the metadata of a call, and its status if it failed.
+
+    A call returns then, since after an exception Serve sends no trailing metadata.
+    """
+    context.set_trailing_metadata(list(outcome.metadata))
+    if outcome.failed is not None:
+        context.set_code(outcome.failed.code)
+        context.set_details(outcome.failed.message)
 
 
 class _Context:
-    """Adapter that gives Serve's context the interface of a gRPC context."""
+    """Adapter that gives Serve's context the interface of a gRPC context, while the call lasts."""
 
     def __init__(self, context: _ServeContext) -> None:
-        self._context = context
         self.peer, self.auth_context = context.peer, context.auth_context
         self.invocation_metadata = context.invocation_metadata
+        self._callbacks: list[Callable[[], None]] = []
+        self._active = True
+
+    def __enter__(self) -> _Context:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
 
     def time_remaining(self) -> None:
         """Return None: Serve passes no deadline; its ingress cancels late calls."""
 
-    def set_trailing_metadata(self, metadata: Metadata) -> None:
-        self._context.set_trailing_metadata(list(metadata))
+    def is_active(self) -> bool:
+        """Check whether Serve waits for the answer."""
+        return self._active
 
-    async def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata) -> NoReturn:
-        self._context.set_code(code)
-        self._context.set_details(details)
-        self.set_trailing_metadata(metadata)
-        raise _AbortedError(details)
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Call a function when the call has ended."""
+        self._callbacks.append(callback)
+        return True
 
-
-class _Exchange(_Context):
-    """Adapter of a stream's context: reads items from Serve, and returns from a write when Serve has taken it."""
-
-    def __init__(self, context: _ServeContext, requests: AsyncIterator[bytes]) -> None:
-        super().__init__(context)
-        self._requests = requests
-        self.answers: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.taken = asyncio.Event()
-
-    async def read(self) -> object:
-        return await anext(self._requests, grpc.aio.EOF)
-
-    async def write(self, answer: bytes) -> None:
-        self.taken.clear()
-        self.answers.put_nowait(answer)
-        await self.taken.wait()
+    def cancel(self) -> None:
+        """End the call."""
+        self._active = False
+        while self._callbacks:
+            self._callbacks.pop()()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
@@ -15,16 +15,17 @@ from mmpos.rpc.rotary import get_rotary, get_rotary_positions
 from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
-from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer, check_tensors
+from mmpos_server.position_service import is_small
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mmpos.rotary.apply import Layout, TableLayout
+    from mmpos_server.call import Call
 
-__all__ = ["RotaryService", "check_head_dim", "demand_torch", "device"]
+__all__ = ["RotaryService", "check_head_dim", "demand_torch", "device", "has_torch", "preload"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim: frequencies are computed in exact arithmetic, pair by pair."""
@@ -45,7 +46,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService.
+    """Implementation of RotaryService; torch is imported by the first call that needs it, or by ``preload``.
 
     Args:
         profiles: settings of models.
@@ -54,22 +55,20 @@ class RotaryService:
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
-        if find_spec("torch") is not None:
-            # The import takes seconds: now, and not while the first client waits.
-            import_module("mmpos.rotary.apply")
 
-    async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
+    def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         """Answer CosSin: cos and sin of every token."""
-        await call.run("rotary", self._cos_sin, message, answer, call)
+        call.run("rotary", self._cos_sin, message, answer, call)
 
-    async def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """Answer Rotate: rotated q and k."""
-        await call.run("rotary", self._rotate, message, answer, call)
+    def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
+        """Answer Rotate: rotated q and k; few of them are rotated in this thread."""
+        if is_small(call):
+            self._rotate(message, answer, call)
+        else:
+            call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         demand_torch()
-        from mmpos.rotary import angles, cos_sin
-
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
@@ -80,6 +79,8 @@ class RotaryService:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
         with call.stage("rotate"):
+            from mmpos.rotary import angles, cos_sin
+
             made = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
         call.checkpoint()
         with call.stage("write"):
@@ -115,15 +116,15 @@ class RotaryService:
         layout: Layout | None,
         conjugate: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k, on the accelerator if there is one."""
+        """Rotate q and k, on the accelerator if there is one, and in place where it has the memory of the request."""
         from mmpos.rotary import apply_rotary
 
-        where = device()
+        where = _device_of_torch()
         call.checkpoint()
         with call.stage("rotate"):
             q, k = q.to(where), None if k is None else k.to(where)
             rotated: tuple[Tensor, Tensor | None] = apply_rotary(
-                q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True
+                q, k, positions, rotary, layout=layout, inplace=True, conjugate=conjugate, validate=True
             )
         call.checkpoint()
         return rotated
@@ -163,16 +164,40 @@ def check_head_dim(head_dim: int) -> None:
         raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
 
+@lru_cache(maxsize=1)
+def has_torch() -> bool:
+    """Check whether torch is installed, without importing it."""
+    return find_spec("torch") is not None
+
+
 def device() -> str:
-    """Return the device of rotations: "cuda" or "cpu"; "" without torch."""
-    if find_spec("torch") is None:
+    """Return the device of rotations, "cuda" or "cpu"; "" without torch.
+
+    Until torch is imported, by a rotation or by ``preload``, it is "cuda" if the machine has the driver of NVIDIA.
+    """
+    if not has_torch():
         return ""
+    if _device_of_torch.cache_info().currsize:
+        return _device_of_torch()
+    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def preload() -> None:
+    """Import torch now, which takes seconds, and not while the first client waits."""
+    if has_torch():
+        _device_of_torch()
+
+
+@lru_cache(maxsize=1)
+def _device_of_torch() -> str:
     import torch
+
+    import mmpos.rotary.apply  # noqa: F401  (with the kernels)
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def demand_torch() -> None:
     """Refuse rotations where torch is not installed."""
-    if find_spec("torch") is None:
+    if not has_torch():
         raise UnsupportedError(f"rotary: got a server without torch, want one installed with {pip_install('all')}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceError
 from mmpos.images import ImageSize
@@ -21,13 +19,15 @@ from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
-from mmpos_server.admission import Call, Pool
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
+from mmpos_server.position_service import SMALL_ANSWER, is_small
+
+if TYPE_CHECKING:
+    from mmpos_server.admission import PoolName
+    from mmpos_server.call import Call
 
 __all__ = ["PendingDocument", "SequenceService"]
-
-FloatArray = npt.NDArray[np.float64]
 
 _HEAVY_PIXELS = 16_000_000
 """Pixels from which an image is decoded by threads of its own kind, so that few take the memory that it may need."""
@@ -40,15 +40,13 @@ class PendingDocument:
     Args:
         parts: as SequenceBuilder takes them.
         hashes: content hash of each image that is not decoded.
-        decodes: whether there are pixels to decode.
-        heavy: whether some images have more than 16 megapixels.
+        pool: threads that decode its pixels, "heavy" where some images have more than 16 megapixels; "" without pixels.
         outcome: the sequence, or the error; None before the document is built.
     """
 
     parts: list[Any] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)
-    decodes: bool = False
-    heavy: bool = False
+    pool: Literal["", "image", "heavy"] = ""
     outcome: InterleavedSequence | MmposError | None = None
 
 
@@ -63,16 +61,20 @@ class SequenceService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
+    def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Answer Build: the sequences of a batch of documents."""
-        if message.patches and _begins_with_an_image(message):
+        # An item of a stream waits for its slot, and then joins the pools in the order in which all calls join them.
+        if message.patches and not call.item and _begins_with_an_image(message):
             call.join("image")
         profile = message.profile if message.HasField("profile") else None
         scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
-        builder = self.builder(profile, scheme, message.start)
-        documents = await self.solve(lambda: self._read(message, call), builder, call, patches=message.patches)
-        count, tokens, images = await call.run("place", self._write, documents, answer, call)
-        call.count(documents=count, tokens=tokens, images=images)
+        self.answer(
+            lambda: self._read(message, call),
+            self.builder(profile, scheme, message.start),
+            lambda documents: self._write(documents, answer, call),
+            call,
+            patches=message.patches,
+        )
 
     def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
         """Return the builder of a profile, with another scheme or start if they are not None and 0."""
@@ -82,31 +84,49 @@ class SequenceService:
         builder = self._profiles.get(profile).builder
         return replace(builder, **changes) if changes else builder
 
-    async def solve(
-        self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, *, patches: bool
-    ) -> list[PendingDocument]:
-        """Build documents: each one with images in a thread for images, all others in one thread.
+    def answer(
+        self,
+        read: Callable[[], list[PendingDocument]],
+        builder: SequenceBuilder,
+        write: Callable[[list[PendingDocument]], None],
+        call: Call,
+        *,
+        patches: bool,
+    ) -> None:
+        """Build documents and write the answer: those with pixels to decode side by side in threads for images.
+
+        The rest is done here if it is small, else in a thread of the pool "place".
 
         Args:
-            read: returns the documents, called in a thread; refuses too many.
+            read: returns the documents; refuses too many.
             builder: builder of the sequences.
+            write: writes the documents into the answer.
             call: call that is answered.
             patches: whether pixels are wanted.
         """
-        documents = await call.run("place", self._weighed, read, builder, call, patches)
-        plain = [document for document in documents if not document.decodes]
-        work: list[tuple[Pool, PendingDocument]] = [
-            ("heavy" if document.heavy else "image", document) for document in documents if document.decodes
-        ]
-        heavy = any(document.heavy for document in documents)
-        if heavy:
-            call.move("heavy")
-        if plain:
-            await call.run("place", self._build, builder, plain, call)
-        if work:
-            await call.turn("heavy" if heavy else "image")
-        await asyncio.gather(*(call.run(pool, self._build, builder, [document], call) for pool, document in work))
-        return documents
+
+        def finish() -> None:
+            self._build(builder, documents, call)
+            with call.stage("write"):
+                write(documents)
+
+        if is_small(call):
+            documents = self._weighed(read, builder, call, patches)
+        else:
+            documents = call.run("place", self._weighed, read, builder, call, patches)
+        decoded: dict[PoolName, list[PendingDocument]] = {"image": [], "heavy": []}
+        for document in documents:
+            if document.pool:
+                decoded[document.pool].append(document)
+        pools = [pool for pool, several in decoded.items() if several]
+        for pool in pools:
+            call.join(pool)  # so that a call is refused before any work
+        for pool in pools:
+            call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
+        if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
+            finish()
+        else:
+            call.run("place", finish)
 
     def _read(self, message: pb.SequencesQuery, call: Call) -> list[PendingDocument]:
         check("documents", len(message.documents), self._limits)
@@ -120,16 +140,16 @@ class SequenceService:
         """Read the documents, and check their sizes against the limits before anything is built."""
         with call.stage("read"):
             documents = read()
-            weight = np.zeros(4)
+            weight = _Weight()
             for document in documents:
                 call.checkpoint()
-                weight += _weight(document, builder, call, patches=patches)
-            pixels, tokens, reply, segments = weight
-            call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
-            check("pixels", pixels, self._limits)
-            check("tokens", tokens, self._limits)
-            check_answer(0 if call.memory.answers else reply, self._limits, call)
-            check("segments", segments, self._limits)
+                weight.add(document, builder, call, patches=patches)
+            call.memory.expect([weight.patch_bytes])  # text is not tokenised yet, and its ids are few
+            check("pixels", weight.pixels, self._limits)
+            check("tokens", weight.tokens, self._limits)
+            reply = 0 if call.memory.answers else 4 * weight.tokens + weight.patch_bytes
+            check_answer(reply, self._limits, call)
+            check("segments", weight.frames, self._limits)
             return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[PendingDocument], call: Call) -> None:
@@ -148,23 +168,25 @@ class SequenceService:
             return error
         if sequence.input_ids.size > self._limits.tokens:
             return LimitExceededError(f"tokens: got {sequence.input_ids.size}, want at most {self._limits.tokens}")
+        if not document.hashes:
+            return sequence
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
-    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
-        with call.stage("write"):
-            built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
-            tokens = sum(sequence.input_ids.size for sequence in built)
-            check("tokens", tokens, self._limits)
-            for document in documents:
-                call.checkpoint()
-                result = answer.results.add()
-                if isinstance(document.outcome, MmposError):
-                    put_error(result.error, document.outcome)
-                elif document.outcome is not None:
-                    put_sequence(result.sequence, document.outcome, call.memory)
-                document.outcome = None if document.decodes else document.outcome  # patches are held once
-        return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
+    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> None:
+        built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
+        tokens = sum(sequence.input_ids.size for sequence in built)
+        check("tokens", tokens, self._limits)
+        call.count(documents=len(documents), tokens=tokens, images=sum(len(sequence.grid_thw) for sequence in built))
+        del built  # patches are held once
+        for document in documents:
+            call.checkpoint()
+            result = answer.results.add()
+            if isinstance(document.outcome, MmposError):
+                put_error(result.error, document.outcome)
+            elif document.outcome is not None:
+                put_sequence(result.sequence, document.outcome, call.memory)
+            document.outcome = None
 
 
 class _CheckedParts(list[Any]):
@@ -197,64 +219,66 @@ def _read(message: pb.Document, call: Call) -> PendingDocument:
         return PendingDocument(outcome=error)
 
 
-def _weight(document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> FloatArray:
-    """Return (4,) source pixels, tokens, reply bytes and frames of a document, from headers.
+@dataclass
+class _Weight:
+    """Size of a request by the headers of its images: source pixels, tokens, bytes of patches, and frames."""
 
-    A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken image
-    counts as nothing: building it raises the error.
-    """
-    total = np.zeros(4)
-    count = 0
-    for i, part in enumerate(document.parts):
-        if isinstance(part, str):
-            total += _tokens(len(part))
-        elif isinstance(part, Grid):
-            total += _tokens(_grid_tokens(part, builder), part.frames)
-            count += 1
-        elif isinstance(part, Audio):
-            total += _tokens(part.length)
-        elif isinstance(part, Clip):
-            # Schemes may cut a clip before and after every token of audio.
-            total += _tokens(float(part.frames) * part.height * part.width + part.audio, part.frames + 2 * part.audio)
-            count += 1
-        elif isinstance(part, np.ndarray) and part.ndim == 1:
-            total += _tokens(part.size)
-        else:
-            call.checkpoint()
-            total += _image_weight(document, i, count, builder, patches=patches)
-            count += 1
-    return total
+    pixels: int = 0
+    tokens: int = 0
+    patch_bytes: int = 0
+    frames: int = 0
 
+    def add(self, document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> None:
+        """Add a document.
 
-def _tokens(tokens: float, frames: int = 0) -> FloatArray:
-    return np.array([0, tokens, 4 * tokens, frames])
+        A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken
+        image counts as nothing: building it raises the error.
+        """
+        images = 0
+        for i, part in enumerate(document.parts):
+            if isinstance(part, str):
+                self.tokens += len(part)
+            elif isinstance(part, Audio):
+                self.tokens += part.length
+            elif isinstance(part, np.ndarray) and part.ndim == 1:
+                self.tokens += part.size
+            else:
+                if isinstance(part, Grid):
+                    self._add_grid(part, builder)
+                elif isinstance(part, Clip):
+                    # Schemes may cut a clip before and after every token of audio.
+                    self.tokens += part.frames * part.height * part.width + part.audio
+                    self.frames += part.frames + 2 * part.audio
+                else:
+                    call.checkpoint()
+                    self._add_image(document, i, images, builder, patches=patches)
+                images += 1
 
+    def _add_grid(self, grid: Grid, builder: SequenceBuilder) -> None:
+        self.tokens += grid.frames * grid.height * (grid.width + (builder.markers.row is not None))
+        self.frames += grid.frames
 
-def _grid_tokens(grid: Grid, builder: SequenceBuilder) -> float:
-    return float(grid.frames) * grid.height * (grid.width + (builder.markers.row is not None))
-
-
-def _image_weight(
-    document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
-) -> FloatArray:
-    part, images = document.parts[index], builder.images
-    assert images is not None, "every profile has an image processor"
-    try:
-        size = images.inspect(part)
-        height, width = images.fit(*size)
-    except MmposError:
-        return np.zeros(4)
-    weight = _tokens(_grid_tokens(images.grid(*size), builder), 1)
-    if isinstance(part, ImageSize):
-        return weight
-    if not patches:
-        document.hashes[image] = _content_hash(part)
-        document.parts[index] = size
-        return weight
-    document.decodes = True
-    document.heavy = document.heavy or size.height * size.width > _HEAVY_PIXELS
-    weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
-    return weight
+    def _add_image(
+        self, document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
+    ) -> None:
+        part, images = document.parts[index], builder.images
+        assert images is not None, "every profile has an image processor"
+        try:
+            size = images.inspect(part)
+            height, width = images.fit(*size)
+        except MmposError:
+            return
+        self._add_grid(images.grid(*size), builder)
+        if isinstance(part, ImageSize):
+            return
+        if not patches:
+            document.hashes[image] = _content_hash(part)
+            document.parts[index] = size
+            return
+        heavy = document.pool == "heavy" or size.height * size.width > _HEAVY_PIXELS
+        document.pool = "heavy" if heavy else "image"
+        self.pixels += size.height * size.width
+        self.patch_bytes += height * width * 3 * np.dtype(images.dtype).itemsize
 
 
 def _content_hash(image: object) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from functools import partial
 from platform import python_version
-from time import monotonic, time
-from typing import Any, Literal, TextIO
+from queue import Empty, SimpleQueue
+from time import monotonic, sleep, time
+from typing import Any, TextIO
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -24,16 +28,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
 from mmpos_server.access import TlsFiles, not_after
 
-__all__ = [
-    "LEVELS",
-    "Form",
-    "Logs",
-    "MethodMetrics",
-    "Metrics",
-    "ProcessMetrics",
-    "aggregate",
-    "logging_all",
-]
+__all__ = ["LEVELS", "Logs", "MethodMetrics", "Metrics", "ProcessMetrics", "aggregate", "logging_all"]
 
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -52,7 +47,9 @@ class Metrics:
         self.requests = Counter(
             "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
         )
-        self.refused = Counter("mmpos_refused", "Calls and streams refused for overload.", method, registry=registry)
+        self.refused = Counter(
+            "mmpos_refused", "Calls and streams refused, by the limit.", ["method", "reason"], registry=registry
+        )
         self.unauthenticated = Counter(
             "mmpos_unauthenticated", "Calls and streams refused for want of a credential.", registry=registry
         )
@@ -75,7 +72,7 @@ class Metrics:
 
 
 class MethodMetrics:
-    """Metrics of one method, with labels resolved once; used from the event loop only.
+    """Metrics of one method, with labels resolved once.
 
     Args:
         metrics: metrics of the server.
@@ -89,21 +86,28 @@ class MethodMetrics:
         self._counts = {name: getattr(metrics, name).labels(method) for name in ("documents", "tokens", "images")}
         self._bytes_in = metrics.bytes_in.labels(method)
         self._bytes_out = metrics.bytes_out.labels(method)
-        self.refused = metrics.refused.labels(method)
 
-    def begin(self, size: int) -> None:
-        """Count a request of so many bytes."""
+    def begin(self) -> None:
+        """Count a call, or an item of a stream, that begins."""
         self._metrics.in_flight.inc()
-        self._bytes_in.inc(size)
 
-    def end(self, status: str, stages: Iterable[tuple[str, float]], counts: dict[str, int], size: int) -> None:
-        """Count the end of a request.
+    def end(
+        self,
+        status: str,
+        stages: Iterable[tuple[str, float]],
+        counts: dict[str, int],
+        *,
+        request_bytes: int,
+        response_bytes: int,
+    ) -> None:
+        """Count its end.
 
         Args:
             status: name of the gRPC status.
             stages: name and seconds of each stage.
             counts: documents, tokens and images of the answer.
-            size: bytes of the answer.
+            request_bytes: bytes of the request.
+            response_bytes: bytes of the answer.
         """
         self._metrics.in_flight.dec()
         requests = self._requests.get(status)
@@ -115,8 +119,9 @@ class MethodMetrics:
             if child is None:
                 child = self._stages[stage] = self._metrics.stages.labels(self._method, stage)
             child.observe(seconds)
+        self._bytes_in.inc(request_bytes)
         if status == "OK":
-            self._bytes_out.inc(size)
+            self._bytes_out.inc(response_bytes)
             for name, count in counts.items():
                 self._counts[name].inc(count)
 
@@ -156,18 +161,25 @@ class ProcessMetrics(Collector):
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
-Form = Literal["json", "console"]
-
 # A line of gRPC's core, in C++: its level, time, thread and source location.
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# Logged by grpc.aio, with an internal traceback, when it notices a closed connection while it answers.
-_GONE = "ExecuteBatchError raised in core"
+# The records of grpc that begin so quote metadata of callers, which may hold a token.
+_QUOTES_METADATA = "Invalid encoding on"
+
+_MOST_LINES = 10_000
+"""Lines that wait for a slow file at most; further ones are dropped and counted."""
+
+_GATHERING_SECONDS = 0.02
+"""How long a line waits for others that are written with it: each time that a thread wakes costs more than a line."""
 
 
 class Logs:
-    """Logger of one server.
+    """Logger of one server. Its methods never wait for the file: a thread formats and writes the lines.
+
+    Lines that the file does not take, such as a pipe that nobody reads or a file on a full disk, are dropped and
+    counted, and a line says how many as soon as the file takes one again.
 
     Args:
         level: lowest level that is written, a key of LEVELS.
@@ -175,36 +187,35 @@ class Logs:
         file: file to write to; None is stderr.
     """
 
-    def __init__(self, level: str = "info", form: Form = "json", file: TextIO | None = None) -> None:
-        file = file or sys.stderr
-        renderer: Any = structlog.processors.JSONRenderer()
-        exceptions: list[Any] = [structlog.processors.format_exc_info]
+    def __init__(self, level: str = "info", form: str = "json", file: TextIO | None = None) -> None:
+        self._level = LEVELS[level]
+        self._file = file or sys.stderr
+        self._render: Callable[[dict[str, Any]], str] = partial(json.dumps, default=repr)
         if form == "console":
+            import structlog  # here: it takes a tenth of the time of a start
+
             plain = structlog.dev.plain_traceback
-            renderer = structlog.dev.ConsoleRenderer(colors=file.isatty(), exception_formatter=plain)
-            exceptions = []
-        self._logger: Any = structlog.wrap_logger(
-            structlog.WriteLogger(file),
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                *exceptions,
-                renderer,
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-            cache_logger_on_first_use=True,
-        ).bind()
-        self.requests = LEVELS[level] <= LEVELS["info"]
+            console = structlog.dev.ConsoleRenderer(colors=self._file.isatty(), exception_formatter=plain)
+            self._render = partial(console, None, "")
+        self.requests = self._level <= LEVELS["info"]
         """Whether lines of requests are written; otherwise their values need not be computed."""
+        # A simple queue, since finalizers may log in the middle of its methods.
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._counting = threading.RLock()
+        self.dropped = 0
+        """Lines that were dropped and of which no line says so yet."""
+        self._torn = b""
         self._seldom: dict[str, tuple[float, int]] = {}
+        self._thread = threading.Thread(target=self._keep_writing, name="mmpos-log", daemon=True)
+        self._thread.start()
 
     def info(self, event: str, **values: object) -> None:
         """Write a line of level info."""
-        self._logger.info(event, **values)
+        self._put("info", event, values)
 
     def warning(self, event: str, **values: object) -> None:
         """Write a line of level warning."""
-        self._logger.warning(event, **values)
+        self._put("warning", event, values)
 
     def seldom(self, event: str, **values: object) -> None:
         """Write a line of level warning with a count, for each event once a second at most."""
@@ -214,15 +225,85 @@ class Logs:
     def times(self, event: str) -> int:
         """Count an event; returns the count since its last line, or 0 within a second of that line."""
         now = monotonic()
-        then, times = self._seldom.get(event, (-math.inf, 0))
-        self._seldom[event] = (then, times + 1) if now - then < 1.0 else (now, 0)
+        with self._counting:
+            then, times = self._seldom.get(event, (-math.inf, 0))
+            self._seldom[event] = (then, times + 1) if now - then < 1.0 else (now, 0)
         return 0 if now - then < 1.0 else times + 1
 
     def error(self, event: str, error: BaseException | None = None, **values: object) -> None:
         """Write a line of level error, with the traceback of an exception."""
         if error is not None:
-            values["exc_info"] = error
-        self._logger.error(event, **values)
+            values["exception"] = _traceback(error)
+        self._put("error", event, values)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Write the lines that wait, and take no more; give up after so many seconds."""
+        self._lines.put(None)
+        self._thread.join(timeout)
+
+    def _put(self, level: str, event: str, values: dict[str, Any]) -> None:
+        if LEVELS[level] < self._level:
+            return
+        if self._lines.qsize() >= _MOST_LINES:
+            self._drop(1)
+            return
+        self._lines.put({**values, "event": event, "level": level, "timestamp": time()})
+
+    def _drop(self, lines: int) -> None:
+        with self._counting:
+            self.dropped += lines
+
+    def _keep_writing(self) -> None:
+        more = True
+        while more:
+            lines = self._gather()
+            more = None not in lines
+            written = [line for line in lines if line is not None]
+            with self._counting:
+                dropped = self.dropped
+            if dropped:
+                event = {"event": "lines of the log were dropped", "lines": dropped, "level": "warning"}
+                written.insert(0, {**event, "timestamp": time()})
+            try:
+                self._write("".join(map(self._format, written)))
+            except (OSError, ValueError):  # a full disk; a file that is closed
+                self._drop(len(written) - bool(dropped))
+            else:
+                self._drop(-dropped)
+
+    def _gather(self) -> list[dict[str, Any] | None]:
+        """Wait for lines; none come for a while after some were dropped, so that this is said."""
+        try:
+            lines = [self._lines.get(timeout=1.0 if self.dropped else None)]
+        except Empty:
+            return []
+        if not self._lines.qsize():
+            sleep(_GATHERING_SECONDS)
+        return lines + [self._lines.get() for _ in range(min(self._lines.qsize(), 1000))]
+
+    def _format(self, line: dict[str, Any]) -> str:
+        line["timestamp"] = datetime.fromtimestamp(line["timestamp"], UTC).isoformat().replace("+00:00", "Z")
+        return f"{self._render(line)}\n"
+
+    def _write(self, text: str) -> None:
+        try:
+            number = self._file.fileno()
+        except (AttributeError, OSError):  # a file in memory
+            self._file.write(text)
+            self._file.flush()
+            return
+        # Without the buffer of the file, which would keep what a full disk has not taken.
+        data = self._torn + text.encode(errors="backslashreplace")
+        size = len(data)
+        try:
+            while data:
+                data = data[os.write(number, data) :]
+        finally:
+            self._torn = b"\n" if 0 < len(data) < size else b""
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 class _Handler(logging.Handler):
@@ -231,33 +312,30 @@ class _Handler(logging.Handler):
         self._logs = logs
 
     def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith(_GONE):
-            self._logs.seldom("answer could not be sent")
+        if str(record.msg).startswith(_QUOTES_METADATA):
+            self._logs.seldom("metadata is not UTF-8")
             return
-        error = record.exc_info[1] if record.exc_info else None
+        values: dict[str, Any] = {"logger": record.name}
+        if record.exc_info and record.exc_info[1] is not None:
+            values["exception"] = _traceback(record.exc_info[1])
         write = self._logs.error if record.levelno >= logging.ERROR else self._logs.warning
-        write(record.getMessage(), **({"exc_info": error} if error else {}), logger=record.name)
+        write(record.getMessage(), **values)
 
 
 @contextmanager
-def logging_all(level: str, form: Form, *, core: bool = True) -> Iterator[Logs]:
+def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
     """Create the logger of a process, and write all messages of the process with it; for its entry point only.
 
-    These are the records of ``logging`` and ``warnings``, uncaught errors, and as JSON also lines that C++ code writes
-    to stderr directly. The last lines of a process that crashes may be lost then.
+    These are the records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
+    directly. The last lines of a process that crashes may be lost then.
 
     Args:
         level: lowest level that is written, a key of LEVELS.
         form: as for Logs.
         core: whether the process uses the C++ core of gRPC.
     """
-    if form == "json" and core:
-        with _stderr_as_lines(level) as logs, _adopted(logs):
-            yield logs
-    else:
-        logs = Logs(level, form)
-        with _adopted(logs):
-            yield logs
+    with _relayed_stderr(level, form) if core else closing(Logs(level, form)) as logs, _adopted(logs):
+        yield logs
 
 
 @contextmanager
@@ -284,14 +362,14 @@ def _adopted(logs: Logs) -> Iterator[None]:
 
 
 @contextmanager
-def _stderr_as_lines(level: str) -> Iterator[Logs]:
+def _relayed_stderr(level: str, form: str) -> Iterator[Logs]:
     """Create a logger on stderr that also writes a line for each line written to descriptor 2."""
     real = os.dup(2)
     reading, writing = os.pipe()
     os.dup2(writing, 2)
     os.close(writing)
     with open(real, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as file:
-        logs = Logs(level, "json", file)
+        logs = Logs(level, form, file)
         thread = threading.Thread(target=_relay, args=(reading, logs), name="mmpos-stderr", daemon=True)
         thread.start()
         try:
@@ -299,8 +377,8 @@ def _stderr_as_lines(level: str) -> Iterator[Logs]:
         finally:
             sys.stderr.flush()
             os.dup2(real, 2)  # the pipe has no writer any more, which ends the thread
-            thread.join()
-    os.close(real)
+            thread.join(1.0)  # unless a child process holds the pipe, too
+            logs.close()  # and ``real`` stays open, since the thread may still wait for it
 
 
 def _relay(reading: int, logs: Logs) -> None:

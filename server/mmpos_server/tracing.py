@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from time import time_ns
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from mmpos.support.extras import needed_for
 from mmpos.support.info import version
-from mmpos_server.traffic import peer_of
 
 with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry import propagate, trace
     from opentelemetry.context import Context
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.trace import Span
 
-    from mmpos_server.admission import Call
-    from mmpos_server.transport import CallContext
+    from mmpos_server.call import Call
+    from mmpos_server.endpoints import Context as CallContext
 
 __all__ = ["Tracing", "configured"]
 
@@ -32,7 +32,8 @@ class Tracing:
         provider: provider of the tracer.
     """
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: trace.TracerProvider) -> None:
+        self._provider = provider
         self._tracer = provider.get_tracer("mmpos_server", version())
 
     def begin(self, call: Call, method: str, context: CallContext) -> None:
@@ -48,7 +49,7 @@ class Tracing:
             "rpc.system.name": "grpc",
             "rpc.method": method,
             "mmpos.request_id": call.request_id,
-            "mmpos.client": call.lease.name,
+            "mmpos.client": call.client,
             **_peer(context.peer()),
         }
         above = propagate.extract(carrier, Context())
@@ -87,6 +88,12 @@ class Tracing:
                 self._stages(call.stages, span)
         span.end()
 
+    def close(self) -> None:
+        """Send the spans that wait, and end the provider, where it is one of the SDK."""
+        shutdown = getattr(self._provider, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
     def _enter(self, call: Call, span: Span) -> None:
         call.span = span
         if span.is_recording():
@@ -115,7 +122,7 @@ class _Stages(list[tuple[str, float]]):
 def configured() -> Tracing:
     """Return tracing with the provider of this process, or else one for OTLP over gRPC from the environment (OTEL_...).
 
-    A thread of the SDK sends the spans in batches, the last of them when the process ends.
+    A thread of the SDK sends the spans in batches, the last of them when tracing is closed.
 
     Raises:
         ImportError: the SDK or the exporter is missing; the message has the command.
@@ -141,9 +148,11 @@ def _below(span: Span) -> Context:
 
 
 def _peer(peer: str) -> dict[str, str | int]:
-    """Return the span attributes of gRPC's name of a peer."""
-    address = peer_of(peer)
-    if address is not None:
-        return {"network.peer.address": address.host, "network.peer.port": address.port}
-    path = peer.removeprefix("unix:")
-    return {"network.peer.address": path} if path and path != peer else {}
+    """Return the span attributes of gRPC's name of a peer, such as ipv6:%5B::1%5D:50051 or unix:PATH."""
+    kind, _, address = peer.partition(":")
+    if kind == "unix":
+        return {"network.peer.address": address} if address else {}
+    host, _, port = unquote(address).rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
+        return {}
+    return {"network.peer.address": host.strip("[]"), "network.peer.port": int(port)}

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 from mmpos import InvalidInputError
 from mmpos.__main__ import main
 from mmpos.cli import app
-from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import IntArray
 from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
@@ -31,7 +30,6 @@ from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed, from_json, to_json, to_markdown
 from mmpos_bench.suites import Comparison, Lineup, SuiteOptions, giving, limit, run
 from mmpos_bench.timing import Budget, Timing, compare
-from mmpos_bench.workloads import loop_ids
 
 MACHINE = Machine(
     "AMD EPYC", 2, None, "Linux x86_64", "3.11.7", "0.1.0", "abc", True, "tuned", {}, 0.5, {"numpy": "2.4"}
@@ -192,23 +190,6 @@ def test_missing_peers_are_told_and_those_not_wanted_are_not_missing() -> None:
     assert options.peer("Nonsense", lambda: import_module("no.such.project")) is None
     assert options.missing == {"Nonsense": "ModuleNotFoundError: No module named 'no'"}
     assert unwanted.missing == {}
-
-
-def test_the_reference_is_what_the_schemes_say() -> None:
-    documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(1)], [Text(1)]]
-    assert loop_ids(documents, "rope-tie").tolist() == [
-        [0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 0],
-        [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 0],
-    ]
-    assert loop_ids(documents, "rope-tie-v2").tolist() == [
-        [0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 0],
-        [0, 1, 2, 4.5, 5.5, 6.5, 4.5, 5.5, 6.5, 9, 0],
-    ]
-    assert loop_ids(documents, "mrope").tolist() == [
-        [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 0],
-        [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 0],
-        [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 0],
-    ]
 
 
 def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -37,9 +38,9 @@ from mmpos.errors import (
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rpc.errors import OutputError
 from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
-from mmpos_server.admission import Call
+from mmpos_server.call import Call
 from mmpos_server.config import ServerConfig
-from mmpos_server.methods import Method
+from mmpos_server.methods import Method, Run
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
@@ -176,9 +177,6 @@ def told() -> Any:
     return SimpleNamespace(shared_memory_prefix=PREFIX)
 
 
-Run = Callable[[Any, Any, Call], Awaitable[None]]
-
-
 def rotations_by(wrapped: Callable[[Run], Run]) -> Callable[..., list[Method]]:
     """Make the methods of a server whose rotations run otherwise."""
 
@@ -195,10 +193,10 @@ def test_regions_of_a_call_that_failed_are_given_up() -> None:
     late = threading.Event()
 
     def held(run: Run) -> Run:
-        async def rotate(request: Any, answer: Any, call: Call) -> None:
+        def rotate(request: Any, answer: Any, call: Call) -> None:
             while late.is_set():
-                await asyncio.sleep(0.01)
-            await run(request, answer, call)
+                time.sleep(0.01)
+            run(request, answer, call)
 
         return rotate
 
@@ -228,11 +226,11 @@ def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     def once(run: Run) -> Run:
         """Fail the first rotation as if the server were about to stop."""
 
-        async def rotate(request: Any, answer: Any, call: Call) -> None:
+        def rotate(request: Any, answer: Any, call: Call) -> None:
             if not refused:
                 refused.append(call.request_id)
                 raise ServiceUnavailableError("the server is about to stop")
-            await run(request, answer, call)
+            run(request, answer, call)
 
         return rotate
 

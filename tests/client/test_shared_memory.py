@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _posixshmem
 import errno
 import os
 import sys
@@ -185,7 +184,7 @@ def test_a_server_with_too_many_files_open_is_a_limit(key: str, monkeypatch: pyt
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(_posixshmem, "shm_open", full)
+    monkeypatch.setattr(os, "open", full)
     with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files opening '/.*', want fewer"):
         opened(key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
@@ -33,7 +32,7 @@ from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main
-from mmpos_server.admission import Call
+from mmpos_server.call import Call
 from mmpos_server.config import load
 from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
@@ -47,16 +46,18 @@ SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 waiting = threading.Event()
 
 
-async def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     """Do what the profile's name of the query says."""
     with call.stage("read"):
         time.sleep(0.001)
     if query.profile == "wait":
         waiting.set()
-        await asyncio.sleep(60)
+        while True:
+            call.checkpoint()
+            time.sleep(0.01)
     if query.profile in ERRORS:
         raise ERRORS[query.profile]
-    await call.run("place", time.sleep, 0.001)
+    call.run("place", time.sleep, 0.001)
     call.count(documents=1, tokens=2)
 
 
@@ -239,15 +240,25 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
     assert found[4].parent is None
 
 
+def written(capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
+    """The lines of the log, as soon as there are so many."""
+    found: list[dict[str, Any]] = []
+
+    def there() -> bool:
+        found.extend(map(json.loads, capsys.readouterr().err.splitlines()))
+        return len(found) >= count
+
+    assert eventually(there)
+    return found
+
+
 def test_lines_of_the_log_name_the_span(
     start: Start, kept: InMemorySpanExporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with grpc.insecure_channel(start(logs=Logs("info"))) as channel:
         place(channel, "bug").exception()
-        (root, *_), text = spans(kept, 3), ""
-        while text.count("\n") < 2:
-            text += capsys.readouterr().err
-    lines = [json.loads(line) for line in text.splitlines()]
+        (root, *_) = spans(kept, 3)
+        lines = written(capsys, 2)
     assert [line["event"] for line in lines] == ["internal error", "request"]
     ids = (f"{root.context.trace_id:032x}", f"{root.context.span_id:016x}")
     assert {(line["trace_id"], line["span_id"]) for line in lines} == {ids}
@@ -263,8 +274,8 @@ def test_lines_of_the_log_name_no_span_where_the_environment_turns_spans_off(
         grpc.insecure_channel(address) as channel,
     ):
         place(channel, "echo").result()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert json.loads(line).keys().isdisjoint({"trace_id", "span_id"})
+        (line,) = written(capsys, 1)
+    assert line.keys().isdisjoint({"trace_id", "span_id"})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from waiting import eventually
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, operators, rerotate, rotate_and_store
-from mmpos_bench.cuda import capture, no_waits
+from mmpos_bench.cuda import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -152,6 +152,21 @@ def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
     for _ in range(sized(30, 2)):
         bench.scene.poison()
         assert_same(bits_of(call(bench)), want)
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Make torch raise RuntimeError where something inside makes the host wait for the device."""
+    if not GPU:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
 
 
 def tables(tokens: int) -> list[PositionTable]:

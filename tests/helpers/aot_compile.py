@@ -1,4 +1,4 @@
-"""Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
+"""Compiles the rotary kernels, as calls launch them, for GPUs that need not be here, and prints counts as JSON.
 
 Run by test_kernels_compiled.py in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
 """
@@ -6,178 +6,125 @@ Run by test_kernels_compiled.py in a process without the interpreter: ``python a
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from mmpos.rotary import reference
-from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.float8 import Formats, format_of
-from mmpos.rotary.kernel.rerotate import rerotate_kernel
-from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
-from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of
-
-CACHE_ROWS = 131072
-HEADS = (
-    "q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache",
-    "pages", "scales", "q_scales", "k_scales", "v_scales",
-)  # fmt: skip
-TYPES = {
-    **dict.fromkeys(("positions", "from_positions", "frequencies", "slots"), "*i64"),
-    **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),
-    **dict.fromkeys(("q_sums", "k_sums"), "*fp32"),
-    **dict.fromkeys(("attention_factor", "eps", "offset"), "fp32"),
-    "pair_axis": "*i32",
-}
-"""Types of arguments as launches have them; all others are i32."""
+from mmpos import PositionTable, SegmentTable, Text, place
+from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rerotate, rotate_and_store
+from mmpos.rotary.kernel import tiling
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-WORDS: dict[str, dict[str, Any]] = {
-    "rotate": {},
-    "norm": {"weights": "qk"},
-    "backward": {"weights": "qk", "backward": True},
-    "store": {"store": True},
-    "rerotate": {"start": reference.TABLE_INTEGER},
-    "adjacent": {"adjacent": True},
-    "after": {"after": True},
-    "by head": {"groups": 8},
-    "cached bfloat16": {"cache": "*bf16"},
-    "computed": {"computed": True},
-    "scales": {"computed": True},
-    "dense": {"mode": reference.DENSE_INTEGER},
-    "dense fixed": {"mode": reference.DENSE_FIXED},
-    "e4m3": {"eight_bits": "kv"},
-    "e5m2": {"eight_bits": "k", "dtype": torch.float8_e5m2},
-    "few tokens": {"block": 4, "warps": 1},
-    "fractional": {"mode": reference.TABLE_FRACTIONAL},
-    "from ids": {"start": reference.DENSE_INTEGER},
-    "fused": {"fusion": True},
-    "head_dim 80": {"pairs": 40},
-    "of q": {"weights": "q"},
-    "one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments", "q_heads", "q.head")},
-    "other values": {"values": 64},
-    "partial": {"pairs": 32, "rest": 64},
-    "q too": {"eight_bits": "qkv"},
-    "return k": {"return_k": True},
-}
-"""Options by the words in the name of a case."""
+WORDS = (
+    "rotate", "norm", "backward", "store", "rerotate", "adjacent", "after", "by head", "cached bfloat16", "computed",
+    "scales", "dense", "dense fixed", "e4m3", "e5m2", "few tokens", "fractional", "from ids", "fused", "head_dim 80",
+    "of q", "one token", "other values", "partial", "q too", "return k",
+)  # fmt: skip
+"""What the name of a case may say, one behind the other."""
 
 
-def options_of(case: str) -> dict[str, Any]:
-    """Read the options of a case by its words, one behind the other, the longest first."""
-    options: dict[str, Any] = {}
-    rest = case.replace(",", "").strip()
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+class StandIn:
+    """A driver of Triton for a GPU that is not there: kernels are compiled for it."""
+
+    utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10})
+
+    def __init__(self, arch: str) -> None:
+        self._device = ARCHS.index(arch)  # of which Triton keeps the first target
+        nvidia = arch.startswith("sm_")
+        self._target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU that kernels are compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """One for each sort of GPU."""
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+
+def words_of(case: str) -> set[str]:
+    """Read the words of a case, the longest first."""
+    words, rest = set(), case.replace(",", "").strip()
     while rest:
         word = max((word for word in WORDS if f"{rest} ".startswith(f"{word} ")), key=len)
-        options |= WORDS[word]
+        words.add(word)
         rest = rest[len(word) :].strip()
-    return options
+    return words
 
 
-def compiled(
-    arch: int | str,
-    *,
-    mode: int = reference.TABLE_INTEGER,
-    adjacent: bool = False,
-    pairs: int = 64,
-    rest: int = 0,
-    fusion: bool = False,
-    block: int = 16,
-    warps: int = 4,
-    ones: tuple[str, ...] = (),
-    weights: str = "",
-    backward: bool = False,
-    store: bool = False,
-    values: int = 128,
-    return_k: bool = False,
-    eight_bits: str = "",
-    computed: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    start: int | None = None,
-    after: bool = False,
-    cache: str = "",
-    groups: int = 0,
-) -> Any:
-    """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    block = 32 if rest and block == 16 and not weights else block
-    whole = channels_of(2 * pairs + rest, pairs, adjacent)
-    channels = whole if weights or store or start is not None else pieces_of(2 * pairs + rest, pairs, adjacent)
-    rows = block * whole.pairs_padded // channels.pairs_padded
-    constants = {"CHANNELS": channels, "BLOCK": rows}
-    constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0, head_groups=groups)}
-    q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
-    outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}
-    types = TYPES | {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
-    types |= {"frequencies": cache} if cache else {}
-    if start is not None:
-        constants |= {"FROM": angles(start)._replace(head_groups=groups), "FORMAT": k}
-        constants |= {} if computed else {"scales": None}
-        types["pages"] = "*u8" if eight_bits else "*bf16"
-        return compiled_for(arch, rerotate_kernel, constants, ones, warps, fusion, types)
-    constants["NORM_AFTER"] = after
-    if store:
-        constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
-        constants |= {"FORMATS": Formats(q, k, v)}
+def compiled(case: str, arch: str) -> Any:
+    """The kernel that a call in bfloat16 launches last, with 32 heads of q and 8 of k."""
+    words, made = words_of(case), []
+
+    def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
+        options = {"num_warps": warps, "enable_fp_fusion": "fused" in words}
+        made.append(kernel.warmup(*arguments, **constants, grid=grid, **options))
+
+    tiling.launch = launch
+    driver.set_active(StandIn(arch))
+    call(words)
+    return made[-1]
+
+
+def call(words: set[str]) -> None:
+    """Make the call that the words describe."""
+    tokens = 1 if "one token" in words else 64 if "few tokens" in words else 4096
+    dim, values = 80 if "head_dim 80" in words else 128, 64 if "other values" in words else 128
+    scheme = "rope-tie-fractional" if words & {"fractional", "one token"} else "rope-tie"
+    table = place(SegmentTable.from_documents([[Text(tokens)]]), scheme)
+    positions: PositionTable | Tensor = table
+    if words & {"dense", "dense fixed"}:
+        positions = torch.zeros(2, tokens, dtype=torch.float64 if "dense fixed" in words else torch.int64)
+    by_head: Any = {"allocation": "heads", "head_axes": [0, 1] * 4} if "by head" in words else {}
+    pairing: Any = "adjacent" if "adjacent" in words else "half"
+    rotary = Rotary(dim, rotary_dim=64 if "partial" in words else dim, axes=2, pairing=pairing, **by_head)
+    q, k, v = (heads(tokens, count, size) for count, size in ((32, dim), (8, dim), (8, values)))
+    weight = torch.ones(dim, dtype=torch.bfloat16) if words & {"norm", "backward", "of q"} else None
+    norm = Norm(weight, None if "of q" in words else weight, after="after" in words)
+    options: Any = {"norm": norm, "implementation": "triton"}
+    dtype = torch.float8_e4m3fn if "e4m3" in words else torch.float8_e5m2 if "e5m2" in words else torch.bfloat16
+    pages, slots = torch.zeros(256, 16, 8, dim, dtype=torch.bfloat16).to(dtype), torch.arange(tokens)
+    scale = torch.ones(256, 16, 8) if words & {"computed", "scales"} else torch.ones(())
+    if "rerotate" in words:
+        start = torch.zeros(2, tokens, dtype=torch.int64) if "from ids" in words else table
+        k_scale = None if dtype == torch.bfloat16 else scale
+        rerotate(pages, slots, start, table, rotary, k_scale=k_scale, implementation="triton")
+    elif "store" in words:
+        scales: Any = {} if dtype == torch.bfloat16 else {"k_scale": scale, "v_scale": scale.clone()}
+        scales |= {"q_scale": torch.ones(tokens, 32)} if "q too" in words else {}
+        cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16).to(dtype), slots, **scales)
+        rotate_and_store(q, k, v, positions, rotary, cache, return_k="return k" in words, **options)
+    elif "backward" in words:
+        out = apply_rotary(q.requires_grad_(), k.requires_grad_(), positions, rotary, **options)
+        assert weight is not None
+        torch.autograd.grad([x for x in out if x is not None], (q, k), [heads(tokens, n, dim) for n in (32, 8)])
     else:
-        constants |= {"COPY_REST": True}
-    # Without weights the arguments of the norm are no parameters, and without 8 bits those of scales.
-    missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
-    missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
-    missing += [f"{x}_scales" for x in "qkv" if x not in eight_bits]
-    kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
-    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, types)
+        options["cos_sin"] = torch.ones(131072, dim, dtype=torch.bfloat16) if "cached bfloat16" in words else None
+        apply_rotary(q, k, positions, rotary, **options)
 
 
-def angles(mode: int) -> Angles:
-    """Make the angles of two axes, exact and forward."""
-    from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
-    fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
-    return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)
-
-
-def compiled_for(
-    arch: int | str,
-    kernel: Any,
-    constants: dict[str, Any],
-    ones: tuple[str, ...],
-    warps: int,
-    fusion: bool,
-    types: dict[str, str],
-) -> Any:
-    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of.
-
-    Heads are bfloat16 but for those that types names, and an arch that is a word is one of AMD's.
-    """
-    signature: dict[str, Any] = {}
-    fixed: dict[tuple[int, ...], Any] = {}
-    multiples: dict[tuple[int, ...], Any] = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants or name in ones:
-            signature[name] = "constexpr"
-            fixed[(index,)] = constants.get(name, 1)
-        elif name in HEADS:
-            parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
-            kind = types.get(name, "*bf16")
-            fields = [kind if field == "data" else "constexpr" if value else "i32" for field, value in parts]
-            signature[name] = Heads(*fields)
-            fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
-            multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
-        else:
-            signature[name] = types.get(name, "i32")
-            if signature[name].startswith("*"):
-                multiples[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
-    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    return triton.compile(source, target, {"num_warps": warps, "enable_fp_fusion": fusion})
+def heads(tokens: int, count: int, dim: int) -> Tensor:
+    """Heads of bfloat16."""
+    return torch.zeros(tokens, count, dim, dtype=torch.bfloat16)
 
 
 def loops(ptx: str) -> list[str]:
@@ -228,13 +175,9 @@ def _output(tool: str, *arguments: str) -> str:
 
 def main(names: list[str]) -> dict[str, dict[str, int]]:
     """Compile every case, "norm after, sm_90", and count."""
-    by_case = {}
-    for name in names:
-        case, arch = name.rsplit(", ", 1)
-        made = compiled(int(arch.removeprefix("sm_")) if arch.startswith("sm_") else arch, **options_of(case))
-        by_case[name] = facts(made)
-    return by_case
+    return {name: facts(compiled(*name.rsplit(", ", 1))) for name in names}
 
 
 if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # read by the door of the kernels, which are not interpreted any more
     print(json.dumps(main(sys.argv[1:])))

@@ -38,11 +38,12 @@ class Connection:
     Args:
         address: HOST:PORT.
         window: bytes of each stream that the server may send before it is told that they were taken.
+        source: address of this machine to call from; "" is the usual one.
     """
 
-    def __init__(self, address: str, *, window: int = 65_535) -> None:
+    def __init__(self, address: str, *, window: int = 65_535, source: str = "") -> None:
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=60)
+        self.socket = socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._said: dict[int, bytes] = {}  # messages of statuses, and all else that came, by stream
         self._ends: dict[int, str] = {}

@@ -43,10 +43,11 @@ def config_of(model: str) -> Any:
     return config
 
 
-def both(model: str) -> tuple[MMPosProcessor, Any]:
+def both(model: str, tokenizer: Any = None) -> tuple[MMPosProcessor, Any]:
     """Our processor and theirs, of the same parts."""
     config = config_of(model)
-    tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
+    if tokenizer is None:
+        tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
     half: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if model == "qwen3_vl" else {}
     images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size, size=SIZE, **half)
     of_videos: Any = transformers.Qwen3VLVideoProcessor if model == "qwen3_vl" else transformers.Qwen2VLVideoProcessor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ class EngineRotary(nn.Module):
     """An M-RoPE module as both engines build it: a cache in the natural order of frequencies, in float32 angles."""
 
     cos_sin_cache: Tensor
+    _ensure_cos_sin_cache_length: Callable[[int], None]  # of SGLang, which install_cache replaces
 
     def __init__(
         self,
@@ -22,22 +25,12 @@ class EngineRotary(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.head_size, self.rotary_dim, self.base = head_size, rotary_dim, base
+        self.head_size, self.rotary_dim = head_size, rotary_dim
         self.is_neox_style, self.mrope_section, self.mrope_interleaved = neox, section, False
-        self.register_buffer("cos_sin_cache", self.filled(0, rows).to(dtype), persistent=False)
-
-    def _compute_inv_freq(self, base: float) -> Tensor:
-        return base ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
-
-    def filled(self, start: int, stop: int) -> Tensor:
-        """Rows of the cache from float32 angles."""
-        angle = torch.arange(start, stop, dtype=torch.float32)[:, None] * self._compute_inv_freq(self.base)
-        return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-    def _ensure_cos_sin_cache_length(self, needed_max_pos: int) -> None:
-        """SGLang's answer to a context longer than its cache: more rows after the ones that are there."""
-        more = self.filled(len(self.cos_sin_cache), needed_max_pos + 1).to(self.cos_sin_cache)
-        self.cos_sin_cache = torch.cat([self.cos_sin_cache, more])
+        frequencies = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+        angle = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies
+        cache = torch.cat([angle.cos(), angle.sin()], dim=1)
+        self.register_buffer("cos_sin_cache", cache.to(dtype), persistent=False)
 
     def forward(self, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(3, tokens) ids and (tokens, heads, head_size) tensors to those turned."""

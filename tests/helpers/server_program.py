@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 @dataclass(frozen=True)
 class Program:
     """A server in a process of its own."""
@@ -25,8 +29,8 @@ class Program:
 
     @property
     def workers(self) -> list[int]:
-        pid = self.process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        """The processes that answer: children of the one from which all of them are forked."""
+        return sorted(worker for child in _children(self.process.pid) for worker in _children(child))
 
     def lines(self) -> list[dict[str, Any]]:
         """The log so far."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _posixshmem
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +23,13 @@ PREFIX = f"mmpos-test-{os.getpid()}-"
 def shared(data: bytes, name: str = "object") -> Iterator[str]:
     """An object that holds these bytes; gives its key. It must be there at the end: nobody else may remove it."""
     key = f"/{PREFIX}{name}"
-    descriptor = _posixshmem.shm_open(key, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    descriptor = os.open(f"{FOLDER}{key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.write(descriptor, data)
         yield key
     finally:
         os.close(descriptor)
-        _posixshmem.shm_unlink(key)
+        os.unlink(f"{FOLDER}{key}")
 
 
 def content(key: str) -> bytes:

@@ -5,6 +5,7 @@ python tests/helpers/versions.py oldest 3.13     these only
 
 oldest           all tests, torch included, with every requirement at its bound
 newest           all tests with everything as the index has it today
+grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, the oldest and the newest: what it is there for
 3.12 and so on   all tests with everything as of today in that Python, if it is here
 
@@ -14,6 +15,7 @@ Environments are made anew by uv in build/versions, one at a time; the versions 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -118,6 +120,21 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
     return tests and gil and not lies
 
 
+def run_grpc() -> bool:
+    """Run the tests of the service and its clients with other versions of gRPC and protobuf in this environment."""
+    green = True
+    for age in RESOLUTIONS:
+        text = resolve(f"{age} grpc", age, "--extra=server").read_text(encoding="utf-8")
+        packages = re.findall(r"^(?:grpcio[\w-]*|protobuf)==[\w.]+", text, re.MULTILINE)
+        print(" ", age, *packages, flush=True)
+        folder = BUILD / f"{age}-grpc"
+        uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", folder, *packages)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "server")))}
+        command = [sys.executable, "-m", "pytest", "-q", "tests/server", "tests/client", "tests/rpc"]
+        green &= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    return green
+
+
 def untrue_bounds(versions: Path) -> list[str]:
     """Name the bounds of pyproject.toml that no environment of everything can have, so that no test has seen them."""
     had = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
@@ -159,7 +176,7 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run what is asked for, and print a line for each."""
-    chosen = asked(__doc__, [*RESOLUTIONS, "extras", *PYTHONS])
+    chosen = asked(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}
@@ -167,6 +184,8 @@ def main() -> int:
         print(f"{part} …", flush=True)
         if part == "extras":
             results[part] = run_extras()
+        elif part == "grpc":
+            results[part] = run_grpc()
         else:
             python = interpreter(part) if part in PYTHONS else sys.executable
             results[part] = run_tests(part, python) if python else None

@@ -61,7 +61,7 @@ def patched(name: str = "llama") -> Any:
 
 
 def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model.generate(*args, max_new_tokens=NEW, do_sample=False, **kwargs)
+    return model.generate(*args, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -69,6 +69,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "chunks that cut an image": {"prefill_chunk_size": 7},
     "no cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
+    "sampling": {"do_sample": True, "top_k": 1},
 }
 
 

@@ -1,4 +1,4 @@
-"""The processor of Transformers: its batches against the builder's sequences, Transformers' own, and plain loops."""
+"""The processor of Transformers: its batches beside the sequences of the builder, chats, what is saved, refusals."""
 
 from __future__ import annotations
 
@@ -112,19 +112,12 @@ def test_lists_of_rows_become_the_tensors_of_a_call_also_after_a_pickle() -> Non
         made(text=["A", "A cat"]).convert_to_tensors("pt")
 
 
-def test_lengths_are_padded_as_told() -> None:
-    made = processor()
-    lengths = [len(row) for row in made(text=["A cat", "this"])["input_ids"]]
-    multiple = made(text=["A cat", "this"], padding=True, pad_to_multiple_of=8, return_tensors="np")
-    assert multiple["input_ids"].shape == (2, 8)
-    fixed = made(text=["A cat", "this"], text_kwargs={"padding": "max_length", "max_length": 11}, return_tensors="pt")
-    assert fixed["input_ids"].shape == (2, 11)
-    assert fixed["attention_mask"].sum(1).tolist() == lengths
-    assert fixed["mm_position_ids"].dtype == torch.int64
+def test_a_token_to_pad_with_is_needed_where_rows_are_padded() -> None:
     without = processor(chat_tokenizer(pad_token=None))
-    assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].shape == (2, lengths[1])
-    with pytest.raises(InvalidInputError, match=r"^tokenizer\.pad_token: got None, want a token to pad with$"):
-        without(text=["A cat", "this"], padding=True)
+    (row,) = without(text=["this"])["input_ids"]
+    assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].tolist() == [row, row]
+    message = "tokenizer.pad_token: got None, want a token to pad with"
+    assert_refused(message, lambda: without(text=["A cat", "this"], padding=True))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -14,46 +14,23 @@ import pytest
 import torch
 from chat_tokenizer import QWENS, chat_tokenizer
 from model_configs import config_of
+from qwen_processors import NAMES, both
 from tokenizers.processors import TemplateProcessing
 from tolerance import assert_within, normalised
 
-import mmpos
 from mmpos.integrations.hf import MMPosProcessor
 
 transformers = pytest.importorskip("transformers")
 PaddingStrategy = pytest.importorskip("transformers.utils").PaddingStrategy
 
-NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-CONFIG = transformers.Qwen2VLConfig(**dict(zip(NAMES, range(5, 9), strict=True)))
-SETTINGS = mmpos.from_hf_config(CONFIG)
 IMAGES = transformers.Qwen2VLImageProcessor()
-PROCESSOR = SETTINGS.image_processor(
-    mean=IMAGES.image_mean,
-    std=IMAGES.image_std,
-    min_pixels=IMAGES.size["shortest_edge"],
-    max_pixels=IMAGES.size["longest_edge"],
-)
-PIXELS = normalised(PROCESSOR.mean, PROCESSOR.std)
+PIXELS = normalised(IMAGES.image_mean, IMAGES.image_std)
 IMAGE = "".join(QWENS[token] for token in (0, 2, 1))
 MARKED = {"extra_special_tokens": {"image_token": QWENS[2], "video_token": QWENS[3]}}
 
 
-def both(tokenizer: Any) -> tuple[MMPosProcessor, Any]:
-    """Our processor and theirs."""
-    ours = MMPosProcessor(
-        tokenizer,
-        PROCESSOR,
-        SETTINGS.scheme,
-        SETTINGS.markers,
-        add_markers=False,
-        temporal_patch_size=SETTINGS.temporal_patch_size,
-    )
-    images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
-    return ours, transformers.Qwen2VLProcessor(images, tokenizer, videos)
-
-
 def test_options_that_a_tokenizer_was_made_with_are_those_of_a_call() -> None:
-    ours, theirs = both(chat_tokenizer(QWENS, **MARKED, padding="max_length", max_length=117))
+    ours, theirs = both("qwen2_vl", chat_tokenizer(QWENS, **MARKED, padding="max_length", max_length=117))
     got, want = (made(text=["A cat"], return_tensors="np") for made in (ours, theirs))
     assert got["input_ids"].shape == want["input_ids"].shape == (1, 117)
     told: dict[str, Any] = {"padding": "longest", "truncation": None, "max_length": 2}
@@ -158,12 +135,12 @@ def outcome(got: Any, want: Any) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("calls", [80, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [80, pytest.param(600, marks=pytest.mark.slow)])
 def test_batches_are_those_of_transformers_whatever_is_told(calls: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(calls):
         random = np.random.default_rng(seed)
-        ours, theirs = both(drawn_tokenizer(random))
+        ours, theirs = both("qwen2_vl", drawn_tokenizer(random))
         (photos, texts), told = drawn_rows(random), drawn(random, TOLD)
         if seed % 3 == 0:
             told = {"text_kwargs": told}

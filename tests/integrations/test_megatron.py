@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
-from peer_cases import Tolerance, agree, meeting
+from peer_cases import meeting
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
@@ -331,8 +331,7 @@ def test_empty_tables_have_empty_angles() -> None:
         assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)
 
 
-# What Megatron asserts of its own, at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes) and
-# fusions/test_mla_yarn_rope_apply.py (packed and shared angles on ranks, latent attention with YaRN); 51 cases there.
+# What Megatron asserts of its own, at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
 
 
 @pytest.fixture
@@ -388,37 +387,3 @@ def test_angles_are_those_of_megatrons_embedding(
     turn = 2 * math.pi
     apart = (ours.double() - theirs.double() + math.pi).remainder(turn) - math.pi
     assert apart.abs().max() <= float32_phase(seq + offset, base) + turn * 2.0**-24
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize(
-    ("factor", "mscale", "every"), [(1.0, 1.0, 0.0), (40.0, 1.0, 0.0), (40.0, 0.7, 0.7), (4.0, 1.0, 1.0)]
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_latent_attention_turns_by_megatrons_yarn(
-    megatron: SimpleNamespace, factor: float, mscale: float, every: float, packed: bool
-) -> None:
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-
-    lengths = [27, 27, 45, 29] if packed else [64, 64]
-    original = max(lengths)
-    embedding = YarnRotaryEmbedding(
-        64, scaling_factor=factor, original_max_position_embeddings=original, mscale=mscale, mscale_all_dim=every
-    )
-    freqs, concentration = embedding(original)
-    scaling = YaRN(factor, original, mscale=mscale, mscale_all_dim=every)
-    rotary = Rotary(64, axes=1, pairing="adjacent", scaling=scaling)
-    assert rotary.attention_factor == pytest.approx(concentration, rel=2.0**-50)
-    positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "flatten")
-    ours = rotary_pos_emb(positions, replace(rotary, pairing="half"), "thd", mscale=concentration)
-    q = normal(sum(lengths), 4, 64).bfloat16()
-    options: dict[str, Any] = {"multi_latent_attention": True, "mscale": concentration}
-    for angles in (ours, freqs):  # of every token, or of the longest sequence, from which all begin
-        cu_seqlens = torch.from_numpy(positions.cu_seqlens)
-        found = megatron.embedding._apply_rotary_pos_emb_thd(q, cu_seqlens, angles, cp_group=Ranks(0, 1), **options)
-        found = torch.stack(found.chunk(2, dim=-1), dim=-1).flatten(-2)  # it leaves neighbours half a head apart
-        # Tables, products and sums in bfloat16, of angles in float32.
-        room = 3.1 * 2.0**-8 + float32_phase(original, 10000.0)
-        want = turned(q, positions, rotary)
-        agree(want, found, q * concentration, 32, True, phase=room, peer=Tolerance(2e-2, 5e-2))

@@ -18,7 +18,7 @@ import torch
 import transformers
 from cache_name import CACHE
 from model_configs import CONFIGS, config_of
-from rope_batches import FAMILIES, LIKE, MODELS, OMNI, VISION, Request, hunyuan, kind_of, method_of
+from rope_batches import FAMILIES, LIKE, MODELS, OMNI, VISION, Request, hunyuan, kind_of, method_of, with_settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -162,13 +162,8 @@ def changed(model: str, **changes: Any) -> Any:
 
 
 def omni_config(model: str, part: str = "") -> Any:
-    """A config as released, with the marker that the class has no default for."""
-    config = config_of(model + part)
-    thinker = config if part else config.thinker_config
-    thinker.vision_start_token_id = VISION
-    if model == "qwen3_omni_moe":
-        thinker.position_id_per_seconds = 13
-    return config
+    config, _ = with_settings(model)
+    return config.thinker_config if part else config
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -153,20 +153,31 @@ def test_keys_are_equal_exactly_where_everything_up_to_the_end_of_the_block_is(
             assert (keys[a][i] == keys[b][j]) == same
 
 
+def test_ends_of_rows_tell_grids_apart_before_the_first_of_them() -> None:
+    tables = [SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=ends)]]) for ends in (False, True)]
+    (a,), (b,) = (block_keys(segments, place(segments, "flatten"), 2) for segments in tables)
+    assert [x == y for x, y in zip(a, b, strict=False)] == [True, False, False, False]
+
+
 def test_a_key_is_made_of_these_bytes() -> None:
-    segments = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
+    """The grid ends with the second block, and the third has nothing of it."""
+    segments = SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)]])
     positions = place(segments, "rope-tie-v2")
-    assert positions.dense().tolist() == [[0, 3, 3, 3, 4, 4, 4, 7], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 7]]
-    keys = block_keys(segments, positions, 4, input_ids=[5, 9, 9, 9, 9, 9, 9, 6], image_hashes=["cat"], salt="adapter")
-    content = hashlib.sha256(b"cat").digest()
+    assert positions.dense()[1].tolist() == [0, 1, 3.5, 4.5, 5.5, 3.5, 4.5, 5.5, 8, 9, 10, 11]
+    ids = [5, 6, *[9] * 6, 1, 2, 3, 4]
+    keys = block_keys(segments, positions, 4, input_ids=ids, image_hashes=["cat"], salt="adapter")
+    half, content = 1 << 61, hashlib.sha256(b"cat").digest()
     key = hashlib.sha256(b"mmpos.block_keys 1" + struct.pack("<4q", 4, 2, 1, 1) + b"adapter").digest()
-    half = 1 << 61
     want = []
-    for whole, ids, fractions, start in (
-        ((0, 3, 3, 3, 0, 2, 3, 4), (5, 9, 9, 9), (0, 0, 0, 0, 0, half, half, half), 1),
-        ((4, 4, 4, 7, 2, 3, 4, 7), (9, 9, 9, 6), (0, 0, 0, 0, half, half, half, 0), -3),
+    for block in (
+        struct.pack("<8i4q2q", 0, 1, 4, 4, 0, 1, 3, 4, 5, 6, 9, 9, 1, 1)
+        + struct.pack("<8q5q", *[0] * 6, half, half, 2, 1, 2, 3, 0)
+        + content,
+        struct.pack("<8i4q2q", 4, 5, 5, 5, 5, 3, 4, 5, 9, 9, 9, 9, 1, 1)
+        + struct.pack("<8q5q", *[0] * 4, *[half] * 4, -2, 1, 2, 3, 0)
+        + content,
+        struct.pack("<8i4q2q", 8, 9, 10, 11, 8, 9, 10, 11, 1, 2, 3, 4, 0, 0),
     ):
-        block = struct.pack("<8i4q2q8q5q", *whole, *ids, 1, 1, *fractions, start, 1, 2, 3, 0) + content
         key = hashlib.sha256(key + block).digest()
         want.append(key)
     assert keys == [want]

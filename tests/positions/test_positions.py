@@ -151,6 +151,7 @@ def test_tables_of_more_than_int32_tokens_can_be_cut() -> None:
 
 
 def test_the_largest_denominators_stay_exact() -> None:
+    assert placed([Grid(3, 5)], "rope-tie-fractional").denominator.tolist() == [12]  # the least of 4 and 6
     height, width = 46336, 46337
     positions = placed([Text(1), Grid(height, width)], "rope-tie-fractional")
     area = height * width

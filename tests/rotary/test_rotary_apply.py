@@ -259,6 +259,9 @@ def test_layouts_without_a_name_follow_the_dimensions() -> None:
     flat = one(q, table, rotary)
     assert bits(one(q.view(3, 13, 2, 8), table, rotary)) == bits(flat.view(3, 13, 2, 8))
     assert bits(one(q, table, rotary, layout="thd")) == bits(flat)
+    square = q.view(3, 13, 2, 8).repeat(1, 1, 7, 1)[:, :, :13]  # as many heads as tokens
+    over_heads = one(square.transpose(1, 2), table, rotary, layout="bhsd").transpose(1, 2)
+    assert bits(over_heads) == bits(one(square, table, rotary))
 
 
 def test_empty_batches_and_no_heads_give_empty_tensors() -> None:

@@ -510,15 +510,17 @@ def test_the_same_tensor_twice_is_not_stored_also_while_a_graph_is_traced(
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_whoever_watches_operators_sees_a_call_and_all_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, rotary, q = torch.arange(20, dtype=torch.int32).view(2, 10), Rotary(16), heads(10, 2, 16)
-    want = apply_rotary(q, None, ids, rotary)[0]
+    want = apply_rotary(q, None, ids, rotary, validate=True)[0]  # by the operator, which makes its constants once
 
     def rotate(x: Tensor) -> Tensor:
         return apply_rotary(x, None, ids, rotary)[0]
 
     graph = make_fx(rotate)(q)
     assert torch.ops.mmpos.rotate.default in {node.target for node in graph.graph.nodes}
+    assert "mmpos::rotate" in str(torch.jit.trace(rotate, q).graph)
     assert torch.equal(torch.vmap(rotate)(q[None])[0], want)
     monkeypatch.setattr(operators, "_FUNCTIONS", {})  # no operator's function may be called by itself
     monkeypatch.setattr(memory, "_modes", lambda: 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rotary_oracle import heads
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mmpos import (
     Grid,
@@ -132,6 +133,9 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as q": [
         calls(packed(), packed(device="meta"))
+    ],
+    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as q": [
+        calls(zeros(1, 16, 2, 16), packed())
     ],
     "k: got shape (15, 2, 16), want that of q, (16, 2, 16), but for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
@@ -492,6 +496,8 @@ def test_forward_mode_gradients_are_refused(name: str) -> None:
     x = torch.ones(SHAPES[name])
     with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent, want reverse-mode gradients$"):
         torch.func.jvp(lambda x: FORWARD[name](x)[0], (x,), (x,))
+    with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent"), forward_ad.dual_level():
+        FORWARD[name](forward_ad.make_dual(x, x.clone()))
 
 
 def test_memory_is_judged_by_the_distance_of_tensors_whose_shapes_and_strides_are_the_same() -> None:

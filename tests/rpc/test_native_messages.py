@@ -19,9 +19,9 @@ from mmpos.rpc.elements import count_elements
 from mmpos.rpc.tensors import integer_lists, put_tensor
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.support import native
-from mmpos_server import shared_memory
+from mmpos_server import exchange
+from mmpos_server.exchange import Exchange
 from mmpos_server.inference import open_inference_pb2 as inference_pb2
-from mmpos_server.shared_memory import Exchange
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core
@@ -276,7 +276,7 @@ def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def test_an_answer_has_the_bytes_that_protobuf_writes(
     way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
 ) -> None:
-    monkeypatch.setattr(shared_memory, "LEAST_BYTES", least)
+    monkeypatch.setattr(exchange, "LEAST_BYTES", least)
 
     def answers(memory: Exchange | None) -> list[bytes]:
         place = positions_pb2.StreamPlaceResponse(id=3)
@@ -299,7 +299,7 @@ def test_an_answer_has_the_bytes_that_protobuf_writes(
 
 
 def test_a_large_tensor_is_copied_once() -> None:
-    data, memory, message = array(shared_memory.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
+    data, memory, message = array(exchange.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
     put_tensor(message, data, memory)
     assert message.ByteSize() < 100
     (kept,) = memory._large
@@ -312,6 +312,6 @@ def test_buffers_are_joined_in_order_and_what_is_none_is_declined() -> None:
     parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
     assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
     assert CORE.joined(()) == b""
-    assert CORE.joined([b"a"]) is None  # type: ignore[arg-type]  # no tuple
-    assert CORE.joined((b"a", "text")) is None  # type: ignore[arg-type]  # no buffer
+    assert CORE.joined([b"a"]) is None  # no tuple
+    assert CORE.joined((b"a", "text")) is None  # no buffer
     assert CORE.joined((b"a", large[::2])) is None

@@ -1,17 +1,31 @@
-"""Servers: one of the Open Inference Protocol with a profile for each kind of scheme, and one in its own process."""
+"""Servers: of a method that does what a test says, of the Open Inference Protocol, and one in its own process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import pytest
 import tritonclient.grpc as triton
 from open_inference import Infer, TritonClient, config, stub
+from serving import Serve, Serving, serving
 from shared_objects import PREFIX
 from victim import Victim, victim
 
 from mmpos_server.testing import running
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start servers as ``serving`` does; they stop in the end."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Serving:
+            return stack.enter_context(serving(**options))
+
+        yield start
 
 
 @pytest.fixture(scope="module")

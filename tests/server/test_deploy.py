@@ -21,12 +21,15 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from server_program import metrics_of
+from server_program import Start, metrics_of
 from waiting import eventually, free_port
 
+import mmpos
 from mmpos.client import Client
-from mmpos_server.config import ServerConfig
+from mmpos.errors import ServiceOverloadedError
+from mmpos_server.config import ServerConfig, load
 from mmpos_server.options import app
+from mmpos_server.streams import WINDOW_BYTES
 from mmpos_server.telemetry import Metrics, ProcessMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +115,7 @@ def test_the_manifests_are_of_one_mind() -> None:
 
 def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * config.concurrency.stream_bytes
+    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
     assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
     assert held <= 2 * 2**30
 
@@ -139,6 +142,53 @@ def test_the_image_listens_where_it_says() -> None:
     assert (options["host"], options["port"]) == ("0.0.0.0", None)
     assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
     assert f"127.0.0.1:{options['metrics_port']}/livez" in text
+
+
+PROXY = (DEPLOY / "haproxy.cfg").read_text()
+HAPROXY = shutil.which("haproxy")
+
+
+def number(pattern: str) -> int:
+    """The number in the only place of the proxy's file that matches."""
+    (found,) = re.findall(pattern, PROXY)
+    return int(found)
+
+
+def test_the_proxy_and_the_servers_are_of_one_mind() -> None:
+    concurrency = load().concurrency
+    assert number(r"default-server .* maxconn (\d+) ") < concurrency.max_in_flight + concurrency.max_streams
+    assert number(r"bind :(\d+) proto h2\n") == 50051
+    assert number(r"http-check connect port (\d+)") == options_of(image_arguments())["metrics_port"]
+    assert f"uri {CONTAINER['readinessProbe']['httpGet']['path']}\n" in PROXY
+    settings = "\n".join(re.findall(r"^#   (.*)", PROXY, re.MULTILINE))
+    assert ServerConfig.read(settings, Path("mmpos.toml")).clients.max_share == 1.0
+
+
+@pytest.mark.skipif(HAPROXY is None, reason="the proxy is tried where it is installed")
+def test_the_proxy_refuses_calls_of_an_address_that_asks_too_much_but_no_probe(start: Start, tmp_path: Path) -> None:
+    page, port, config = free_port(), free_port(), tmp_path / "haproxy.cfg"
+    server = start("--metrics-port", str(page))
+    text = PROXY
+    for old, new in (
+        ("bind :50051 proto", f"bind 127.0.0.1:{port} proto"),
+        ("maxconn 4000", "maxconn 100"),  # connections are files, of which the tests may have few
+        ("127.0.0.1:50061", server.address),
+        ("connect port 9090", f"connect port {page}"),
+        ("sc0_http_req_rate gt 5000", "sc0_http_req_rate gt 50"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    config.write_text(text)
+    segments = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
+    with subprocess.Popen([str(HAPROXY), "-f", str(config)]) as proxy, Client(f"127.0.0.1:{port}") as client:
+        try:
+            for _ in range(40):
+                assert client.place(segments).num_tokens == 3
+            with pytest.raises(ServiceOverloadedError, match="got more calls of one address than it takes"):
+                all(client.place(segments) for _ in range(40))
+            assert client.healthy()
+        finally:
+            proxy.kill()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="units are verified where systemd is installed")

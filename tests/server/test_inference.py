@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import re
@@ -23,8 +22,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from mmpos import Grid, SegmentTable, place
 from mmpos_server.app import Server
 from mmpos_server.config import Profiles, ServerConfig
-from mmpos_server.inference import models
 from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference import rotate
 from mmpos_server.inference.methods import SERVICE, OpenInference
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
@@ -141,32 +140,20 @@ def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
 
 
 def test_what_needs_torch_is_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "device", lambda: "")
+    monkeypatch.setattr(rotate, "has_torch", lambda: False)
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
 
 def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
-    async def run() -> list[bool]:
-        server = Server(config())
-        (address,) = await server.start()
-        async with grpc.aio.insecure_channel(address) as channel:
-
-            async def said(method: str, field: str, request: bytes = b"") -> bool:
-                response = getattr(pb, f"{method}Response")
-                call: Any = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=response.FromString)
-                return bool(getattr(await call(request), field))
-
-            model = pb.ModelReadyRequest(name="positions").SerializeToString()
+    server = Server(config())
+    (address,) = server.start()
+    try:
+        with triton.InferenceServerClient(address) as client:
             server.announce_stop()
-            found = [
-                await said("ServerLive", "live"),
-                await said("ServerReady", "ready"),
-                await said("ModelReady", "ready", model),
-            ]
-        await server.stop(None)
-        return found
-
-    assert asyncio.run(run()) == [True, False, False]
+            found = [client.is_server_live(), client.is_server_ready(), client.is_model_ready("positions")]
+    finally:
+        server.stop(None)
+    assert found == [True, False, False]
 
 
 # Metadata.
@@ -182,36 +169,6 @@ def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
     )
 
 
-TENSORS = {
-    ("positions", "halves"): [
-        ("position_ids", "FP64", [3, -1]),
-        ("next_positions", "INT64", [-1]),
-        ("deltas", "INT64", [-1]),
-        ("cu_seqlens", "INT32", [-1]),
-        ("table", "INT64", [17, -1]),
-        ("table_documents", "INT64", [4, -1]),
-    ],
-    ("sequences", "flat"): [
-        ("input_ids", "INT64", [-1]),
-        ("position_ids", "INT32", [2, -1]),
-        ("cu_seqlens", "INT32", [-1]),
-        ("table", "INT64", [13, -1]),
-        ("table_documents", "INT64", [4, -1]),
-        ("grid_thw", "INT64", [-1, 3]),
-        ("image_spans", "INT64", [-1, 2]),
-        ("patches", "FP32", [-1, 14, 14, 3]),
-    ],
-    ("rotate", ""): [("q", "FP32", [-1, -1, 16]), ("k", "FP32", [-1, -1, 16])],
-}
-
-
-@pytest.mark.parametrize(("model", "version"), TENSORS)
-def test_outputs_are_those_of_the_version(client: TritonClient, model: str, version: str) -> None:
-    told = client.get_model_metadata(model, version)
-    assert (told.name, told.platform, list(told.versions)) == (model, "mmpos", ["default", "halves", "flat"])
-    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in told.outputs] == TENSORS[model, version]
-
-
 @pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
 @pytest.mark.parametrize("version", ["", "halves", "flat"])
 def test_configuration_and_metadata_say_the_same(client: TritonClient, model: str, version: str) -> None:
@@ -223,6 +180,7 @@ def test_configuration_and_metadata_say_the_same(client: TritonClient, model: st
             for tensor in configured
         ]
     assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
+    assert (told.name, told.platform, list(told.versions)) == (model, "mmpos", ["default", "halves", "flat"])
     assert config.HasField("model_transaction_policy")
     assert not config.model_transaction_policy.decoupled
 
@@ -352,7 +310,7 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
             },
         )
         for _ in range(2):
-            client.infer("positions", [given("lengths", [3, 20_000])], "halves")
+            client.infer("positions", [given("lengths", [3, 200_000])], "halves")
         with pytest.raises(triton.InferenceServerException):
             client.infer("positions", [given("lengths", [0])], "halves")
         with pytest.raises(triton.InferenceServerException):
@@ -377,17 +335,19 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: TritonClient) -> None:
-    def waited(lengths: list[int], *outputs: str) -> bool:
-        [before] = client.get_inference_statistics("positions", "flat").model_stats
-        image = {"lengths": lengths, "offsets": [0] * len(lengths), "grid_thw": [[1, 1, n] for n in lengths]}
-        ask(client, "positions", {**image, "documents": np.arange(len(lengths))}, outputs, model_version="flat")
-        [after] = client.get_inference_statistics("positions", "flat").model_stats
-        assert after.inference_count == before.inference_count + len(lengths)
+    def waited(inputs: dict[str, object], *outputs: str) -> bool:
+        [before] = client.get_inference_statistics("positions", "default").model_stats
+        ask(client, "positions", inputs, outputs, parameters={"scheme": "mrope"})
+        [after] = client.get_inference_statistics("positions", "default").model_stats
+        assert after.inference_count == before.inference_count + 1
         return bool(after.inference_stats.queue.ns > before.inference_stats.queue.ns)
 
-    assert not waited([3], "position_ids")
-    assert waited([20_000], "position_ids")  # to be written
-    assert waited([1] * 1000, "cu_seqlens")  # to be read
+    image = {"lengths": [20_000], "offsets": [0], "grid_thw": [[20_000, 1, 1]]}
+    assert not waited({"lengths": [3]}, "position_ids")
+    assert not waited({"lengths": [400_000]}, "cu_seqlens")
+    assert waited({"lengths": [400_000]}, "position_ids")  # to be written
+    assert waited(image, "cu_seqlens")  # to be placed
+    assert waited({"input_ids": np.zeros(40_000, np.int64)}, "cu_seqlens")  # to be read
 
 
 # A load.

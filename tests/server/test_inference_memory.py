@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,20 +169,16 @@ def test_what_is_wrong_with_an_input_is_refused(
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_half_a_place_is_refused(client: TritonClient, region: MakeRegion) -> None:
+def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64)
-    tensor = held("lengths", "INT64", [1], "in", 8)
-    del tensor._get_tensor().parameters["shared_memory_byte_size"]
-    message = "inputs[0].parameters: got shared_memory_region, want shared_memory_byte_size, too"
-    assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
-
-
-def test_contents_beside_a_place_are_refused(client: TritonClient, region: MakeRegion) -> None:
-    region("in", 64)
-    tensor = held("lengths", "INT64", [1], "in", 8)
-    tensor._get_tensor().contents.int64_contents.append(1)
-    message = "lengths: got contents and shared memory, want one of them"
-    assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
+    half, both = (held("lengths", "INT64", [1], "in", 8) for _ in range(2))
+    del half._get_tensor().parameters["shared_memory_byte_size"]
+    both._get_tensor().contents.int64_contents.append(1)
+    for tensor, message in (
+        (half, "inputs[0].parameters: got shared_memory_region, want shared_memory_byte_size, too"),
+        (both, "lengths: got contents and shared memory, want one of them"),
+    ):
+        assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
 def test_bytes_in_shared_memory_have_a_limit(client: TritonClient, region: MakeRegion) -> None:
@@ -202,16 +199,13 @@ def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, r
     assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
 
 
-def test_a_server_that_takes_none_says_so() -> None:
-    with running(config()) as address, triton.InferenceServerClient(address) as client:
-        message = "region: got shared memory, want a server started with --shared-memory"
-        assert refusal(lambda: client.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
-        assert "system_shared_memory" not in client.get_server_metadata().extensions
-        assert client.get_system_shared_memory_status(as_json=True) == {}
-
-
-def test_a_server_that_takes_some_says_so(client: TritonClient) -> None:
+def test_a_server_says_whether_it_takes_some(client: TritonClient) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
+    with running(config()) as address, triton.InferenceServerClient(address) as other:
+        message = "region: got shared memory, want a server started with --shared-memory"
+        assert refusal(lambda: other.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
+        assert "system_shared_memory" not in other.get_server_metadata().extensions
+        assert other.get_system_shared_memory_status(as_json=True) == {}
 
 
 def test_no_memory_of_gpus_is_registered(client: TritonClient) -> None:

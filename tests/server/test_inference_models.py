@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from open_inference import Infer, TritonClient, ask, refusal
-from test_golden import GOLDEN, THREE_AXES
 
 from mmpos import Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
 from mmpos.positions.table import PositionTable
@@ -22,27 +20,6 @@ PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_byt
 
 
 # Positions.
-
-
-def test_golden_cases_placed_from_spans(client: TritonClient) -> None:
-    for case in GOLDEN:
-        axes = {"axes": 3} if case["scheme"] in THREE_AXES and case["axes"] == 3 else {}
-        sizes = [part[1] if part[0] == "text" else int(np.prod(part[1:])) for part in case["document"]]
-        starts = np.cumsum([0, *sizes])
-        grids = [i for i, part in enumerate(case["document"]) if part[0] != "text"]
-        spans = {
-            "lengths": starts[-1:],
-            "offsets": starts[grids],
-            "grid_thw": np.array([case["document"][i][1:] for i in grids], np.int64).reshape(-1, 3),
-            "start": [case["start"]],
-        }
-        scheme = json.dumps({"name": case["scheme"], **axes})
-        found = ask(client, "positions", spans, parameters={"scheme": scheme, "strict": False})
-        assert found["position_ids"].tolist() == [[float(Fraction(i)) for i in axis] for axis in case["position_ids"]]
-        if case["next_position"] is None:
-            assert {"next_positions", "deltas"}.isdisjoint(found)
-        else:
-            assert found["next_positions"].tolist() == [int(case["next_position"])]
 
 
 def same(found: dict[str, object], wanted: PositionTable) -> None:

@@ -7,26 +7,26 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from grpc_calls import ending
-from message_strategies import inferences
 from open_inference import Infer, TritonClient, ask, config, given, refusal
 
 from mmpos import SCHEMES, LimitExceededError, SegmentTable, Text, place
 from mmpos.rpc.positions import parameters
-from mmpos_server.admission import Admission, Call, Clients
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
+from mmpos_server.config import Limits
+from mmpos_server.exchange import Exchange
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.messages import DATATYPES, Request
+from mmpos_server.inference.messages import Request
 from mmpos_server.inference.models import check_outputs
 from mmpos_server.testing import running
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
-LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "views": 2, "response_bytes": 200_000}
+LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "response_bytes": 200_000}
 
 
 @pytest.fixture(scope="module")
@@ -79,229 +79,134 @@ INPUTS = (
     "lengths, offsets, grid_thw, documents, "
     "input_ids, image_grid_thw, video_grid_thw, attention_mask, cu_seqlens, start"
 )
-MALFORMED: dict[str, tuple[pb.ModelInferRequest, str]] = {
-    "bytes of another shape": (
-        one("lengths", "INT64", [2], EIGHT),
-        "lengths: got 8 bytes, want 16 for INT64 of shape (2,)",
-    ),
-    "more axes than an error can tell": (
-        one("lengths", "INT64", [1] * 100_000, EIGHT),
-        "lengths.shape: got 100000 axes, want (-1,)",
-    ),
-    "a type of many words": (
-        one("lengths", "INT" * 1000, [1], EIGHT),
-        f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64",
-    ),
-    "numbers of another shape": (
-        one("lengths", "INT64", [1], int64_contents=[1, 2]),
-        "lengths.contents: got 2 elements, want 1 for (1,)",
-    ),
-    "numbers of another type": (
-        one("lengths", "INT64", [1], int_contents=[1]),
-        "lengths.contents: got int_contents, want int64_contents",
-    ),
-    "numbers too large": (
-        bare(
-            {
-                "name": "input_ids",
-                "datatype": "INT64",
-                "shape": [1, 1],
-                "contents": pb.InferTensorContents(int64_contents=[1]),
-            },
-            {
-                "name": "attention_mask",
-                "datatype": "UINT8",
-                "shape": [1, 1],
-                "contents": pb.InferTensorContents(uint_contents=[256]),
-            },
-        ),
+NO_ARRAY = "want sizes that an array can have"
+# Name, type, shape and bytes of the one input.
+TENSORS: list[tuple[tuple[str, str, list[int], bytes], str]] = [
+    (("lengths", "INT64", [2], EIGHT), "lengths: got 8 bytes, want 16 for INT64 of shape (2,)"),
+    (("lengths", "INT64", [1] * 100_000, EIGHT), "lengths.shape: got 100000 axes, want (-1,)"),
+    (("lengths", "INT" * 1000, [1], EIGHT), f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64"),
+    (("lengths", "INT32", [1], EIGHT), "lengths.datatype: got 'INT32', want INT64"),
+    (("lengths", "INT64", [1, 1], EIGHT), "lengths.shape: got (1, 1), want (-1,)"),
+    (("input_ids", "INT64", [1, 1, 1], EIGHT), "input_ids.shape: got (1, 1, 1), want (-1,) or 2 axes"),
+    (("grid_thw", "INT64", [1, 1], EIGHT), "grid_thw.shape: got (1, 1), want (-1, 3)"),
+    (("lengths", "INT64", [-1], b""), f"lengths.shape: got (-1,), {NO_ARRAY}"),
+    (("attention_mask", "INT64", [0, 2**62], b""), f"attention_mask.shape: got (0, {2**62}), {NO_ARRAY}"),
+    (("ids", "INT64", [1], EIGHT), f"inputs[0].name: got 'ids', want one of {INPUTS}"),
+]
+LENGTHS: dict[str, Any] = {"name": "lengths", "datatype": "INT64", "shape": [1]}
+BYTE = pb.InferTensorContents(uint_contents=[256])
+IDS: dict[str, Any] = {"name": "input_ids", "datatype": "INT64", "shape": [1, 1]}
+MASK = {"name": "attention_mask", "datatype": "UINT8", "shape": [1, 1], "contents": BYTE}
+MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
+    *((one(*tensor), message) for tensor, message in TENSORS),
+    (one("lengths", "INT64", [1], int64_contents=[1, 2]), "lengths.contents: got 2 elements, want 1 for (1,)"),
+    (one("lengths", "INT64", [1], int_contents=[1]), "lengths.contents: got int_contents, want int64_contents"),
+    (
+        bare({**IDS, "contents": pb.InferTensorContents(int64_contents=[1])}, MASK),
         "attention_mask.contents: got 256, want what UINT8 holds",
     ),
-    "raw and one by one": (
+    (
         one("lengths", "INT64", [1], EIGHT, int64_contents=[1]),
         "lengths: got contents and raw_input_contents, want one of them",
     ),
-    "raw for some": (
-        bare(
-            {"name": "lengths", "datatype": "INT64", "shape": [1]},
-            {"name": "start", "datatype": "INT64", "shape": [1]},
-            raw=[EIGHT],
-        ),
+    (
+        bare(LENGTHS, {**LENGTHS, "name": "start"}, raw=[EIGHT]),
         "raw_input_contents: got 1, want 2, one for each input outside shared memory",
     ),
-    "a type that it does not take": (one("lengths", "INT32", [1], EIGHT), "lengths.datatype: got 'INT32', want INT64"),
-    "other axes": (one("lengths", "INT64", [1, 1], EIGHT), "lengths.shape: got (1, 1), want (-1,)"),
-    "axes of several kinds": (
-        one("input_ids", "INT64", [1, 1, 1], EIGHT),
-        "input_ids.shape: got (1, 1, 1), want (-1,) or 2 axes",
-    ),
-    "another size": (one("grid_thw", "INT64", [1, 1], EIGHT), "grid_thw.shape: got (1, 1), want (-1, 3)"),
-    "a size below 0": (
-        one("lengths", "INT64", [-1], b""),
-        "lengths.shape: got (-1,), want sizes that an array can have",
-    ),
-    "a size that no array has": (
-        one("attention_mask", "INT64", [0, 2**62], b""),
-        f"attention_mask.shape: got (0, {2**62}), want sizes that an array can have",
-    ),
-    "an unknown input": (one("ids", "INT64", [1], EIGHT), f"inputs[0].name: got 'ids', want one of {INPUTS}"),
-    "an input twice": (twice(one("lengths", "INT64", [1], EIGHT)), "inputs[1].name: got 'lengths' again, want it once"),
-    "very many inputs": (
-        bare(*[{"name": "lengths"}] * 11),
-        "inputs: got 11 tensors, want at most 10",
-    ),
-    "no input": (
-        bare(),
-        "inputs: got [], want lengths or input_ids among them",
-    ),
-    "no parts": (bare(model="sequences"), "inputs: got none of name 'parts', want it"),
-    "an element cut off": (parts(b"ab", raw=b"\3\0\0\0ab"), "parts: got 6 bytes, want 7 or more for element 0"),
-    "a length cut off": (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want 4 or more for element 0"),
-    "too few elements": (
-        parts(b"a", b"b", raw=b"\1\0\0\0a"),
-        "parts: got 1 elements in 5 of 5 bytes, want 2 for shape (2,)",
-    ),
-    "too many elements": (
-        parts(b"a", raw=b"\1\0\0\0a\1\0\0\0b"),
-        "parts: got 1 elements in 5 of 10 bytes, want 1 for shape (1,)",
-    ),
-    "text that is none": (
+    (twice(one("lengths", "INT64", [1], EIGHT)), "inputs[1].name: got 'lengths' again, want it once"),
+    (bare(*[{"name": "lengths"}] * 11), "inputs: got 11 tensors, want at most 10"),
+    (bare(), "inputs: got [], want lengths or input_ids among them"),
+    (bare(model="sequences"), "inputs: got none of name 'parts', want it"),
+    (parts(b"ab", raw=b"\3\0\0\0ab"), "parts: got 6 bytes, want 7 or more for element 0"),
+    (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want 4 or more for element 0"),
+    (parts(b"a", b"b", raw=b"\1\0\0\0a"), "parts: got 1 elements in 5 of 5 bytes, want 2 for shape (2,)"),
+    (parts(b"a", raw=b"\1\0\0\0a\1\0\0\0b"), "parts: got 1 elements in 5 of 10 bytes, want 1 for shape (1,)"),
+    (
         parts(b"a", b"\xff"),
         "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text",
     ),
-    "other numbers of parts": (
-        parts(b"a", b"b", parts_per_document=[1]),
-        "parts_per_document: got [1], want a sum of 2 like parts",
-    ),
-    "numbers of parts below 0": (
-        parts(b"a", parts_per_document=[2, -1]),
-        "parts_per_document: got [2, -1], want a sum of 1 like parts",
-    ),
-    "an empty document": (
-        parts(b"a", parts_per_document=[1, 0]),
-        "documents[1].parts: got no tokens, want at least one",
-    ),
-}
+    (parts(b"a", b"b", parts_per_document=[1]), "parts_per_document: got [1], want a sum of 2 like parts"),
+    (parts(b"a", parts_per_document=[2, -1]), "parts_per_document: got [2, -1], want a sum of 1 like parts"),
+    (parts(b"a", parts_per_document=[1, 0]), "documents[1].parts: got no tokens, want at least one"),
+]
 
 
-@pytest.mark.parametrize(("request_", "message"), MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
 def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
 Q = np.zeros((2, 1, 16), np.float32)
+ROTATION: dict[str, object] = {"q": Q, "position_ids": [[0, 1]] * 2}
+RIGHT_INPUTS: dict[str, dict[str, object]] = {"positions": {"lengths": [1]}, "rotate": ROTATION}
 AMONG = "want position_ids, or table and table_documents, among them"
 DEEP = "[" * 500 + "]" * 500
-WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
-    "both kinds": (
+DIGITS = "9" * 5000
+# Values of a parameter beside inputs that are right.
+PARAMETERS: dict[tuple[str, str], list[tuple[object, str]]] = {
+    ("positions", "views"): [
+        ("[", "parameters['views']: got '[', want JSON (Expecting value: line 1 column 2 (char 1))"),
+        ("{}", "parameters['views']: got '{}', want a JSON list of views"),
+        ("[{}]", "views[0]: got none, want one of take, window, decode, shard, pad"),
+        ('[{"tale": {}}]', "views[0]: got {'tale': {}}, want message View as JSON ("),
+        (
+            '[{"pad": {"side": Infinity}}]',
+            """parameters['views']: got '[{"pad": {"side": Infinity}}]', want JSON (Out of range float """,
+        ),
+        (f'[{{"decode": {{"steps": {DIGITS}}}}}]', """parameters['views']: got '[{"decode": {"steps": 99999"""),
+        (f'[{{"decode": {DEEP}}}]', "parameters['views']: got '[{\"decode\": [[[[["),
+    ],
+    ("positions", "scheme"): [
+        ('{"name": "x"}', "scheme: got 'x', want a Scheme or one of "),
+        (
+            r'{"name": "\ud800"}',
+            r"""parameters['scheme']: got '{"name": "\\ud800"}', want JSON ('utf-8' codec can't encode """,
+        ),
+    ],
+    ("positions", "strict"): [(1, "parameters['strict']: got int64_param, want bool_param")],
+    ("rotate", "rotary"): [
+        ('{"head_dim": 16, "scaling": {"type": {}}}', "parameters['rotary']: scaling.type: got {}, want one of "),
+        ("[]", "parameters['rotary']: got '[]', want a JSON object"),
+    ],
+    ("rotate", "layout"): [("hd", "layout: got 'hd', want ")],
+}
+WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
+    *(
+        (model, RIGHT_INPUTS[model], {name: value}, message)
+        for (model, name), values in PARAMETERS.items()
+        for value, message in values
+    ),
+    (
         "positions",
         {"lengths": [1], "input_ids": [1]},
         {},
         "inputs: got 'input_ids' beside 'lengths', want one or the other",
     ),
-    "spans of ids": (
+    (
         "positions",
         {"input_ids": [1], "offsets": [1]},
         {},
         "inputs: got 'offsets' beside 'input_ids', want one or the other",
     ),
-    "views that are no JSON": (
-        "positions",
-        {"lengths": [1]},
-        {"views": "["},
-        "parameters['views']: got '[', want JSON (Expecting value: line 1 column 2 (char 1))",
-    ),
-    "views that are no list": (
-        "positions",
-        {"lengths": [1]},
-        {"views": "{}"},
-        "parameters['views']: got '{}', want a JSON list of views",
-    ),
-    "a view of nothing": (
-        "positions",
-        {"lengths": [1]},
-        {"views": "[{}]"},
-        "views[0]: got none, want one of take, window, decode, shard, pad",
-    ),
-    "a scheme of another name": (
-        "positions",
-        {"lengths": [1]},
-        {"scheme": '{"name": "x"}'},
-        "scheme: got 'x', want a Scheme or one of ",
-    ),
-    "a parameter of another kind": (
-        "positions",
-        {"lengths": [1]},
-        {"strict": 1},
-        "parameters['strict']: got int64_param, want bool_param",
-    ),
-    "a field of no view": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"tale": {}}]'},
-        "views[0]: got {'tale': {}}, want message View as JSON (",
-    ),
-    "half a character as a name": (
-        "positions",
-        {"lengths": [1]},
-        {"scheme": r'{"name": "\ud800"}'},
-        r"""parameters['scheme']: got '{"name": "\\ud800"}', want JSON ('utf-8' codec can't encode """,
-    ),
-    "infinity as a choice": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"pad": {"side": Infinity}}]'},
-        """parameters['views']: got '[{"pad": {"side": Infinity}}]', want JSON (Out of range float values are not """,
-    ),
-    "an object as a name": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": '{"head_dim": 16, "scaling": {"type": {}}}'},
-        "parameters['rotary']: scaling.type: got {}, want one of ",
-    ),
-    "very many digits": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"decode": {"steps": ' + "9" * 5000 + "}}]"},
-        """parameters['views']: got '[{"decode": {"steps": 99999""",
-    ),
-    "lists in lists": (
-        "positions",
-        {"lengths": [1]},
-        {"views": f'[{{"decode": {DEEP}}}]'},
-        "parameters['views']: got '[{\"decode\": [[[[[",
-    ),
-    "other kinds": (
+    (
         "sequences",
         {"parts": [b"a"], "kinds": [b"video"]},
         {},
         "documents[0].parts[0]: got kind b'video', want b'text' or b'image'",
     ),
-    "kinds of more parts": (
-        "sequences",
-        {"parts": [b"a"], "kinds": [b"text"] * 2},
-        {},
-        "kinds: got 2, want 1 like parts",
-    ),
-    "no positions": ("rotate", {"q": Q}, {}, f"inputs: got ['q'], {AMONG}"),
-    "half a table": ("rotate", {"q": Q, "table": [[1]]}, {}, f"inputs: got ['q', 'table'], {AMONG}"),
-    "a table of other rows": (
+    ("sequences", {"parts": [b"a"], "kinds": [b"text"] * 2}, {}, "kinds: got 2, want 1 like parts"),
+    ("rotate", {"q": Q}, {}, f"inputs: got ['q'], {AMONG}"),
+    ("rotate", {"q": Q, "table": [[1]]}, {}, f"inputs: got ['q', 'table'], {AMONG}"),
+    (
         "rotate",
         {"q": Q, "table": [[0]], "table_documents": [[0]] * 4},
         {},
         "table: got 1 rows, want 5 + 4·axes for 1 to 16 axes",
     ),
-    "a rotation that is none": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": "[]"},
-        "parameters['rotary']: got '[]', want a JSON object",
-    ),
-    "another layout": ("rotate", {"q": Q, "position_ids": [[0, 1]] * 2}, {"layout": "hd"}, "layout: got 'hd', want "),
-}
+]
 
 
-@pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
 def test_what_is_wrong_is_refused_by_name(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
@@ -372,88 +277,62 @@ def test_outputs_are_known_and_asked_for_once(client: TritonClient) -> None:
     )
 
 
-BEYOND: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
-    # Each has a mistake besides, which would be found by work that is not done.
-    "documents of spans": ("positions", {"lengths": [0] * 4}, {}, "documents: got 4, want at most 3"),
-    "documents of ids": ("positions", {"input_ids": [[1]] * 4}, {}, "documents: got 4, want at most 3"),
-    "packed documents": (
-        "positions",
-        {"input_ids": [1] * 4, "cu_seqlens": [0, 1, 2, 3, 9]},
-        {"image_token_id": 5},
-        "documents: got 4, want at most 3",
-    ),
-    "images of spans": (
-        "positions",
-        {"lengths": [9], "offsets": [9] * 4, "grid_thw": [[1, 1, 1]] * 4},
-        {},
-        "images: got 4, want at most 3",
-    ),
-    "images of ids": (
-        "positions",
-        {"input_ids": [5], "image_grid_thw": [[1, 1, 1]] * 2, "video_grid_thw": [[1, 1, 1]] * 2},
-        {"image_token_id": 5},
-        "images: got 4, want at most 3",
-    ),
-    "views": (
-        "positions",
-        {"lengths": [1]},
-        {"views": '[{"decode": {}}, {"decode": {}}, {"decode": {}}]'},
-        "views: got 3, want at most 2",
-    ),
-    "tokens": ("positions", {"lengths": [10_001]}, {}, "tokens: got 10001, want at most 10000"),
-    "parts": ("sequences", {"parts": [b"a"] * 21}, {}, "segments: got 21, want at most 20"),
-    "documents of parts": (
-        "sequences",
-        {"parts": [b"a"] * 4, "parts_per_document": [1] * 4},
-        {},
-        "documents: got 4, want at most 3",
-    ),
-    "images of parts": (
-        "sequences",
-        {"parts": [b"a"] * 4, "kinds": [b"image"] * 4},
-        {},
-        "images: got 4, want at most 3",
-    ),
-    "characters": ("sequences", {"parts": [b"a" * 10_001]}, {}, "tokens: got 10001, want at most 10000"),
-    "tokens of a tokenizer": (
-        "sequences",
-        {"parts": ["é".encode() * 3000] * 2, "parts_per_document": [1, 1]},
-        {},
-        "tokens: got 12000, want at most 10000",
-    ),
-    "patches": ("sequences", {"parts": [PHOTO] * 3, "kinds": [b"image"] * 3}, {}, "response_bytes: got "),
-    "bytes of q": (
-        "rotate",
-        {"q": np.zeros((10_000, 1, 16), np.float32), "position_ids": [[0] * 10_000] * 2},
-        {},
-        "response_bytes: got 640000, want",
-    ),
-    "tokens of ids": ("rotate", {"q": Q, "position_ids": [[0] * 10_001]}, {}, "tokens: got 10001, want at most 10000"),
-    "tokens of a table": (
-        "rotate",
-        {"q": np.zeros((10_001, 1, 2), np.float32), "table": [[0]] * 9, "table_documents": [[0]] * 4},
-        {},
-        "tokens: got 10001, want at most 10000",
-    ),
-    **{
-        f"characters of {name}": (
-            "rotate" if name == "rotary" else "positions",
-            {"q": Q, "position_ids": [[0, 1]] * 2} if name == "rotary" else {"lengths": [1]},
-            {name: "{" + " " * 2**20},
+DOCUMENTS, IMAGES = "documents: got 4, want at most 3", "images: got 4, want at most 3"
+MANY = "tokens: got 10001, want at most 10000"
+# Each has a mistake besides, which would be found by work that is not done.
+INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
+    "positions": [
+        ({"lengths": [0] * 4}, DOCUMENTS),
+        ({"input_ids": [[1]] * 4}, DOCUMENTS),
+        ({"input_ids": [1] * 4, "cu_seqlens": [0, 1, 2, 3, 9]}, DOCUMENTS),
+        ({"lengths": [9], "offsets": [9] * 4, "grid_thw": [[1, 1, 1]] * 4}, IMAGES),
+        ({"input_ids": [5], "image_grid_thw": [[1, 1, 1]] * 2, "video_grid_thw": [[1, 1, 1]] * 2}, IMAGES),
+        ({"lengths": [10_001]}, MANY),
+    ],
+    "sequences": [
+        ({"parts": [b"a"] * 21}, "segments: got 21, want at most 20"),
+        ({"parts": [b"a"] * 4, "parts_per_document": [1] * 4}, DOCUMENTS),
+        ({"parts": [b"a"] * 4, "kinds": [b"image"] * 4}, IMAGES),
+        ({"parts": [b"a" * 10_001]}, MANY),
+        ({"parts": ["é".encode() * 3000] * 2, "parts_per_document": [1, 1]}, "tokens: got 12000, want at most 10000"),
+        ({"parts": [PHOTO] * 3, "kinds": [b"image"] * 3}, "response_bytes: got "),
+    ],
+    "rotate": [
+        (
+            {"q": np.zeros((10_000, 1, 16), np.float32), "position_ids": [[0] * 10_000] * 2},
+            "response_bytes: got 640000, want",
+        ),
+        ({"q": Q, "position_ids": [[0] * 10_001]}, MANY),
+        ({"q": np.zeros((10_001, 1, 2), np.float32), "table": [[0]] * 9, "table_documents": [[0]] * 4}, MANY),
+    ],
+}
+LONG: object = "{" + " " * 2**20
+BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
+    *((model, inputs, {}, message) for model, cases in INPUTS_BEYOND.items() for inputs, message in cases),
+    *(
+        (
+            model,
+            RIGHT_INPUTS[model],
+            {name: LONG},
             f"parameters[{name!r}]: got 1048577 characters, want at most {most}",
         )
-        for name, most in (("scheme", 4096), ("views", 2**20), ("rotary", 2**20))
-    },
-    "channels": (
-        "rotate",
-        {"q": Q, "position_ids": [[0, 1]] * 2},
-        {"rotary": '{"head_dim": 1026}'},
-        "rotary.head_dim: got 1026, want at most 1024",
+        for model, name, most in (
+            ("positions", "scheme", 4096),
+            ("positions", "views", 2**20),
+            ("rotate", "rotary", 2**20),
+        )
     ),
-}
+    (
+        "positions",
+        {"lengths": [1]},
+        {"views": json.dumps([{"decode": {}}] * 17)},
+        "views: got 17, want at most 16",
+    ),
+    ("rotate", ROTATION, {"rotary": '{"head_dim": 1026}'}, "rotary.head_dim: got 1026, want at most 1024"),
+]
 
 
-@pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
 def test_what_is_beyond_a_limit_is_refused_by_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
@@ -469,7 +348,7 @@ def test_outputs_are_weighed_if_they_are_wanted(small: TritonClient) -> None:
     # A table of 20 segments is small: that of more is asked of the function.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
-    asked = Call("a", Admission(Concurrency(), Pools()), Clients(ClientLimits()).lease("a"))
+    asked: Any = SimpleNamespace(memory=Exchange(), answer_bytes=0)
     for output in ("table", "table_documents", "cu_seqlens"):
         request = Request(profile, False, {}, {}, {output: None}, 0)
         if output == "cu_seqlens":
@@ -541,11 +420,8 @@ def replaced(value: object) -> Iterator[Any]:
 
 def odd_requests() -> Iterator[pb.ModelInferRequest]:
     """Requests with every odd value at every place of parameters that are right."""
-    inputs: dict[str, dict[str, object]] = {
-        "positions": {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]},
-        "rotate": {"q": Q, "position_ids": [[0, 1]] * 2},
-        "sequences": {"parts": [b"a"]},
-    }
+    spans: dict[str, object] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
+    inputs: dict[str, dict[str, object]] = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
     quoted = json.dumps(HERE)
     for (model, name), values in RIGHT.items():
         tensors = [given(name, values) for name, values in inputs[model].items()]
@@ -560,29 +436,6 @@ def odd_requests() -> Iterator[pb.ModelInferRequest]:
                 yield made
 
 
-def odd_tensors() -> Iterator[pb.ModelInferRequest]:
-    """Requests that are right but for the type or the shape of one input."""
-    for raw in inferences():
-        for i in range(len(pb.ModelInferRequest.FromString(raw).inputs)):
-            for datatype in ["", *DATATYPES]:
-                for shape in ([], [0], [1, 1], [2, 1, 3], [-1], [2**62], [0, 2**62]):
-                    made = pb.ModelInferRequest.FromString(raw)
-                    made.inputs[i].datatype = datatype
-                    made.inputs[i].shape[:] = shape
-                    yield made
-
-
-def odd_numbers() -> Iterator[pb.ModelInferRequest]:
-    """Requests with integers of any size as parameters."""
-    ids = bare({"name": "input_ids", "datatype": "INT64", "shape": [1]}, raw=[EIGHT])
-    names = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
-    for number in (0, -1, 1, 2**31, 2**62, 2**63 - 1, -(2**63)):
-        for request, name in [*((ids, name) for name in names), (parts(b"a"), "start")]:
-            made = pb.ModelInferRequest.FromString(request.SerializeToString())
-            made.parameters[name].int64_param = number
-            yield made
-
-
 def check_answers(infer: Infer, requests: Iterable[pb.ModelInferRequest]) -> None:
     statuses = set()
     for request in requests:
@@ -593,10 +446,8 @@ def check_answers(infer: Infer, requests: Iterable[pb.ModelInferRequest]) -> Non
     assert "INVALID_ARGUMENT" in statuses
 
 
-@pytest.mark.parametrize("odd", [odd_requests, odd_tensors, odd_numbers])
-def test_odd_requests_are_answered_or_refused(infer: Infer, odd: Callable[[], Iterable[pb.ModelInferRequest]]) -> None:
-    requests = list(odd())
-    check_answers(infer, random.Random(7).sample(requests, min(len(requests), 300)))
+def test_odd_requests_are_answered_or_refused(infer: Infer) -> None:
+    check_answers(infer, random.Random(7).sample([*odd_requests()], 300))
 
 
 @pytest.mark.slow

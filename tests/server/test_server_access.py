@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from certificates import make_certificate
 from google.protobuf import descriptor_pb2
-from grpc_calls import Unary
+from grpc_calls import Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serving import PLACE, STREAM, KeptLogs, Serve
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos_server import access
+from mmpos_server import app
 from mmpos_server.access import OPEN, TlsFiles, TokenFile
-from mmpos_server.admission import client_name
 from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.launch import LaunchOptions, supervise
+from mmpos_server.endpoints import Context
 from mmpos_server.listening import Listen
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
-PLACE, STREAM = "/mmpos.rpc.v1.PositionService/Place", "/mmpos.rpc.v1.PositionService/StreamPlace"
 UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no known token, want "Bearer TOKEN"')
 
 
@@ -58,10 +55,7 @@ def connected(address: str) -> Any:
 
 
 def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    with pytest.raises(grpc.RpcError) as raised:
-        call(*args, **kwargs)
-    error: Any = raised.value
-    return error.code().name, error.details()
+    return ending(lambda: call(*args, **kwargs))
 
 
 # The file
@@ -101,13 +95,9 @@ def test_tokens_are_not_kept(file: Path) -> None:
 )
 def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, text: str, said: str) -> None:
     file.write_text(text)
-    for start in (
-        lambda: Server(load(), Listen(token_file=file)),
-        lambda: supervise(LaunchOptions(Listen(token_file=file), workers=2), []),
-    ):
-        with pytest.raises(InvalidInputError) as raised:
-            start()
-        assert str(raised.value) == f"token-file: {said.format(file)}"
+    with pytest.raises(InvalidInputError) as raised:
+        TokenFile(file, Logs("error"))
+    assert str(raised.value) == f"token-file: {said.format(file)}"
 
 
 def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
@@ -136,61 +126,49 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
     assert [tokens.name("1" * 16), tokens.name("2" * 16)] == [None, "alice"]
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = TokenFile(file, Logs("info"))
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
+    tokens = TokenFile(file, logs := KeptLogs("error"))
     known = tokens.name(ALICE)
     file.unlink()
     os.mkfifo(file)
     tokens.refresh()
     assert tokens.name(ALICE) == known
-    assert "got a pipe or a device" in capsys.readouterr().err
     file.unlink()
     file.write_text(f"eve {ALICE}\n")
     tokens.refresh()
     assert tokens.name(ALICE) == "eve"
+    (line,) = logs.lines()
+    assert "got a pipe or a device" in line["reason"]
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
-    file: Path, wrong: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokens = TokenFile(file, Logs("info"))
+def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(file: Path, wrong: str | None) -> None:
+    tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:
         file.write_text(wrong)
     for _ in range(3):
         tokens.refresh()
     assert [tokens.name(ALICE), tokens.name(BOB)] == ["alice", "bob"]
-    written = capsys.readouterr().err
-    (line,) = map(json.loads, written.splitlines())
-    assert (line["level"], line["event"]) == ("error", "tokens stay as they were")
-    assert "secret" not in written
-    assert str(file) in line["reason"]
     file.write_text(f"bob {BOB}\n")
     tokens.refresh()
     assert [tokens.name(ALICE), tokens.name(BOB)] == [None, "bob"]
+    (line,) = logs.lines()
+    assert (line["level"], line["event"]) == ("error", "tokens stay as they were")
+    assert "secret" not in str(line)
+    assert str(file) in line["reason"]
 
 
 # The door
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        [],
-        [("authorization", "")],
-        [("authorization", ALICE)],
-        [("authorization", "Bearer")],
-        [("authorization", "Bearer wrong-wrong-wrong-wrong")],
-        [("authorization", f"Basic {ALICE}")],
-        [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {BOB}")],
-        [("x-token", f"Bearer {ALICE}")],
-    ],
-)
-def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path, metadata: object) -> None:
+def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path) -> None:
+    wrong = ("", ALICE, "Bearer", "Bearer wrong-wrong-wrong-wrong", f"Basic {ALICE}")
+    pairs = [[("authorization", each)] for each in wrong]
+    pairs += [[], [*bearer(ALICE), *bearer(BOB)], [("x-token", f"Bearer {ALICE}")]]
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         ask = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
-        assert refusal(ask, b"", metadata=metadata) == UNAUTHENTICATED
+        assert [refusal(ask, b"", metadata=metadata) for metadata in pairs] == [UNAUTHENTICATED] * len(pairs)
         assert ask(b"", metadata=bearer(ALICE)) == ask(b"", metadata=[("authorization", f"bearer {BOB}")])
 
 
@@ -229,8 +207,8 @@ def test_health_is_answered_and_watched_without_a_token(file: Path) -> None:
         watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watching).status == 1
         watching.cancel()
-    with running(listen=Listen(token_file=file)) as address, Client(address) as client:
-        assert client.healthy()
+        with Client(address) as client:
+            assert client.healthy()
 
 
 def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
@@ -250,49 +228,32 @@ def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
 
 
 def test_calls_without_a_token_are_counted_apart_and_written_together(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def refuse(channel: Any) -> None:
-        with pytest.raises(grpc.RpcError):
-            await channel.unary_unary(PLACE)(b"")
+    server = serve(options={"listen": Listen(token_file=file), "logs": Logs("info")})
+    for _ in range(50):
+        assert ending(lambda: server.place(b"")) == UNAUTHENTICATED
+    written: list[dict[str, Any]] = []
 
-    async def scenario() -> Server:
-        server = Server(load(), Listen(token_file=file), logs=Logs("info"))
-        (address,) = await server.start()
-        async with grpc.aio.insecure_channel(address) as channel:
-            await asyncio.gather(*(refuse(channel) for _ in range(50)))
-            while capsys_lines(capsys, lines) < 50:
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(0.6)  # in which there is nothing to say
-        await server.stop(1)
-        return server
+    def there() -> bool:
+        written.extend(map(json.loads, capsys.readouterr().err.splitlines()))
+        return bool(written)
 
-    lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(access, "_SECONDS", 0.5)
-    began = time.monotonic()
-    server = asyncio.run(scenario())
-    capsys_lines(capsys, lines)
-    assert len(lines) <= (time.monotonic() - began) / 0.5
-    assert len(lines) < 50
-    assert {(line["level"], line["event"]) for line in lines} == {("warning", "unauthenticated")}
-    assert sum(line["calls"] for line in lines) == 50
-    assert lines[0]["last_peer"].startswith("ipv4:127.0.0.1:")
-    found = server.metrics.registry.get_sample_value
-    assert found("mmpos_unauthenticated_total") == 50
-    assert found("mmpos_request_bytes_total", {"method": "Place"}) == 0
-    assert found("mmpos_in_flight") == 0
-
-
-def capsys_lines(capsys: pytest.CaptureFixture[str], lines: list[dict[str, Any]]) -> int:
-    """Add what was written since to the lines; gives the calls in them."""
-    lines.extend(map(json.loads, capsys.readouterr().err.splitlines()))
-    return sum(line["calls"] for line in lines)
+    assert eventually(there)
+    assert len(written) < 10  # one a second
+    assert {(line["level"], line["event"]) for line in written} == {("warning", "unauthenticated")}
+    assert written[0]["last_peer"].startswith("ipv4:127.0.0.1:")
+    assert server.metric("unauthenticated_total") == 50
+    assert server.metric("refused_total", method="Place", reason="unauthenticated") == 50
+    assert server.metric("request_bytes_total", method="Place") == 0
+    assert server.metric("in_flight") == 0
 
 
 def test_tokens_rotate_while_calls_run_and_none_is_lost(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "_SECONDS", 0.02)
+    for name in ("_TICK", "_REFRESH"):
+        monkeypatch.setattr(app, name, 0.02)
     mine, old, new = tmp_path / "mine", "old-old-old-old-old", "new-new-new-new-new"
 
     def put(path: Path, text: str) -> None:
@@ -329,25 +290,6 @@ def test_tokens_rotate_while_calls_run_and_none_is_lost(
     assert lost == []
 
 
-def test_a_look_at_the_file_that_breaks_is_followed_by_the_next_one(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(access, "_SECONDS", 0.02)
-    refresh, left = TokenFile.refresh, [OSError("no thread"), RuntimeError("nor this one")]
-
-    def broken(tokens: TokenFile) -> None:
-        if left:
-            raise left.pop()
-        refresh(tokens)
-
-    monkeypatch.setattr(TokenFile, "refresh", broken)
-    with running(listen=Listen(token_file=file), logs=Logs("error")) as address:
-        file.write_text(f"bob {BOB}\n")
-        assert eventually(lambda: not answered(address, ALICE))
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [line["event"] for line in lines] == ["tokens stay as they were"] * 2
-
-
 def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         Listen(host, token_file=file)
@@ -365,7 +307,7 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
 # Names
 
 
-class Context:
+class Caller:
     """Caller with an address, and perhaps a certificate."""
 
     def __init__(self, peer: str, **auth: list[bytes]) -> None:
@@ -381,29 +323,24 @@ class Context:
         return self._auth
 
 
-@pytest.mark.parametrize(
-    ("context", "name"),
-    [
-        (Context("ipv4:1.2.3.4:5"), "1.2.3.4"),
-        (Context("ipv6:%5B::1%5D:5"), "::1"),
-        (Context("ipv6:%5Bfe80::1%25eth0%5D:5"), "fe80::1%eth0"),
-        (Context("unix:"), "unix"),
-        (Context("unix:/run/x"), "unix"),
-        (Context("ipv4:1.2.3.4:5", x509_common_name=[b"carol"]), "carol"),
-        (
-            Context("ipv4:1.2.3.4:5", x509_common_name=[b""], x509_subject_alternative_name=[b"spiffe://a/b", b"c"]),
-            "spiffe://a/b",
-        ),
-        (Context("ipv4:1.2.3.4:5", x509_common_name=[b""]), "1.2.3.4"),
-    ],
-)
-def test_a_client_is_its_certificate_or_its_address(context: Context, name: str) -> None:
-    assert client_name(context) == name
+NAMES = [
+    (Caller("ipv4:1.2.3.4:5"), "1.2.3.4"),
+    (Caller("ipv6:%5B::1%5D:5"), "::1"),
+    (Caller("ipv6:%5Bfe80::1%25eth0%5D:5"), "fe80::1%eth0"),
+    (Caller("unix:"), "unix"),
+    (Caller("unix:/run/x"), "unix"),
+    (Caller("ipv4:1.2.3.4:5", x509_common_name=[b"carol"]), "carol"),
+    (Caller("unix:", x509_common_name=[b""], x509_subject_alternative_name=[b"spiffe://a/b", b"c"]), "spiffe://a/b"),
+    (Caller("ipv4:1.2.3.4:5", x509_common_name=[b""]), "1.2.3.4"),
+]
 
 
-def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_client_is_its_certificate_or_its_address() -> None:
+    server = Server(load(), methods=lambda *_: []).introspection.server
+    assert [server.client(cast(Context, caller)) for caller, _ in NAMES] == [name for _, name in NAMES]
+
+
+def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(file: Path, tmp_path: Path) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
@@ -420,15 +357,15 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
                 return str(error.code().name)
             return "OK"
 
-    with running(listen=Listen(tls=tls), logs=Logs("info")) as address:
+    logs = KeptLogs()
+    with running(listen=Listen(tls=tls), logs=logs) as address:
         assert [ask(address, carol), ask(address, nobody)] == ["OK", "UNAVAILABLE"]
     both = Listen("0.0.0.0", tls=tls, token_file=file)
-    with running(listen=both, logs=Logs("info")) as address:
+    with running(listen=both, logs=logs) as address:
         place = address.replace("0.0.0.0", "127.0.0.1")
         found = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
         assert found == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"event": "request"' in line]
-    assert [line["client"] for line in lines] == ["carol", "bob"]
+    assert [line["client"] for line in logs.lines() if line["event"] == "request"] == ["carol", "bob"]
 
 
 @pytest.mark.slow

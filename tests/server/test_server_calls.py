@@ -1,120 +1,34 @@
-"""The server around its methods: admission, deadlines, streams, errors and logs, through a real port."""
+"""The server around its methods: admission, deadlines, streams, errors, metrics and logs, through a real port."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream
+from grpc_calls import Stream, Unary, ending
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import PLACE, STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
 
-from mmpos.errors import LimitExceededError, UnsupportedError
+from mmpos import SegmentTable, Text
+from mmpos.client import Client, PositionsQuery
+from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedError
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos_server.admission import Call, Pool
+from mmpos_server import app, streams
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.services import place_method
-from mmpos_server.telemetry import Logs
+from mmpos_server.listening import Listen
+from mmpos_server.streams import ItemWindow
 from mmpos_server.testing import running
 
-Start = Callable[..., grpc.Channel]
-
-
-class Fake:
-    """A method that does what the profile's name of the query says; its events tell how far it came."""
-
-    def __init__(self) -> None:
-        self.begun, self.stopped, self.go = threading.Event(), threading.Event(), threading.Event()
-        self.names: list[str] = []
-        self.over = 0
-
-    async def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        name, _, rest = query.profile.partition(" ")
-        self.names.append(query.profile)
-        try:
-            await getattr(self, name)(rest, answer, call)
-        finally:
-            self.over += 1
-
-    async def echo(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        answer.cu_seqlens.append(int(rest or 0))
-        call.count(documents=1, tokens=2, images=3)
-
-    async def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer with no field set."""
-
-    async def many(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        answer.cu_seqlens.extend([1] * 2000)
-
-    async def wait(self, pool: Pool, answer: pb.Positions, call: Call) -> None:
-        await call.run(pool, self._wait, call)
-        answer.cu_seqlens.append(1)
-
-    async def last(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer after so many others."""
-        while self.over < int(rest):
-            await asyncio.sleep(0.001)
-        answer.cu_seqlens.append(int(rest))
-
-    async def fail(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        raise {"limit": LimitExceededError, "unsupported": UnsupportedError, "bug": KeyError}[rest]("why " + "é" * 3000)
-
-    def _wait(self, call: Call) -> None:
-        self.begun.set()
-        try:
-            while not self.go.wait(0.01):
-                call.checkpoint()
-        finally:
-            self.stopped.set()
-
-
-@pytest.fixture
-def fake() -> Fake:
-    return Fake()
-
-
-@pytest.fixture
-def serve(fake: Fake) -> Iterator[Start]:
-    """Start a server with the fake method and give a channel to it."""
-    method = place_method(fake.run)
-    with ExitStack() as stack:
-
-        def start(logs: Logs | None = None, **tables: dict[str, int]) -> grpc.Channel:
-            values = {**load().model_dump(), **tables}
-            config = ServerConfig.model_validate(values)
-            address = stack.enter_context(running(config, logs=logs, methods=lambda *_: [method], grace=2.0))
-            return stack.enter_context(grpc.insecure_channel(address))
-
-        yield start
-        fake.go.set()
-
-
-def place(channel: grpc.Channel) -> Any:
-    return channel.unary_unary("/mmpos.rpc.v1.PositionService/Place", response_deserializer=pb.PlaceResponse.FromString)
-
-
-def stream(channel: grpc.Channel) -> Any:
-    return channel.stream_stream(
-        "/mmpos.rpc.v1.PositionService/StreamPlace",
-        pb.StreamPlaceRequest.SerializeToString,
-        pb.StreamPlaceResponse.FromString,
-    )
-
-
-def query(name: str) -> bytes:
-    return pb.PlaceRequest(query=pb.PositionsQuery(profile=name)).SerializeToString()
-
-
-def items(*names: str) -> Iterator[pb.StreamPlaceRequest]:
-    return (pb.StreamPlaceRequest(id=i, query=pb.PositionsQuery(profile=name)) for i, name in enumerate(names))
+NO_MESSAGE = "request: got bytes that are no message of this method, want valid protobuf"
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
@@ -125,9 +39,11 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
     return error.code().name, error.details(), dict(error.trailing_metadata())
 
 
-def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Start) -> None:
-    ask = place(serve())
-    ids = []
+# Requests and answers
+
+
+def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Serve) -> None:
+    ask, ids = serve().place, []
     for sent in ([("x-request-id", "a.b:1")], [("x-request-id", "two words")], [("x-request-id", "x" * 129)], []):
         answer, call = ask.with_call(query("echo 5"), metadata=sent)
         assert answer == pb.PlaceResponse(positions=pb.Positions(cu_seqlens=[5]))
@@ -137,175 +53,339 @@ def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: S
     assert len(set(ids)) == 4
 
 
-def test_an_answer_is_set_though_nothing_is_in_it(serve: Start) -> None:
-    assert place(serve())(query("nothing")).HasField("positions")
-
-
 @pytest.mark.parametrize(
     ("sent", "status", "details"),
     [
-        (b"\xff\xff", "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"),
+        (b"\xff\xff", "INVALID_ARGUMENT", NO_MESSAGE),
         (b"", "INVALID_ARGUMENT", "query: got none, want a PositionsQuery"),
         (query("fail limit"), "RESOURCE_EXHAUSTED", "why " + "é" * 748 + "…"),
         (query("fail unsupported"), "UNIMPLEMENTED", "why " + "é" * 748 + "…"),
         (query("fail bug"), "INTERNAL", "internal error, request me"),
     ],
 )
-def test_errors_are_statuses(serve: Start, sent: bytes, status: str, details: str) -> None:
-    ask = place(serve())
-    found = refusal(lambda: ask(sent, metadata=[("x-request-id", "me")]))
+def test_errors_are_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
+    found = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
     assert found == (status, details, {"x-request-id": "me"})
 
 
-def test_requests_and_answers_beyond_their_limits_are_refused(serve: Start, fake: Fake) -> None:
-    ask = place(serve(limits={"request_bytes": 2000, "response_bytes": 1024}))
-    status, details, _ = refusal(lambda: ask(query("echo " + "1" * 3000)))
-    assert (status, fake.names) == ("RESOURCE_EXHAUSTED", [])
-    status, details, metadata = refusal(lambda: ask(query("many"), metadata=[("x-request-id", "me")]))
-    assert (status, details, metadata) == (
-        "RESOURCE_EXHAUSTED",
-        "response: got 2006 bytes, want <= 1024",
-        {"x-request-id": "me"},
-    )
+def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("alice alice-alice-alice-1\n")
+    server, closed = serve(), serve(options={"listen": Listen(token_file=file)})
+    health = health_pb2_grpc.HealthStub(server.channel)
+    calls: list[Callable[[], object]] = [partial(server.place, query(f"fail {kind}")) for kind in ("limit", "bug")]
+    calls += [partial(server.place, raw) for raw in (query("echo"), query("fail unsupported"), b"\xff")]
+    calls += [partial(server.place, query("wait"), timeout=0.1), partial(closed.place, b"")]
+    calls.append(partial(health.Check, health_pb2.HealthCheckRequest(service="x" * 10_000)))
+    found = [ending(call) for call in calls]
+    assert found[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want one of this server")
+    gone = server.place.future(query("wait"))
+    assert eventually(lambda: server.fake.names.count("wait") == 2)
+    gone.cancel()
+    server.server._admission.ending = True
+    found += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
+    assert found[-1] == ("UNAVAILABLE", "the server is about to stop")
+    assert server.metric("refused_total", method="Place", reason="stopping") == 1
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
+    assert sorted({status for status, _ in found}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 
-@pytest.mark.parametrize(("pool", "gate"), [("image", "max_in_flight_images"), ("place", "max_in_flight")])
-def test_calls_beyond_their_places_are_refused_with_a_hint(serve: Start, fake: Fake, pool: str, gate: str) -> None:
-    ask = place(serve(concurrency={"max_in_flight_images": 1, "max_in_flight": 2, gate: 1}))
-    first = ask.future(query(f"wait {pool}"))
-    assert fake.begun.wait(60)
-    status, details, metadata = refusal(lambda: ask(query(f"wait {pool}")))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", f"{gate}: got 1 taken of 1")
+def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> None:
+    server = serve(limits={"request_bytes": 2000, "response_bytes": 1024})
+    assert refusal(lambda: server.place(query("echo " + "1" * 3000)))[0] == "RESOURCE_EXHAUSTED"
+    assert server.fake.names == []
+    status, details, metadata = refusal(lambda: server.place(query("large"), metadata=[("x-request-id", "me")]))
+    assert (status, metadata) == ("RESOURCE_EXHAUSTED", {"x-request-id": "me"})
+    assert re.fullmatch(r"response: got \d+ bytes, want <= 1024", details)
+    assert server.place(query("nothing")).HasField("positions")  # set, though nothing is in it
+
+
+def test_a_limit_of_the_transport_is_no_overload(serve: Serve) -> None:
+    address = serve(limits={"request_bytes": 1024}).address
+    with Client(address) as client, pytest.raises(LimitExceededError, match="larger than"):
+        client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
+
+
+# Slots
+
+
+@pytest.mark.parametrize(
+    ("limits", "pool", "said"),
+    [
+        ({"max_in_flight": 1}, "", "max_in_flight: got 1 taken of 1"),
+        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 taken of 1"),
+        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 taken of 1024"),
+    ],
+)
+def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
+    serve: Serve, limits: dict[str, int], pool: str, said: str
+) -> None:
+    server = serve(concurrency=limits, clients={"max_share": 1})
+    more = query("echo " + "0" * 1020) if "bytes" in said else query(f"wait {pool}")
+    first = server.place.future(query(f"wait {pool}".strip()))
+    assert server.fake.begun.wait(60)
+    status, details, metadata = refusal(lambda: server.place(more))
+    assert (status, details) == ("RESOURCE_EXHAUSTED", said)
     assert metadata["grpc-retry-pushback-ms"] == "1000"
     if pool == "image":  # cheap calls go on
-        assert ask(query("echo 1")).positions.cu_seqlens == [1]
-    fake.go.set()
+        assert server.place(query("echo 1")).positions.cu_seqlens == [1]
+    server.fake.go.set()
     assert first.result(60).positions.cu_seqlens == [1]
-    assert ask(query(f"wait {pool}")).positions.cu_seqlens == [1]  # the place is free again
+    assert server.place(more).positions.cu_seqlens in ([0], [1])
+    assert server.metric("refused_total", method="Place", reason=said.partition(":")[0]) == 1
+    assert server.total("refused_total") > 0.05 * server.total("requests_total")  # the page's alert of overload
+    assert eventually(lambda: not server.taken())
 
 
-def test_bytes_of_requests_beyond_their_sum_are_refused(serve: Start, fake: Fake) -> None:
-    ask = place(serve(concurrency={"max_in_flight_bytes": 1024}))
-    waiting = ask.future(query("wait place"))
-    assert fake.begun.wait(60)
-    assert refusal(lambda: ask(query("echo " + "0" * 1020)))[:2] == (
-        "RESOURCE_EXHAUSTED",
-        f"max_in_flight_bytes: got {len(query('wait place'))} taken of 1024",
-    )
-    fake.go.set()
-    waiting.result(60)
-    assert ask(query("echo " + "0" * 1020)).positions.cu_seqlens == [0]  # alone, it may come
+def test_a_burst_below_the_limits_is_answered_in_full(serve: Serve) -> None:
+    server = serve(clients={"max_share": 1})
+    calls = [server.place.future(query("wait"), timeout=60) for _ in range(100)]  # on one connection, on 256 slots
+    assert eventually(lambda: len(server.fake.names) == 100)
+    assert server.place(query("echo 7"), timeout=60).positions.cu_seqlens == [7]
+    server.fake.go.set()
+    assert [call.code().name for call in calls] == ["OK"] * 100
 
 
-def test_a_deadline_stops_the_work_in_a_thread(serve: Start, fake: Fake) -> None:
-    ask = place(serve())
-    for seconds in (0.3, 3, 30):  # as long as it takes until work begins
-        assert refusal(partial(ask, query("wait image"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
-        if fake.begun.is_set():
-            break
-    assert fake.begun.is_set()
-    assert fake.stopped.wait(60)
+def test_a_client_below_its_limits_is_never_refused_while_settings_are_read_and_servers_start(serve: Serve) -> None:
+    server, done, lost, answered = serve(), threading.Event(), list[BaseException](), [0, 0]
+
+    def ask(number: int) -> None:
+        while not done.is_set():
+            try:
+                with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                    place: Unary = channel.unary_unary(PLACE)
+                    for _ in range(5):
+                        place(query("echo 1"), timeout=60)
+                        answered[number] += 1
+            except BaseException as error:
+                lost.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: all(answered))
+    for documents in range(1, 201):
+        tables = {**load().model_dump(), "limits": {"documents": documents}}
+        server.server.renew(ServerConfig.model_validate(tables))
+    for _ in range(20):
+        other = serve()
+        assert [call.result(60) for call in [other.place.future(query("echo 1")) for _ in range(20)]]
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert lost == []
 
 
-def test_a_client_that_goes_stops_the_work_in_a_thread(serve: Start, fake: Fake) -> None:
-    call = place(serve()).future(query("wait image"))
-    assert fake.begun.wait(60)
-    assert not fake.stopped.is_set()
-    call.cancel()
-    assert fake.stopped.wait(60)
+# Clients
 
 
-def test_work_that_nobody_waits_for_any_more_never_begins(serve: Start, fake: Fake) -> None:
-    ask = place(serve(pools={"image": 1}))
-    first = ask.future(query("wait image"))
-    assert fake.begun.wait(60)
-    fake.begun.clear()
-    second = ask.future(query("wait image"))
-    assert eventually(lambda: len(fake.names) == 2)
-    second.cancel()
-    assert eventually(lambda: fake.over == 1)
-    fake.go.set()
+TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "said"),
+    [
+        (
+            {"clients": {"requests_per_second": 0.001, "burst": 1}},
+            "clients.requests_per_second",
+            "clients.requests_per_second of 'alice': got more, want <= 0.001 on average",
+        ),
+        (
+            {"concurrency": {"max_in_flight": 2}},
+            "clients.max_share",
+            "clients.max_share of max_in_flight of 'alice': got 1 taken of 1",
+        ),
+    ],
+)
+def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
+    serve: Serve, tmp_path: Path, limits: dict[str, Any], reason: str, said: str
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
+    server = serve(options={"listen": Listen(token_file=file)}, **limits)
+    alice, bob = ([("authorization", f"Bearer {token}")] for token in TOKENS.values())
+    first = server.place.future(query("wait"), metadata=alice)
+    assert server.fake.begun.wait(60)
+    status, details, metadata = refusal(lambda: server.place(query("echo 1"), metadata=alice))
+    assert (status, details) == ("RESOURCE_EXHAUSTED", said)
+    assert 0 < int(metadata["grpc-retry-pushback-ms"]) <= 1_000_000
+    assert server.place(query("echo 1"), metadata=bob).positions.cu_seqlens == [1]
+    server.fake.go.set()
     first.result(60)
-    assert not fake.begun.wait(0.1)
+    assert server.metric("refused_total", method="Place", reason=reason) == 1
 
 
-def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Start, fake: Fake) -> None:
-    names = ("last 4", "last 2", "fail bug", "echo 4", "last 3")  # side by side, or none would ever end
-    found = list(stream(serve())(items(*names), metadata=[("x-request-id", "me")]))
+def test_items_of_a_stream_wait_for_their_turn_and_calls_wait_for_them() -> None:
+    def numbers(results: Iterable[Any]) -> list[int]:
+        return [result.table.num_tokens for result in results]
+
+    queries = [PositionsQuery(SegmentTable.from_documents([[Text(length)]])) for length in range(1, 5)]
+    for rate, burst in ((20, 1), (0.001, 4)):
+        clients = {"requests_per_second": rate, "burst": burst}
+        config = ServerConfig.model_validate({**load().model_dump(), "clients": clients})
+        with running(config) as address, Client(address, attempts=1) as client:
+            begun = time.monotonic()
+            assert numbers(client.stream(queries)) == [1, 2, 3, 4]
+            if burst == 1:
+                assert time.monotonic() - begun >= 3 / 20
+            else:
+                with pytest.raises(ServiceOverloadedError):
+                    client.place(SEGMENTS)
+
+
+# Ends
+
+
+@pytest.mark.parametrize("pool", ["", "image"])
+def test_a_deadline_or_a_client_that_goes_stops_the_work(serve: Serve, pool: str) -> None:
+    server = serve()
+    for seconds in (0.3, 3, 30):  # as long as it takes until work begins
+        assert refusal(partial(server.place, query(f"wait {pool}"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
+        if server.fake.begun.is_set():
+            break
+    assert server.fake.begun.is_set()
+    assert server.fake.stopped.wait(60)
+    server.fake.begun.clear()
+    server.fake.stopped.clear()
+    call = server.place.future(query(f"wait {pool}"))
+    assert server.fake.begun.wait(60)
+    assert not server.fake.stopped.is_set()
+    call.cancel()
+    assert server.fake.stopped.wait(60)
+    assert eventually(lambda: not server.taken())
+    statuses = [server.metric("requests_total", method="Place", status=name) for name in ("OK", "CANCELLED")]
+    assert statuses == [None, 1]
+
+
+# Streams
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Serve, side_by_side: bool) -> None:
+    server = serve(side_by_side=side_by_side)
+    # Side by side the first ones wait for later ones.
+    names = ("last 3", "last 2", "fail bug", "echo 4") if side_by_side else ("last 0", "last 1", "fail bug", "echo 4")
+    found = list(server.stream(items(*names), metadata=[("x-request-id", "me")]))
+    numbers = [int(name[-1]) if name[-1].isdigit() else None for name in names]
     assert [(answer.id, list(answer.positions.cu_seqlens), answer.error.message) for answer in found] == [
-        (0, [4], ""),
-        (1, [2], ""),
-        (2, [], "internal error, request me.3"),
-        (3, [4], ""),
-        (4, [3], ""),
+        (i, [] if number is None else [number], "internal error, request me.3" if number is None else "")
+        for i, number in enumerate(numbers)
     ]
-    assert [answer.WhichOneof("outcome") for answer in found] == ["positions"] * 2 + ["error"] + ["positions"] * 2
+    (answer,) = server.stream(iter([pb.StreamPlaceRequest(id=7)]))
+    assert (answer.id, answer.error.code, answer.error.message) == (7, 1, "query: got none, want a PositionsQuery")
 
 
-def test_an_item_without_a_query_fails_alone(serve: Start) -> None:
-    (answer,) = stream(serve())(iter([pb.StreamPlaceRequest(id=7)]))
-    assert answer.id == 7
-    assert (answer.error.code, answer.error.message) == (1, "query: got none, want a PositionsQuery")
-
-
-def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(serve: Start) -> None:
-    path = "/mmpos.rpc.v1.PositionService/StreamPlace"
-    ask: Stream = serve().stream_stream(path)
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(serve: Serve, side_by_side: bool) -> None:
+    server = serve(side_by_side=side_by_side)
+    ask: Stream = server.channel.stream_stream(STREAM)
     call = ask(iter([next(items("echo 1")).SerializeToString(), b"\xff\xff"]))
     assert pb.StreamPlaceResponse.FromString(next(call)).positions.cu_seqlens == [1]
-    status, details, _ = refusal(lambda: next(call))
-    assert (status, details) == (
-        "INVALID_ARGUMENT",
-        "request: got bytes that are no message of this method, want valid protobuf",
-    )
+    assert refusal(lambda: next(call))[:2] == ("INVALID_ARGUMENT", NO_MESSAGE)
+    assert eventually(lambda: not server.taken())
 
 
-@pytest.mark.parametrize("bound", [{"stream_window": 3}, {"stream_bytes": 14 + 12 + 12}])
-def test_a_stream_reads_no_further_than_its_window(serve: Start, fake: Fake, bound: dict[str, int]) -> None:
-    sent = list(items("wait place", *["echo 1"] * 9))
-    assert [item.ByteSize() for item in sent[:3]] == [14, 12, 12]
-    call = stream(serve(concurrency=bound))(iter(sent))
-    assert eventually(lambda: len(fake.names) >= 3)
+def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 3))
+    server = serve(side_by_side=True)
+    call = server.stream(items("wait image", *["echo 1"] * 9))
+    assert eventually(lambda: len(server.fake.names) >= 3)
     time.sleep(0.2)
-    assert len(fake.names) == 3
-    fake.go.set()
+    assert len(server.fake.names) == 3
+    server.fake.go.set()
     assert [answer.id for answer in call] == list(range(10))
 
 
-def test_a_stream_that_is_cancelled_cancels_its_items(serve: Start, fake: Fake) -> None:
-    call = stream(serve())(items("wait image"))
-    assert fake.begun.wait(60)
-    call.cancel()
-    assert fake.stopped.wait(60)
+def test_a_stream_that_is_not_read_holds_few_answers_and_no_thread_once_it_is_left(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 16, 1024))
+    server = serve(concurrency={"max_streams": 1})
+    for left in (True, False):
+        server.fake.names.clear()
+        call = server.stream(items(*["large"] * 20))
+        assert eventually(lambda: len(server.fake.names) >= 2)
+        time.sleep(0.3)
+        assert 2 <= len(server.fake.names) <= 8  # and not the window of sixteen
+        if left:
+            call.cancel()
+            assert eventually(lambda: not server.taken())
+        else:  # by the only thread that reads streams
+            assert sum(1 for _ in call) == 20
 
 
-def test_streams_beyond_their_number_are_refused(serve: Start, fake: Fake) -> None:
-    ask = stream(serve(concurrency={"max_streams": 1}))
-    first = ask(items("wait place"))
-    assert fake.begun.wait(60)
-    status, details, metadata = refusal(lambda: next(ask(items("echo 1"))))
+def test_a_stream_that_is_cancelled_cancels_its_items_and_leaves_its_slot(serve: Serve) -> None:
+    server = serve(concurrency={"max_streams": 1})
+    call = server.stream(items("wait image"))
+    assert server.fake.begun.wait(60)
+    status, details, metadata = refusal(lambda: next(server.stream(items("echo 1"))))
     assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 taken of 1")
     assert metadata["grpc-retry-pushback-ms"] == "1000"
-    fake.go.set()
-    assert [answer.id for answer in first] == [0]
+    call.cancel()
+    assert server.fake.stopped.wait(60)
+    assert eventually(lambda: not server.taken() and server.metric("streams") == 0)
+    assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_logs_are_json_and_only_internal_errors_have_tracebacks(
-    serve: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    channel = serve(Logs("info"))
-    named = [("x-request-id", "me")]
-    place(channel)(query("echo 1"), metadata=named)
-    refusal(lambda: place(channel)(query("fail bug"), metadata=named))
-    refusal(lambda: place(channel)(b"", metadata=named))
-    list(stream(channel)(items("echo 1"), metadata=named))
-    lines: list[dict[str, Any]] = []
+def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
+    more = threading.Event()
 
-    def all_there() -> bool:
-        lines.extend(json.loads(line) for line in capsys.readouterr().err.splitlines())
-        return len(lines) == 5
+    def some() -> Iterable[pb.StreamPlaceRequest]:
+        yield from items("echo 1")
+        more.wait(60)
 
-    assert eventually(all_there)
+    server = serve()
+    call = server.stream(some())
+    next(call)
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: got nothing for 0.2 s, want a new one")
+    more.set()
+    assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
+
+
+def test_a_client_that_finds_no_place_for_a_stream_waits_for_one(serve: Serve) -> None:
+    server = serve(concurrency={"max_streams": 1})
+    first = server.stream(items("wait"))
+    assert server.fake.begun.wait(60)
+    threading.Timer(0.2, server.fake.go.set).start()
+    with Client(server.address) as client, pytest.raises(ServiceError, match="got neither table nor dense"):
+        list(client.stream([PositionsQuery(SEGMENTS)]))  # so it was answered
+    assert len(list(first)) == 1
+
+
+# The rounds of the server, and its log
+
+
+def test_an_error_of_one_task_ends_no_other_and_no_rounds(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_TICK", 0.01)
+    logs, ran = KeptLogs("error"), [0]
+    server = serve(options={"logs": logs}).server
+
+    def broken() -> None:
+        raise OSError("no thread")
+
+    def works() -> None:
+        ran[0] += 1
+
+    server._tasks[:] = [broken, works]
+    assert eventually(lambda: ran[0] > 2)
+    assert server.live
+    assert "no thread" in logs.lines()[0]["exception"]
+    monkeypatch.setattr(app, "_DEAD_SECONDS", 0.0)
+    assert not server.live
+
+
+def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
+    logs, named = KeptLogs(), [("x-request-id", "me")]
+    server = serve(options={"logs": logs})
+    server.place(query("echo 1"), metadata=named)
+    refusal(lambda: server.place(query("fail bug"), metadata=named))
+    refusal(lambda: server.place(b"", metadata=named))
+    list(server.stream(items("echo 1"), metadata=named))
+    assert eventually(lambda: server.metric("streams") == 0)
+    time.sleep(0.1)  # the line of a call comes last
+    lines = logs.lines()
     varying = ("timestamp", "milliseconds", "peer", "exception")
     base = {"event": "request", "request_id": "me", "method": "Place", "level": "info", "client": "127.0.0.1"}
     assert [{key: value for key, value in line.items() if key not in varying} for line in lines] == [

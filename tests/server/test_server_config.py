@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from fractions import Fraction
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, load
-from mmpos_server.options import Flags, LogLevel
-
-BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
+from mmpos_server.config import ClientLimits, Concurrency, Connections, Limits, Profiles, load
 
 
 @pytest.fixture
@@ -38,14 +33,13 @@ def mistake(file: Path, text: str) -> str:
 
 def test_the_embedded_file_spells_out_the_defaults() -> None:
     config = load(None)
-    assert (config.limits, config.concurrency, config.pools) == (Limits(), Concurrency(), Pools())
-    assert config.clients == ClientLimits()
+    assert (config.limits, config.concurrency) == (Limits(), Concurrency())
+    assert (config.connections, config.clients) == (Connections(), ClientLimits())
     assert list(config.profiles) == ["default"]
     written = config.profiles["default"]
-    assert written.model_dump(exclude={"images", "rotary"}) == ProfileSettings().model_dump(
-        exclude={"images", "rotary"}
-    )
-    assert written.images.model_dump(exclude_none=True) == {"patch_size": 14, "spatial_merge_size": 2}
+    assert (written.scheme, written.tokenizer) == ("rope-tie", "bytes")
+    assert Markers(**written.markers) == Markers()
+    assert written.images == {"patch_size": 14, "spatial_merge_size": 2}
 
 
 def test_the_default_profile() -> None:
@@ -54,15 +48,15 @@ def test_the_default_profile() -> None:
     assert images is not None
     assert profile.name == "default"
     assert profile.builder == SequenceBuilder(images=images, scheme="rope-tie", markers=Markers())
-    assert (images.backend, images.patch_size, images.spatial_merge_size) == (BACKEND, 14, 2)
+    assert (images.backend, images.patch_size, images.spatial_merge_size) == ("pillow", 14, 2)
     assert profile.rotary == Rotary(head_dim=128)
 
 
 def test_a_file_changes_only_what_it_names(file: Path) -> None:
-    file.write_text("[limits]\ntokens = 1000\n[pools]\nimage = 3\n")
+    file.write_text("[limits]\ntokens = 1000\n[concurrency]\nimage_threads = 3\n")
     config = load(file)
     assert config.limits == Limits(tokens=1000)
-    assert (config.concurrency, config.pools) == (Concurrency(), Pools(image=3))
+    assert config.concurrency == Concurrency(image_threads=3)
     assert config.profiles == load(None).profiles
 
 
@@ -127,13 +121,27 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         (
             "[limits]\ntoken = 1\n",
             "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
-            "tokens, images, pixels, views, shared_bytes",
+            "tokens, images, pixels, shared_bytes",
         ),
         (
             "limit = 1\n",
-            "limit: got an unknown field, want one of limits, concurrency, connections, clients, pools, profiles",
+            "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles",
         ),
         ("limits = 1\n", "limits: got 1, want a table"),
+        ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
+        (
+            "[profiles.a]\nimage = {}\n",
+            "profiles.a.image: got an unknown field, want one of scheme, tokenizer, markers, images, rotary",
+        ),
+        (
+            "[profiles.a.images]\nsize = 1\n",
+            "profiles.a.images.size: got an unknown field, want one of backend, patch_size, spatial_merge_size, "
+            "min_pixels, max_pixels, max_tokens, order, dtype, mean, std, background, max_source_pixels, "
+            "max_aspect_ratio, small_images",
+        ),
+        ("[profiles.a.images]\npatch_size = 'x'\n", "profiles.a.images.patch_size: got 'x', want an integer"),
+        ("[profiles.a.images]\nmean = 1.0\n", "profiles.a.images.mean: got 1.0, want three finite numbers"),
+        ("[profiles.a.markers]\npatch = 1.5\n", "profiles.a.markers.patch: got 1.5, want an integer"),
         (
             "[profiles.a.markers]\nstart = 1\n",
             "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row, video, "
@@ -191,10 +199,3 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
         Profiles.from_config(load(file))
     want = 'want pip install "multimodal-positions[tokenizers]"'
     assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
-
-
-def test_workers_get_the_flags_of_their_server_but_those_of_its_ports() -> None:
-    own = Flags(port=1, workers=2, metrics_port=2, metrics_host="::1")
-    flags = replace(own, host="::", token_file=Path("t"), drain_seconds=0.5, log_level=LogLevel.ERROR, otel=True)
-    words = "--host :: --token-file t --drain-seconds 0.5 --log-level error --otel"
-    assert (own.words(), flags.words()) == ([], words.split())

@@ -1,58 +1,43 @@
-"""Cost of a request, bounded by its bytes and its words; work that is not small is done beside the event loop."""
+"""Cost of a request, bounded by its bytes and its words; work that is not small is done by few threads."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
-from message_strategies import places
+from message_strategies import picture, places, tensor
 
 from mmpos import Grid, MmposError, SegmentTable, Text
-from mmpos.client import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos_server.admission import Admission, Call, Clients
-from mmpos_server.config import ClientLimits, Limits, Profiles, load
-from mmpos_server.endpoints import decode, encode
-from mmpos_server.position_service import INLINE_BYTES, PositionService, segments_at_work
+from mmpos.rpc.tensors import put_tensor
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+from mmpos_server.admission import Admission
+from mmpos_server.call import Call
+from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.exchange import NO_MEMORY
+from mmpos_server.limits import check_elements
+from mmpos_server.position_service import PositionService, segments_at_work
+from mmpos_server.rotary_service import RotaryService
+from mmpos_server.sequence_service import SequenceService
 
 CONFIG = load()
-LOOP = "of the loop"
+THERE: Any = SimpleNamespace(is_active=lambda: True)
 
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    admission = Admission(CONFIG.concurrency, CONFIG.pools)
-    yield Call("a", admission, Clients(ClientLimits()).lease(""))
+    admission = Admission(CONFIG.concurrency, CONFIG.clients)
+    yield Call("a", "a", admission, THERE)
     admission.close()
-
-
-class Recorder:
-    """A type of messages that remembers by which threads they were parsed."""
-
-    DESCRIPTOR = sequences_pb2.BuildRequest.DESCRIPTOR
-
-    def __init__(self) -> None:
-        self.threads: list[str] = []
-
-    def FromString(self, raw: bytes) -> Any:  # noqa: N802
-        here = threading.current_thread()
-        self.threads.append(LOOP if here is threading.main_thread() else here.name.rpartition("_")[0])
-        return sequences_pb2.BuildRequest.FromString(raw)
-
-
-def parsed(raw: bytes, call: Call, limits: Limits = CONFIG.limits) -> list[str]:
-    """Which threads parsed these bytes."""
-    kind: Any = Recorder()
-    assert asyncio.run(decode(kind, raw, call, limits)) == sequences_pb2.BuildRequest.FromString(raw)
-    assert call.request_bytes == len(raw)
-    return list(kind.threads)
 
 
 def build(*parts: dict[str, object], documents: int = 1) -> bytes:
@@ -60,54 +45,23 @@ def build(*parts: dict[str, object], documents: int = 1) -> bytes:
     return sequences_pb2.BuildRequest(query=query).SerializeToString()  # type: ignore[arg-type]
 
 
-def test_a_small_message_is_parsed_on_the_loop(call: Call) -> None:
-    assert parsed(build({"text": "a bird"}), call) == [LOOP]
-
-
-def test_a_photograph_of_many_bytes_and_few_fields_is_parsed_on_the_loop(call: Call) -> None:
-    assert parsed(build({"image": bytes(2**19)}), call) == [LOOP]
-
-
-def test_a_message_of_many_fields_is_parsed_in_a_thread(call: Call) -> None:
-    assert parsed(build(*[{}] * 20_000), call) == ["mmpos-place"]
-
-
-def test_a_message_of_very_many_bytes_is_parsed_in_a_thread(call: Call) -> None:
-    assert parsed(build({"image": bytes(2**21)}), call) == ["mmpos-place"]
-
-
 LITTLE = Limits(documents=5, segments=7)
 """10 times 12 fields and numbers, and 65,536 others."""
 
 
-def test_a_message_of_too_many_fields_is_not_parsed(way: str, call: Call) -> None:
-    kind: Any = Recorder()
+def test_a_message_of_too_many_fields_is_refused(way: str) -> None:
     most = 65_656
     words = f"request: got {most + 1} fields and numbers or more, want at most {most} for 5 documents and 7 segments"
     with pytest.raises(LimitExceededError) as caught:
-        asyncio.run(decode(kind, build(*[{}] * (most - 1)), call, LITTLE))
-    assert (str(caught.value), kind.threads) == (words, [])
-    assert len(sequences_pb2.BuildRequest.FromString(build(*[{}] * (most - 2))).query.documents[0].parts) == most - 2
-    asyncio.run(decode(kind, build(*[{}] * (most - 2)), call, LITTLE))
-    assert kind.threads == ["mmpos-place"]
+        check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 1)), LITTLE)
+    assert str(caught.value) == words
+    check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 2)), LITTLE)
 
 
-def test_many_bytes_that_are_no_message_are_not_parsed(way: str, call: Call) -> None:
-    kind: Any = Recorder()
+def test_many_bytes_that_are_no_message_are_refused(way: str) -> None:
     for raw in (build(*[{}] * 20_000)[:-1], b"\x0e" + bytes(2**21)):
         with pytest.raises(DecodeError):
-            asyncio.run(decode(kind, raw, call, CONFIG.limits))
-    assert kind.threads == []
-
-
-def test_an_answer_that_was_told_to_be_large_is_written_in_a_thread(call: Call) -> None:
-    answer = positions_pb2.PlaceResponse()
-    answer.positions.cu_seqlens.extend([0, 1])
-    assert asyncio.run(encode(answer, call, CONFIG.limits)) == answer.SerializeToString()
-    assert [stage for stage, _ in call.stages] == ["encode"]
-    call.answer_bytes = 2**20 + 1
-    assert asyncio.run(encode(answer, call, CONFIG.limits)) == answer.SerializeToString()
-    assert [stage for stage, _ in call.stages] == ["encode", "queue", "encode"]
+            check_elements(sequences_pb2.BuildRequest, raw, CONFIG.limits)
 
 
 # Queries.
@@ -159,27 +113,103 @@ def test_no_query_makes_more_segments_than_were_told(request: Any) -> None:
     assert made <= segments_at_work(query)
 
 
-def placed(call: Call, query: PositionsQuery) -> positions_pb2.Positions:
-    """The answer to a query that came in few bytes."""
+def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
+    """The answer to a query, and the stages of its work."""
     message, answer = positions_pb2.PositionsQuery(), positions_pb2.Positions()
     put_query(message, query)
     call.request_bytes = message.ByteSize()
-    assert call.request_bytes <= INLINE_BYTES
-    asyncio.run(PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call))
-    return answer
+    PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call)
+    return answer, [stage for stage, _ in call.stages]
 
 
-def test_a_query_of_few_segments_is_answered_on_the_loop(call: Call) -> None:
-    assert placed(call, PositionsQuery(IMAGES)).cu_seqlens == [0, 1000]
-    assert [stage for stage, _ in call.stages] == ["read", "place", "write"]
+HERE = ["read", "place", "write"]
+LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
+    "few segments": (PositionsQuery(IMAGES), HERE),
+    "ids": (PositionsQuery(Spans([2**18], [], np.empty((0, 3), int)), dense=Dense()), HERE),
+    "ranges": (PositionsQuery(IMAGES, views=[EVERYTHING]), ["read", "queue", "place", "write"]),
+    "windows": (
+        PositionsQuery(IMAGES, views=[Window([0] * 40, [0] * 40, [1000] * 40)]),
+        ["read", "queue", "place", "write"],
+    ),
+    "many ids": (
+        PositionsQuery(Spans([2**18 + 1], [], np.empty((0, 3), int)), dense=Dense()),
+        ["read", "place", "queue", "write"],
+    ),
+    "many bytes": (
+        PositionsQuery(InputIds(np.zeros(2**15, np.int64))),
+        ["queue", "read", "place", "write"],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "views",
-    [[EVERYTHING], [Window([0] * 9, [0] * 9, [1000] * 9)], [Pad()] * 8],
-    ids=["ranges", "windows", "many views"],
-)
-def test_a_query_of_many_segments_is_answered_in_a_thread(call: Call, views: list[View]) -> None:
-    answer = placed(call, PositionsQuery(IMAGES, views=views))
-    assert [stage for stage, _ in call.stages] == ["read", "queue", "place", "write"]
-    assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents)
+@pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
+def test_small_work_is_done_where_the_call_is_and_large_work_in_a_thread(
+    call: Call, query: PositionsQuery, stages: list[str]
+) -> None:
+    answer, found = placed(call, query)
+    assert found == stages
+    assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents) + len(answer.dense.data)
+
+
+def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str]:
+    """The stages of a sequence of these parts."""
+    request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
+    call.request_bytes = request.ByteSize()
+    answer = sequences_pb2.Sequences()
+    SequenceService(Profiles.from_config(CONFIG), CONFIG.limits).build(request.query, answer, call)
+    assert [result.WhichOneof("outcome") for result in answer.results] == ["sequence"]
+    return [stage for stage, _ in call.stages]
+
+
+WHOLE = ["read", "build", "write"]
+PARTS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
+    "text": ({"text": "a bird"}, False, WHOLE),
+    "much text": ({"text": "a" * 2**18}, False, ["queue", "read", "queue", "build", "write"]),
+    "a grid": ({"grid": {"height": 2**9, "width": 2**10}}, False, WHOLE),
+    "a large grid": ({"grid": {"height": 2**9, "width": 2**10 + 1}}, False, ["read", "queue", "build", "write"]),
+    "an image of which the size is asked": ({"image": picture()}, False, WHOLE),
+    "an image": ({"image": picture()}, True, ["read", "queue", "build", "build", "write"]),
+}
+
+
+@pytest.mark.parametrize(("part", "patches", "stages"), PARTS.values(), ids=PARTS)
+def test_images_are_decoded_in_threads_of_their_own_and_large_sequences_built_in_others(
+    call: Call, part: dict[str, Any], patches: bool, stages: list[str]
+) -> None:
+    assert built(call, part, patches=patches) == stages
+
+
+@pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
+def test_few_tokens_are_rotated_where_the_call_is(call: Call, tokens: int, stages: list[str]) -> None:
+    request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
+    request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
+    request.rotary.rotary.head_dim = 8
+    call.request_bytes = request.ByteSize()
+    RotaryService(Profiles.from_config(CONFIG), CONFIG.limits).rotate(request, rotary_pb2.RotateResponse(), call)
+    assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
+
+
+def test_a_thread_at_work_after_the_end_of_its_call_leaves_nothing_behind() -> None:
+    message = tensor_pb2.Tensor()
+    put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
+    assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())
+
+
+AT_REST = """
+import sys
+from mmpos_server.services import methods
+from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.rotary_service import device, preload
+from mmpos_server.shared_memory import SharedMemory
+absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
+methods(Profiles.from_config(load()), Limits(), SharedMemory())
+print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
+preload()
+print("torch" in sys.modules, device() in ("cpu", "cuda"))
+"""
+
+
+def test_torch_is_imported_by_the_first_rotation_or_ahead() -> None:
+    found = subprocess.run([sys.executable, "-c", AT_REST], capture_output=True, text=True, check=True, timeout=120)
+    absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
+    assert found.stdout == f"{absent} False True False\nTrue True\n"

@@ -14,7 +14,7 @@ from mmpos.client import Client
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos.images import ImageProcessor, decode
 from mmpos.sequence.builder import SequenceBuilder
-from mmpos_server import sequence_service
+from mmpos_server import admission, sequence_service
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
@@ -22,9 +22,9 @@ PHOTO = hostile.encoded(Image.effect_noise((300, 400), 9).convert("RGB"), "JPEG"
 LARGE = hostile.encoded(Image.new("RGB", (1100, 1000), "red"), "PNG")
 
 
-def server(**concurrency: int) -> ServerConfig:
-    settings = {"profiles": {"default": {"images": {"backend": "pillow"}}}, "clients": {"max_share": 0}}
-    return ServerConfig.model_validate({**settings, "concurrency": concurrency})
+CONFIG = ServerConfig.model_validate(
+    {"profiles": {"default": {"images": {"backend": "pillow"}}}, "clients": {"max_share": 1.0}}
+)
 
 
 def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +38,9 @@ def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.M
 
     monkeypatch.setattr(decode, "samples", slow)
     monkeypatch.setattr(sequence_service, "_HEAVY_PIXELS", 10**6)
+    monkeypatch.setattr(admission, "_LONG_CALLS", 3)
     with (
-        running(server(max_in_flight_heavy=3)) as address,
+        running(CONFIG) as address,
         ThreadPoolExecutor(3) as threads,
         Client(address, timeout=120, attempts=1) as client,
     ):
@@ -58,7 +59,7 @@ def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.M
 
 def test_hostile_images_are_the_fault_of_the_caller() -> None:
     hostiles = [hostile.jpeg_of_scans(5000), hostile.png_of_chunks(60_000), hostile.gif_of_blocks(60_000), PHOTO]
-    with running(server()) as address, Client(address, timeout=120) as client:
+    with running(CONFIG) as address, Client(address, timeout=120) as client:
         results = client.build_batch([["a", image] for image in hostiles], errors="return")
     assert [type(result) for result in results[:3]] == [LimitExceededError] * 3
     assert not isinstance(results[3], Exception)

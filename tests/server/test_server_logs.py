@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import make_certificate
 from server_program import Start
 from waiting import eventually
 
+import mmpos
 from mmpos.client import Client
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
@@ -36,7 +40,7 @@ with logging_all("info", sys.argv[1]) as logs:
     try:
         1 / 0
     except ZeroDivisionError:
-        logging.getLogger("transport").exception("ExecuteBatchError raised in core by servicer method [%s]", "Place")
+        logging.getLogger("grpc._common").exception("Invalid encoding on %s", b"secret")
     warnings.warn("deprecated", stacklevel=1)
     thread = threading.Thread(target=lambda: 1 / 0, name="broken")
     thread.start()
@@ -74,7 +78,7 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", None, "answer could not be se"),
+        ("warning", None, "metadata is not UTF-8"),
         ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
@@ -84,10 +88,12 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
 
 
-def test_lines_for_people_stay_as_they_are() -> None:
-    lines = said("console")
-    assert "E1122 18:13:19.98 1 a.cc:1] bad" in lines
-    assert lines[-1].endswith(" without an endafter")
+def test_lines_for_people_are_text() -> None:
+    *lines, last = said("console")
+    assert last == "after"
+    (bad,) = [line for line in lines if "a.cc:1" in line]
+    assert re.fullmatch(r"\S+ \[error +\] bad +\[grpc\] source=a.cc:1 times=1", bad)
+    assert "ZeroDivisionError: division by zero" in lines
 
 
 def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: Start, tmp_path: Path) -> None:
@@ -102,8 +108,41 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert server.end()[0] == 0
 
 
+def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
+        logs = Logs("info", file=full)
+        for _ in range(3):
+            logs.info("lost")
+        assert eventually(lambda: logs.dropped == 3)
+        os.dup2(file.fileno(), full.fileno())  # room again
+        assert eventually(lambda: (tmp_path / "log").stat().st_size > 0)
+        logs.info("kept")
+        logs.close()
+    said, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (said["event"], said["level"], said["lines"]) == ("lines of the log were dropped", "warning", 3)
+    assert kept["event"] == "kept"
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--log-format", "console"]])
+def test_a_log_that_nobody_reads_stops_neither_calls_nor_the_end(torchless: dict[str, str], flags: list[str]) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
+        try:
+            assert process.stdout is not None
+            with Client(process.stdout.readline().split()[-1]) as client:
+                for _ in range(500):  # a pipe takes the lines of about 200 calls
+                    client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    warn(listen, Logs("info"))
+    logs = Logs("info")
+    warn(listen, logs)
+    logs.close()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(line.pop("level") == "warning" and line.pop("timestamp") for line in lines)
     return lines

@@ -7,25 +7,25 @@ import sys
 
 import pytest
 
-from mmpos_server import launch
+from mmpos_server import malloc
 
 BLOCKS, BLOCK_BYTES = 200, 2**20
 
 GROWING = f"""
 import sys, time
-from mmpos_server import launch
+from mmpos_server import malloc
 
 tuned = sys.argv[1] == "tuned"
-if tuned and not (launch.keep_large_blocks() and launch.give_back_at_rest(0.05)):
+if tuned and not (malloc.keep_large_blocks() and malloc.give_back_at_rest(0.05)):
     sys.exit(7)
-first = launch._resident_bytes()
+first = malloc._resident_bytes()
 blocks = [b"a" * {BLOCK_BYTES} for _ in range({BLOCKS})]
 del blocks[:-1]  # the last one is at the end of the heap, which cannot shrink
-kept = launch._resident_bytes()
+kept = malloc._resident_bytes()
 end = time.monotonic() + 60
-while tuned and launch._resident_bytes() > first + launch._GROWN_BYTES and time.monotonic() < end:
+while tuned and malloc._resident_bytes() > first + malloc._GROWN_BYTES and time.monotonic() < end:
     time.sleep(0.3)  # looking takes time, too
-print(kept - first, launch._resident_bytes() - first)
+print(kept - first, malloc._resident_bytes() - first)
 """
 
 
@@ -42,4 +42,4 @@ def grown(setting: str) -> tuple[int, int]:
 def test_memory_of_a_peak_is_kept_until_rest_and_then_given_back() -> None:
     (kept, rest), (untuned, _) = grown("tuned"), grown("plain")
     assert kept - untuned > BLOCKS * BLOCK_BYTES / 2
-    assert rest <= launch._GROWN_BYTES
+    assert rest <= malloc._GROWN_BYTES

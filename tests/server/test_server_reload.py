@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -12,16 +11,17 @@ from pathlib import Path
 
 import pytest
 from certificates import make_certificate
-from server_program import Program, Start, metrics_of
-from waiting import eventually, free_port
+from server_program import Program, Start
+from serving import KeptLogs
+from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client, Tls
 from mmpos.errors import LimitExceededError, MmposError
-from mmpos_server import access
+from mmpos_server import access, app
 from mmpos_server.access import Certificates, TlsFiles
 from mmpos_server.listening import Listen
-from mmpos_server.telemetry import Logs
+from mmpos_server.telemetry import ProcessMetrics
 from mmpos_server.testing import running
 
 TWO = SegmentTable.from_documents([[Text(3)], [Text(3)]])
@@ -60,7 +60,7 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
     with Client(server.address) as client:
         with pytest.raises(LimitExceededError):
             client.place(TWO)
-        put(file, "[limits]\ndocuments = 2\n[pools]\nplace = 1\n[profiles.new]\n")
+        put(file, "[limits]\ndocuments = 2\n[concurrency]\nmax_streams = 1\n[profiles.new]\n")
         server.process.send_signal(signal.SIGHUP)
         assert eventually(lambda: events(server, "settings read") == lines_a_time)
         assert client.place(TWO).num_documents == 2
@@ -76,7 +76,8 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
     assert lost == []
     lines = server.lines()
     read = [line for line in lines if line["event"] == "settings read"]
-    assert [(line["profiles"], line["from_next_start"]) for line in read] == [(["new"], ["pools.place"])] * len(read)
+    assert [line["profiles"] for line in read] == [["new"]] * len(read)
+    assert [line["from_next_start"] for line in read if line["from_next_start"]] == [["concurrency.max_streams"]]
     (wrong,) = (line for line in lines if line["event"] == "settings stay as they were")
     assert (wrong["level"], wrong["reason"]) == ("error", f"{file}: limits.documents: got 0, want >= 1")
 
@@ -112,7 +113,8 @@ def served(address: str) -> str:
 def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "_SECONDS", 0.02)
+    for name in ("_TICK", "_REFRESH"):
+        monkeypatch.setattr(app, name, 0.02)
     cert, key = make_certificate(tmp_path, "server")
     new_cert, new_key = make_certificate(tmp_path, "new")
     first, second = cert.read_text(), new_cert.read_text()
@@ -127,41 +129,37 @@ def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
             assert late.healthy()
 
 
-def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
-    found = Certificates(TlsFiles(cert, key), Logs("info"))
+    found = Certificates(TlsFiles(cert, key), logs := KeptLogs())
     os.replace(other, cert)
     for _ in range(3):
         found.refresh()
-    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    (line,) = logs.lines()
     assert (line["level"], line["event"]) == ("error", "certificates stay as they were")
     assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
 
 
-def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
-    found = Certificates(TlsFiles(cert, key), Logs("warning"))
+    found = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
     found.refresh()
     for name in ("good", "old"):
         new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)
         os.replace(new_cert, cert)
         os.replace(new_key, key)
         found.refresh()
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = logs.lines()
     assert [(line["level"], line["event"], line["file"]) for line in lines] == [
         ("warning", "certificate has expired", str(cert))
     ] * 2
     assert lines[0]["not_after"] > lines[1]["not_after"]
 
 
-def test_the_metrics_say_when_the_certificate_expires(start: Start, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path, "server")
-    port = free_port()
-    start("--metrics-port", str(port), "--tls-cert", str(cert), "--tls-key", str(key))
-    wanted = access.not_after(cert.read_bytes()).timestamp()
-    assert metrics_of(port)["mmpos_certificate_not_after_seconds"] == wanted
+def test_the_metrics_say_when_the_certificate_expires(tmp_path: Path) -> None:
+    tls = TlsFiles(*make_certificate(tmp_path, "server"))
+    families = {family.name: family for family in ProcessMetrics(tls).collect()}
+    (sample,) = families["mmpos_certificate_not_after_seconds"].samples
+    assert sample.value == access.not_after(tls.cert.read_bytes()).timestamp()
+    assert "mmpos_certificate_not_after_seconds" not in {family.name for family in ProcessMetrics(None).collect()}

@@ -13,10 +13,10 @@ import grpc
 import numpy as np
 import pytest
 from open_inference import config
+from serving import Serving
 from shared_objects import PREFIX, shared
 from waiting import eventually
 
-from mmpos_server import testing
 from mmpos_server.app import Server
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
@@ -24,13 +24,13 @@ from mmpos_server.shared_memory import SharedMemory
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
 LIMITS: dict[str, object] = {
-    "concurrency": {"max_wait": 2, "max_streams": 4, "max_in_flight_bytes": 100_000_000},
-    "clients": {
-        "max_in_flight": 20,
-        "max_streams": 2,
-        "requests_per_second": 5000.0,
-        "max_in_flight_bytes": 80_000_000,
+    "concurrency": {
+        "max_in_flight": 40,
+        "max_in_flight_images": 8,
+        "max_streams": 4,
+        "max_in_flight_bytes": 160_000_000,
     },
+    "clients": {"requests_per_second": 5000.0},
 }
 
 WANTED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
@@ -107,13 +107,7 @@ async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Ra
 
 
 @pytest.mark.slow
-def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers: list[Server] = []
-
-    def server(*arguments: Any, **options: Any) -> Server:
-        servers.append(Server(*arguments, **options))
-        return servers[-1]
-
+def test_after_a_storm_nothing_is_taken() -> None:
     async def storm(address: str, key: str) -> set[str]:
         chance, found, seen = random.Random(7), requests(key), set[str]()
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -123,16 +117,15 @@ def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
                 seen |= set(await asyncio.gather(*calls, *(stream(channel, found, chance) for _ in range(8))))
         return seen
 
-    def taken() -> list[int]:
-        admission, clients = servers[0]._admission, servers[0]._unary[0]._server.clients
-        gates = [*admission.gates.values(), admission.bytes, admission.streams]
-        lines = [line.tasks for line in admission.lines.values()]
-        return [gate.taken for gate in gates] + lines + [len(clients._here)]
-
-    monkeypatch.setattr(testing, "Server", server)
-    memory = SharedMemory(PREFIX)
-    with shared(bytes(1 << 20)) as key, testing.running(config(**LIMITS), shared_memory=memory) as address:
-        seen = asyncio.run(storm(address, key))
-        assert seen >= WANTED
-        assert "UNKNOWN" not in seen
-        assert eventually(lambda: not any(taken())), taken()
+    server = Server(config(**LIMITS), shared_memory=SharedMemory(PREFIX))
+    (address,) = server.start()
+    try:
+        with shared(bytes(1 << 20)) as key:
+            seen = asyncio.run(storm(address, key))
+            assert seen >= WANTED
+            assert "UNKNOWN" not in seen
+            serving = Serving(server, address, grpc.insecure_channel(address))
+            assert eventually(lambda: not serving.taken()), serving.taken()
+            assert serving.metric("in_flight") == serving.metric("streams") == 0
+    finally:
+        server.stop(5.0)

@@ -38,6 +38,7 @@ Claim = tuple[Callable[[], Any], str, str]
 def server(hardy: Victim) -> Victim:
     hardy.call("PositionService/Place", place(spans={"lengths": [1]}))
     hardy.call("SequenceService/Build", build({"text": "a"}))
+    hardy.call("RotaryService/CosSin", turn(head_dim=8))  # imports torch
     return hardy
 
 
@@ -128,11 +129,6 @@ PLACE: dict[str, Claim] = {
         MUCH,
         "segments: got 163840000",
     ),
-    "many windows": (
-        lambda: place(**view(window={"documents": [0] * 10**5, "starts": [0] * 10**5, "lengths": [1] * 10**5})),
-        MUCH,
-        "documents: got 100000",
-    ),
     "a window beyond 64 bits": (
         lambda: place(**view(window={"documents": [0], "starts": [INT64], "lengths": [INT64]})),
         MUCH,
@@ -166,13 +162,10 @@ PLACE: dict[str, Claim] = {
     ),
     "the last id": (lambda: place(spans={"lengths": [3]}, start=INT32), MUCH, "documents[0], tokens 0 to 2: got ids"),
     "an id beyond": (lambda: place(spans={"lengths": [3]}, start=INT64), BAD, "start: got 9223372036854775807"),
-    "an id before": (lambda: place(spans={"lengths": [3]}, start=-(2**31) - 1), BAD, "start: got -2147483649"),
     "a shape that lies": (lambda: ids([2**40], bytes(8)), BAD, "input_ids.data: got 8 bytes, want 8796093022208"),
     "a shape that wraps around": (lambda: ids([4, 2**62], b""), BAD, "input_ids.data: got 0 bytes, want 147573952"),
     "rows without end": (lambda: ids([2**32, 2**32], b""), MUCH, "documents: got 4294967296"),
-    "a negative shape": (lambda: ids([-1], bytes(8)), BAD, "input_ids.shape: got (-1,), want sizes >= 0"),
     "nothing, of a huge width": (lambda: ids([0, INT64]), BAD, "input_ids.shape: got (0, 9223372036854775807)"),
-    "a million axes": (lambda: ids([1] * 10**6, bytes(8)), BAD, "input_ids.shape: got 1000000 axes, want "),
     "many images": (lambda: ids([1], bytes(8), image_grid_thw=[1] * 3 * 10**5), MUCH, "images: got 100000"),
     "a long name": (lambda: grid(1, 1, 1, scheme={"name": "x" * 10**6}), BAD, "scheme: got 'xxx"),
 }
@@ -199,11 +192,6 @@ BUILD: dict[str, Claim] = {
         BAD,
         "parts[0].pixels.data: got 0 bytes",
     ),
-    "no pixels, of a huge width": (
-        lambda: build({"pixels": {"dtype": 1, "shape": [0, INT64, 3]}}, patches=True),
-        BAD,
-        "parts[0].pixels.shape: got (0, 9223372036854775807, 3)",
-    ),
     **{
         f"notes of kind {kind.decode()}": (
             partial(lambda kind: build({"image": png(10, 10, (kind, bomb()))}, patches=True), kind),
@@ -217,20 +205,9 @@ BUILD: dict[str, Claim] = {
 
 TURN: dict[str, Claim] = {
     "a huge head": (lambda: turn(head_dim=INT64), MUCH, "rotary.head_dim: got 9223372036854775807"),
-    "huge axes": (lambda: turn(head_dim=8, pair_axis=[0, 1, 0, 1], axes=2**40), BAD, "axes: got 1099511627776"),
     "a huge axis": (lambda: turn(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "axes: got 1099511627777"),
     "a million axes": (lambda: turn(head_dim=8, pair_axis=[0] * 10**6), BAD, "rotary.pair_axis: got 1000000 numbers"),
-    "a million sections": (
-        lambda: turn(head_dim=8, allocation="sections", mrope_section=[0] * 10**6),
-        BAD,
-        "rotary.mrope_section: got 1000000 numbers",
-    ),
     "many tokens": (lambda: turn(table(INT32), head_dim=8), MUCH, "tokens: got 2147483647"),
-    "more tokens": (
-        lambda: turn(table(INT64), head_dim=8),
-        MUCH,
-        "positions.table.num_tokens: got 9223372036854775807",
-    ),
     "many bytes of reply": (lambda: turn(table(16 * 10**6), head_dim=8), MUCH, "response_bytes: got 1024000000"),
     "many heads of reply": (
         lambda: turn(table(16 * 10**4), head_dim=8, allocation="heads", head_axes=[1] * 100),
@@ -333,7 +310,6 @@ def refused(server: Victim, method: str, claim: Claim) -> None:
 CLAIMS = {
     **{name: ("Position/Place", claim) for name, claim in PLACE.items()},
     **{f"{name} to build": ("Sequence/Build", claim) for name, claim in BUILD.items()},
-    # Even before torch is imported, which takes seconds.
     **{f"{name} to rotate": ("Rotary/CosSin", claim) for name, claim in TURN.items()},
     **{f"{name} elsewhere": claim for name, claim in SHARED.items()},
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,16 +20,18 @@ from victim import Answer, Victim
 from waiting import eventually
 
 from mmpos.client import Client
-from mmpos.errors import InvalidInputError, ServiceOverloadedError
+from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos_server.__main__ import main
-from mmpos_server.admission import Admission, Call, Clients
+from mmpos_server.admission import Admission
 from mmpos_server.app import Server
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, load
+from mmpos_server.call import Call
+from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.listening import Listen
 from mmpos_server.position_service import PositionService
-from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
@@ -218,28 +220,20 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
     assert second.error.message.startswith(f"parts[0].token_ids.shared.key: got '{key}x' (No such file")
 
 
-@pytest.mark.parametrize(("tokens", "threads"), [(1024, 0), (2048, 1)])
+@pytest.mark.parametrize(("tokens", "threads"), [(2**15, 0), (2**15 + 1, 1)])
 def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
-    pools = Admission(config.concurrency, config.pools)
-    call, answer = Call("a", pools, Clients(ClientLimits()).lease("")), positions_pb2.Positions()
+    pools = Admission(config.concurrency, config.clients)
+    there: Any = SimpleNamespace(is_active=lambda: True)
+    call, answer = Call("a", "a", pools, there), positions_pb2.Positions()
     array = np.array(IDS[:-1] + [3] * (tokens - 6))
-
-    async def scenario() -> None:
-        request = place(elsewhere(array, key))
-        call.request_bytes = request.ByteSize()
-        await call.weigh(array.nbytes)
-        await service.place(request.query, answer, call)
-
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))
-        # The message is as small in either case.
-        asyncio.run(scenario())
+        call.hold(array.nbytes)
+        service.place(place(elsewhere(array, key)).query, answer, call)  # the message is as small in either case
     assert answer.cu_seqlens == [0, tokens]
     assert [stage for stage, _ in call.stages].count("queue") == threads
-    call.release()
-    assert pools.bytes.taken == 0
     pools.close()
 
 
@@ -338,54 +332,3 @@ def test_an_answer_is_expected_at_its_places() -> None:
             exchange.expect([10, 37])
     assert raised.value.needed == 101
     Exchange().expect([10**9])
-
-
-def test_shared_bytes_take_the_places_of_bytes() -> None:
-    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
-    clients = Clients(ClientLimits())
-    one, other, item = (Call(name, admission, clients.lease(name)) for name in "abc")
-
-    async def scenario() -> None:
-        one.admit(400)
-        await one.weigh(500)
-        other.admit(100)
-        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 1000 taken of 1024$"):
-            await other.weigh(25)
-        other.release()
-        # An item of a stream waits instead.
-        admission.bytes.leave(0.05)  # a short stay: so long it waits before it looks again
-        admission.bytes.taken += 1
-        waiting = asyncio.create_task(item.weigh(125))
-        await asyncio.sleep(0)
-        assert (waiting.done(), admission.bytes.taken) == (False, 900)
-        one.release()
-        await waiting
-        await item.weigh(25)
-        assert admission.bytes.taken == item.weighed == 150
-        item.release()
-
-    asyncio.run(scenario())
-    assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
-    admission.close()
-
-
-def test_more_shared_bytes_than_there_are_places_come_alone() -> None:
-    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
-    clients = Clients(ClientLimits())
-    one, other = (Call(name, admission, clients.lease(name)) for name in "ab")
-
-    async def scenario() -> None:
-        one.admit(400)
-        other.admit(100)
-        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 500 taken of 1024$"):
-            await one.weigh(2000)
-        other.release()
-        await one.weigh(2000)
-        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 2400 taken of 1024$"):
-            other.admit(1)
-
-    asyncio.run(scenario())
-    other.release()
-    one.release()
-    assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
-    admission.close()

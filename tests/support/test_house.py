@@ -50,6 +50,59 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
+"""Names of Python that its documentation has, although they begin so."""
+
+ALLOWED = {
+    "mmpos.integrations.hf.patching": {"anatomy.base._forward_pre_hooks"},  # a hook that is there is not added again
+    "mmpos.rotary.device": {"torch._C"},  # whether a mode of torch sees operators: no public function tells
+    "mmpos.rotary.memory": {"torch._C", "_len_torch_dispatch_stack"},
+    "mmpos.rotary.operators": {"torch._ops"},  # the type of an operator, for annotations
+    "mmpos_bench.cuda": {"torch.cuda._sleep"},  # a stream that is busy for a known time
+}
+"""Names of other projects that rule 21 lets in, with the reason, by file."""
+
+
+def strange(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield the underscored modules and names of other projects that a file uses."""
+
+    def private(name: object) -> bool:
+        text = str(name)
+        return text.startswith("_") and not text.endswith("__") and text not in own | PUBLIC
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            home = "" if isinstance(node, ast.Import) else f"{node.module}."
+            paths = (f"{home}{alias.name}" for alias in node.names)
+            yield from (path for path in paths if any(map(private, path.split("."))))
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            named = (str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant))
+            yield from filter(private, named)
+
+
+def test_names_of_other_projects_are_those_of_their_documentation() -> None:
+    own = {name.rpartition(".")[2] for name, _ in functions()}
+    for module, tree in modules().items():
+        own.add(module.rpartition(".")[2])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.id if isinstance(node, ast.Name) else node.attr)
+    used = {module: {*strange(tree, own)} for module, tree in modules().items()}
+    used = {module: found for module, found in used.items() if found}
+    assert used.keys() == ALLOWED.keys(), used
+    for module, found in used.items():
+        assert all(any(name in each for name in ALLOWED[module]) for each in found), found
+    rooms = ("mmpos_server", "mmpos.client", "mmpos.rpc")
+    texts = {module: ast.unparse(tree) for module, tree in modules().items() if module.startswith(rooms)}
+    assert {module for module, text in texts.items() if re.search(r"grpc\._|cygrpc", text)} == set()
+    wrong = strange(ast.parse("import grpc._x\nfrom asyncio import _y\na.b._z\ngetattr(a, '_w')"), set())
+    assert sorted(wrong) == ["_w", "a.b._z", "asyncio._y", "grpc._x"]
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     # The pages of names, __init__.py, are no part of one: they import for others.
     files = {name: tree for name, tree in modules().items() if not name.startswith("mmpos_server.")}

@@ -167,7 +167,7 @@ def test_numerators_that_are_no_doubles_are_divided_in_numpy() -> None:
     assert positions.dense().tolist() == [[float(huge + i) / denominator for i in range(3)]]
 
 
-@pytest.mark.parametrize("name", [name for name in vars(native.Core) if not name.startswith("_")])
+@pytest.mark.parametrize("name", [name for name in dir(CORE) if not name.startswith("_")])
 def test_wrong_arguments_are_no_crash(name: str) -> None:
     function, array = getattr(CORE, name), np.zeros((3, 2), np.int64)
     with pytest.raises(TypeError, match=name):

@@ -1,63 +1,29 @@
-"""ModelInfer requests and responses: tensors, parameters and shared memory, as arrays and values."""
+"""ModelInfer requests and responses: tensors in messages and in shared memory, as arrays."""
 
 from __future__ import annotations
 
-import json
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from google.protobuf import json_format
-from google.protobuf.message import Message
 
-from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.rpc.positions import get_scheme, get_view
-from mmpos.rpc.queries import View
-from mmpos.rpc.v1 import positions_pb2, scheme_pb2
-from mmpos.schemes import Scheme
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import Array
 from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.parameters import Kind, get_values
 from mmpos_server.limits import check
 from mmpos_server.shared_memory import Region, Regions
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.containers import MessageMap
-
     from mmpos_server.config import Limits, Profile
 
-__all__ = [
-    "DATATYPES",
-    "Datatype",
-    "Input",
-    "Kind",
-    "Output",
-    "RegionRange",
-    "Request",
-    "Spec",
-    "contents_values",
-    "elements",
-    "from_bytes",
-    "from_contents",
-    "get_parameters",
-    "get_region_range",
-    "get_request",
-    "loaded",
-    "put_response",
-    "scheme_of",
-    "to_bytes",
-    "views_of",
-]
-
-M = TypeVar("M", bound=Message)
-T = TypeVar("T")
+__all__ = ["DATATYPES", "Datatype", "Input", "Outputs", "Request", "Spec", "get_request", "put_response"]
 
 
-@dataclass(frozen=True)
-class Datatype:
+class Datatype(NamedTuple):
     """Data type of tensors.
 
     Args:
@@ -83,6 +49,7 @@ DATATYPES = {
 }
 """Types of the tensors of all models, by their names in the protocol."""
 
+_NAMES = {kind.dtype.name: name for name, kind in DATATYPES.items() if kind.dtype is not None}
 _LENGTH = struct.Struct("<I")
 
 
@@ -126,226 +93,22 @@ class Spec:
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want sizes that an array can have")
 
 
-def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | memoryview) -> Array:
-    """Return the array of raw bytes, as a view that is writable if the bytes are.
-
-    Args:
-        name: name of the tensor, for errors.
-        datatype: any type but BYTES.
-        shape: shape that was checked.
-        data: raw bytes.
-
-    Raises:
-        InvalidInputError: more or fewer bytes than the shape has.
-    """
-    dtype = DATATYPES[datatype].dtype
-    assert dtype is not None
-    wanted = math.prod(shape) * dtype.itemsize
-    if len(data) != wanted:
-        raise InvalidInputError(f"{name}: got {len(data)} bytes, want {wanted} for {datatype} of shape {shape}")
-    return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
-
-
-def elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> list[bytes]:
-    """Return the elements of raw BYTES, each of which has its length in four bytes before it.
-
-    Raises:
-        InvalidInputError: more or fewer elements than the shape has, or one that is cut off.
-    """
-    values: list[bytes] = []
-    wanted, at = math.prod(shape), 0
-    while at < len(data) and len(values) < wanted:
-        begin = at + _LENGTH.size
-        end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= len(data) else begin
-        if end > len(data):
-            raise InvalidInputError(f"{name}: got {len(data)} bytes, want {end} or more for element {len(values)}")
-        values.append(bytes(data[begin:end]))
-        at = end
-    if len(values) != wanted or at != len(data):
-        raise InvalidInputError(
-            f"{name}: got {len(values)} elements in {at} of {len(data)} bytes, want {wanted} for shape {shape}"
-        )
-    return values
-
-
-def contents_values(name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents) -> list[Any]:
-    """Return the numbers, or the elements of BYTES, of InferTensorContents.
-
-    Raises:
-        InvalidInputError: the field is that of another type, or has more or fewer values than the shape.
-    """
-    kind = DATATYPES[datatype]
-    for field, _ in contents.ListFields():
-        if field.name != kind.contents:
-            raise InvalidInputError(f"{name}.contents: got {field.name}, want {kind.contents or 'raw bytes'}")
-    values = list(getattr(contents, kind.contents)) if kind.contents else []
-    if len(values) != math.prod(shape):
-        raise InvalidInputError(f"{name}.contents: got {len(values)} elements, want {math.prod(shape)} for {shape}")
-    return values
-
-
-def from_contents(name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents) -> Array:
-    """Return the array of InferTensorContents.
-
-    Raises:
-        InvalidInputError: as ``contents_values`` does, or a number is too large for its type.
-    """
-    values, dtype = contents_values(name, datatype, shape, contents), DATATYPES[datatype].dtype
-    assert dtype is not None
-    try:
-        return np.array(values, dtype.newbyteorder("=")).reshape(shape)
-    except OverflowError:
-        raise InvalidInputError(f"{name}.contents: got {max(values)}, want what {datatype} holds") from None
-
-
-def to_bytes(datatype: str, array: Array) -> bytes:
-    """Return the raw bytes of an array."""
-    return array.astype(DATATYPES[datatype].dtype, copy=False).tobytes()
-
-
-MAX_TEXT = 2**20
-"""Most characters of a JSON text: parsing it blocks the process."""
-
-MAX_DEPTH = 16
-"""Deepest nesting of lists and objects, which are parsed and quoted by recursion."""
-MAX_SCHEME = 2**12
-"""Most characters of a scheme, which is parsed on the event loop."""
-
-Kind = Literal["bool", "int64", "string"]
-
-IGNORED = ("triton_enable_empty_final_response",)
-"""Accepted without effect: it asks to mark the last answer to a request, which is always marked."""
-
-
-def get_parameters(
-    where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]
-) -> dict[str, Any]:
-    """Return the values of parameters, by name.
-
-    Args:
-        where: name of the map in errors.
-        parameters: parameters of the message.
-        known: kind of each known parameter.
-
-    Raises:
-        UnsupportedError: a parameter is unknown, and so would be ignored.
-        InvalidInputError: a value is of another kind.
-    """
-    if len(parameters) > len(known) + len(IGNORED):  # counted first: a million of them would take seconds
-        raise UnsupportedError(f"{where}: got {len(parameters)} of them, want {' or '.join(known)}")
-    unknown = set(parameters) - set(known) - set(IGNORED)
-    if unknown:
-        raise UnsupportedError(f"{where}: got {min(unknown)[:100]!r}, want {' or '.join(known)}")
-    values = {}
-    for name in known:
-        if name in parameters:
-            choice = parameters[name].WhichOneof("parameter_choice")
-            if choice != f"{known[name]}_param":
-                raise InvalidInputError(f"{where}[{name!r}]: got {choice or 'no value'}, want {known[name]}_param")
-            values[name] = getattr(parameters[name], choice)
-    return values
-
-
-def loaded(name: str, text: str, most: int = MAX_TEXT) -> object:
-    """Parse a JSON text of limited length.
-
-    Raises:
-        InvalidInputError: the text is not JSON.
-        LimitExceededError: the text is too long.
-    """
-    if len(text) > most:
-        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
-    try:
-        value: object = json.loads(text)
-        # Python also parses what JSON does not have: infinities, which are no integers, and lone surrogates, which no
-        # message and no status can hold.
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
-    if _deeper(value, MAX_DEPTH):
-        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want at most {MAX_DEPTH} lists in lists")
-    return value
-
-
-def scheme_of(text: str) -> Scheme:
-    """Parse a scheme: a name, or message Scheme as JSON."""
-    if not text.lstrip().startswith("{"):
-        return get_scheme("scheme", scheme_pb2.Scheme(name=text))
-    message = _message("scheme", loaded("scheme", text, MAX_SCHEME), scheme_pb2.Scheme())
-    return get_scheme("scheme", message)
-
-
-def views_of(text: str, limits: Limits) -> list[View]:
-    """Parse views: a JSON list of messages View."""
-    values = loaded("views", text)
-    if not isinstance(values, list):
-        raise InvalidInputError(f"parameters['views']: got {text[:100]!r}, want a JSON list of views")
-    check("views", len(values), limits)
-    return [
-        get_view(f"views[{i}]", _message(f"views[{i}]", value, positions_pb2.View())) for i, value in enumerate(values)
-    ]
-
-
-def _deeper(value: object, levels: int) -> bool:
-    """Check whether lists and objects are nested deeper than so many levels."""
-    nested = [value] if isinstance(value, list | dict) else []
-    for _ in range(levels):
-        inner = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in nested)
-        nested = [value for value in inner if isinstance(value, list | dict)]
-    return bool(nested)
-
-
-def _message(name: str, value: object, message: M) -> M:
-    try:
-        return json_format.ParseDict(value, message)  # type: ignore[arg-type]  # refuses what is no object
-    except (json_format.ParseError, AttributeError, TypeError, RecursionError) as error:
-        kind = type(message).__name__
-        raise InvalidInputError(f"{name}: got {str(value)[:100]}, want message {kind} as JSON ({error})") from None
-
-
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
-_KNOWN: Mapping[str, Kind] = {_REGION: "string", _SIZE: "int64", _OFFSET: "int64"}
+_RANGE: Mapping[str, Kind] = {_REGION: "string", _SIZE: "int64", _OFFSET: "int64"}
 
 
-@dataclass(frozen=True)
-class RegionRange:
-    """Range of bytes of a registered region.
-
-    Args:
-        region: the region.
-        name: name under which it is registered.
-        offset: first byte, counted from the start of the region.
-        byte_size: number of bytes.
-    """
+class _Range(NamedTuple):
+    """Range of bytes of a registered region; the offset counts from the start of the region."""
 
     region: Region
     name: str
     offset: int
     byte_size: int
 
-    def read(self, name: str) -> memoryview:
-        """Return a writable copy of the bytes; name is that of the tensor, for errors."""
-        return self.region.read(name, self.offset, self.byte_size).data
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write bytes to the range; name is that of the tensor, for errors."""
-        self.region.write(name, self.offset, data)
-
-    def put(self, parameters: MessageMap[str, pb.InferParameter], byte_size: int) -> None:
-        """Fill the parameters of a tensor of so many bytes in this range."""
-        parameters[_REGION].string_param = self.name
-        parameters[_SIZE].int64_param = byte_size
-        parameters[_OFFSET].int64_param = self.offset
-
-
-def get_region_range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> RegionRange | None:
-    """Return the range of shared memory that the parameters of a tensor name; None for a tensor in the message.
-
-    Raises:
-        InvalidInputError: the region is unknown, the bytes are outside it, or a parameter is missing.
-        UnsupportedError: a parameter is unknown.
-    """
-    values = get_parameters(f"{where}.parameters", parameters, _KNOWN)
+def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> _Range | None:
+    """Return the range of shared memory that the parameters of a tensor name; None for a tensor in the message."""
+    values = get_values(f"{where}.parameters", parameters, _RANGE)
     if not values:
         return None
     for name in (_REGION, _SIZE):
@@ -354,7 +117,7 @@ def get_region_range(where: str, parameters: Mapping[str, pb.InferParameter], re
     region = regions.get(f"{where}.parameters[{_REGION!r}]", values[_REGION])
     offset, byte_size = values.get(_OFFSET, 0), values[_SIZE]
     region.within(where, offset, byte_size)
-    return RegionRange(region, values[_REGION], offset, byte_size)
+    return _Range(region, values[_REGION], offset, byte_size)
 
 
 _MAX_AXES = 64
@@ -366,33 +129,84 @@ class Input:
     """Input tensor of a request.
 
     Args:
-        spec: specification by the model.
+        name: name of the tensor.
         datatype: name of the type.
-        shape: shape of the tensor.
+        shape: shape of the tensor, which was checked.
         source: raw bytes, numbers in the message, or a range of shared memory.
     """
 
-    spec: Spec
+    name: str
     datatype: str
     shape: tuple[int, ...]
-    source: bytes | pb.InferTensorContents | RegionRange
+    source: bytes | pb.InferTensorContents | _Range
 
     def array(self) -> Array:
-        """Read the array of a tensor of numbers."""
-        name, source = self.spec.name, self.source
-        if isinstance(source, pb.InferTensorContents):
-            return from_contents(name, self.datatype, self.shape, source)
-        return from_bytes(name, self.datatype, self.shape, self._raw(source))
+        """Return the array of a tensor of numbers: of raw bytes a view, of shared memory a copy to be written to.
+
+        Raises:
+            InvalidInputError: the bytes or numbers do not fit the type and shape, or the region has shrunk.
+        """
+        dtype = DATATYPES[self.datatype].dtype
+        assert dtype is not None
+        native = dtype.newbyteorder("=")
+        if isinstance(self.source, pb.InferTensorContents):
+            values = self._contents(self.source)
+            try:
+                return np.array(values, native).reshape(self.shape)
+            except OverflowError:
+                raise InvalidInputError(
+                    f"{self.name}.contents: got {max(values)}, want what {self.datatype} holds"
+                ) from None
+        data, wanted = self._raw(self.source), math.prod(self.shape) * dtype.itemsize
+        if len(data) != wanted:
+            raise InvalidInputError(
+                f"{self.name}: got {len(data)} bytes, want {wanted} for {self.datatype} of shape {self.shape}"
+            )
+        return np.frombuffer(data, dtype).reshape(self.shape).astype(native, copy=False)
 
     def elements(self) -> list[bytes]:
-        """Read the elements of a tensor of BYTES."""
-        name, source = self.spec.name, self.source
-        if isinstance(source, pb.InferTensorContents):
-            return contents_values(name, self.datatype, self.shape, source)
-        return elements(name, self.shape, self._raw(source))
+        """Return the elements of a tensor of BYTES, each of which has its length in four bytes before it.
 
-    def _raw(self, source: bytes | RegionRange) -> bytes | memoryview:
-        return source.read(self.spec.name) if isinstance(source, RegionRange) else source
+        Raises:
+            InvalidInputError: more or fewer elements than the shape has, or one that is cut off.
+        """
+        if isinstance(self.source, pb.InferTensorContents):
+            return self._contents(self.source)
+        data = self._raw(self.source)
+        values: list[bytes] = []
+        wanted, at = math.prod(self.shape), 0
+        while at < len(data) and len(values) < wanted:
+            begin = at + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= len(data) else begin
+            if end > len(data):
+                raise InvalidInputError(
+                    f"{self.name}: got {len(data)} bytes, want {end} or more for element {len(values)}"
+                )
+            values.append(bytes(data[begin:end]))
+            at = end
+        if len(values) != wanted or at != len(data):
+            raise InvalidInputError(
+                f"{self.name}: got {len(values)} elements in {at} of {len(data)} bytes, "
+                f"want {wanted} for shape {self.shape}"
+            )
+        return values
+
+    def _raw(self, source: bytes | _Range) -> bytes | memoryview:
+        if isinstance(source, bytes):
+            return source
+        return source.region.read(self.name, source.offset, source.byte_size).data
+
+    def _contents(self, contents: pb.InferTensorContents) -> list[Any]:
+        """Return the numbers, or the elements of BYTES, of a message."""
+        known = DATATYPES[self.datatype].contents
+        for field, _ in contents.ListFields():
+            if field.name != known:
+                raise InvalidInputError(f"{self.name}.contents: got {field.name}, want {known or 'raw bytes'}")
+        values = list(getattr(contents, known)) if known else []
+        wanted = math.prod(self.shape)
+        if len(values) != wanted:
+            raise InvalidInputError(f"{self.name}.contents: got {len(values)} elements, want {wanted} for {self.shape}")
+        return values
 
 
 @dataclass(frozen=True)
@@ -412,7 +226,7 @@ class Request:
     named: bool
     parameters: Mapping[str, Any]
     inputs: Mapping[str, Input]
-    outputs: Mapping[str, RegionRange | None] | None
+    outputs: Mapping[str, _Range | None] | None
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
@@ -420,12 +234,8 @@ class Request:
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """Read the array of an input, in a thread if it may be large; None for an input that is left out."""
+        """Return the array of an input; None for an input that is left out."""
         return self.inputs[name].array() if name in self.inputs else None
-
-    def elements(self, name: str) -> list[bytes] | None:
-        """Read the elements of an input of BYTES, as ``array`` does."""
-        return self.inputs[name].elements() if name in self.inputs else None
 
 
 def get_request(
@@ -454,81 +264,70 @@ def get_request(
         UnsupportedError: a parameter is unknown.
         LimitExceededError: too many bytes in shared memory.
     """
-    tensors = _inputs(message, {spec.name: spec for spec in inputs}, regions)
-    shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, RegionRange))
+    tensors = _inputs(message, inputs, regions)
+    shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, _Range))
     check("shared_bytes", shared_bytes, limits)
-    return Request(
-        profile,
-        bool(message.model_version),
-        get_parameters("parameters", message.parameters, parameters),
-        tensors,
-        _outputs(message, [spec.name for spec in outputs], regions),
-        shared_bytes,
-    )
+    values = get_values("parameters", message.parameters, parameters)
+    wanted = {
+        spec.name: _range(f"outputs[{i}]", message.outputs[i].parameters, regions)
+        for i, spec in enumerate(_specs("outputs", message.outputs, outputs))
+    }
+    return Request(profile, bool(message.model_version), values, tensors, wanted or None, shared_bytes)
 
 
-def _inputs(message: pb.ModelInferRequest, specs: Mapping[str, Spec], regions: Regions) -> dict[str, Input]:
-    _check_count("inputs", len(message.inputs), specs)
-    ranges = [get_region_range(f"inputs[{i}]", tensor.parameters, regions) for i, tensor in enumerate(message.inputs)]
-    raw = iter(message.raw_input_contents)
-    slots = sum(shared is None for shared in ranges)
-    if message.raw_input_contents and len(message.raw_input_contents) != slots:
-        got = len(message.raw_input_contents)
+def _inputs(message: pb.ModelInferRequest, specs: Sequence[Spec], regions: Regions) -> dict[str, Input]:
+    named = _specs("inputs", message.inputs, specs)
+    ranges = [_range(f"inputs[{i}]", tensor.parameters, regions) for i, tensor in enumerate(message.inputs)]
+    raw, slots = message.raw_input_contents, ranges.count(None)
+    if raw and len(raw) != slots:
         raise InvalidInputError(
-            f"raw_input_contents: got {got}, want {slots}, one for each input outside shared memory"
+            f"raw_input_contents: got {len(raw)}, want {slots}, one for each input outside shared memory"
         )
+    contents = iter(raw)
     tensors: dict[str, Input] = {}
-    for i, (tensor, shared) in enumerate(zip(message.inputs, ranges, strict=True)):
-        spec = _spec(f"inputs[{i}]", tensor.name, specs, tensors)
+    for tensor, spec, shared in zip(message.inputs, named, ranges, strict=True):
         if len(tensor.shape) > _MAX_AXES:
             raise InvalidInputError(f"{spec.name}.shape: got {len(tensor.shape)} axes, want {spec.shape}")
         shape = tuple(tensor.shape)
         spec.check(tensor.datatype, shape)
-        source: bytes | pb.InferTensorContents | RegionRange = tensor.contents
-        if shared is not None or message.raw_input_contents:
+        source: bytes | pb.InferTensorContents | _Range = tensor.contents
+        if shared is not None or raw:
             if tensor.HasField("contents"):
                 other = "raw_input_contents" if shared is None else "shared memory"
                 raise InvalidInputError(f"{spec.name}: got contents and {other}, want one of them")
-            source = next(raw) if shared is None else shared
-        tensors[spec.name] = Input(spec, tensor.datatype, shape, source)
-    for spec in specs.values():
+            source = next(contents) if shared is None else shared
+        tensors[spec.name] = Input(spec.name, tensor.datatype, shape, source)
+    for spec in specs:
         if not spec.optional and spec.name not in tensors:
             raise InvalidInputError(f"inputs: got none of name {spec.name!r}, want it")
     return tensors
 
 
-def _outputs(
-    message: pb.ModelInferRequest, names: Sequence[str], regions: Regions
-) -> dict[str, RegionRange | None] | None:
-    _check_count("outputs", len(message.outputs), names)
-    wanted: dict[str, RegionRange | None] = {}
-    for i, output in enumerate(message.outputs):
-        name = _spec(f"outputs[{i}]", output.name, {name: name for name in names}, wanted)
-        wanted[name] = get_region_range(f"outputs[{i}]", output.parameters, regions)
-    return wanted or None
+class _Named(Protocol):
+    name: str
 
 
-def _check_count(name: str, got: int, known: Collection[str]) -> None:
-    """Refuse more tensors than there are names, before they are read."""
-    if got > len(known):
-        raise InvalidInputError(f"{name}: got {got} tensors, want at most {len(known)}")
+def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list[Spec]:
+    """Return the specification of each tensor of a message; each name is known, and comes once."""
+    if len(tensors) > len(specs):
+        raise InvalidInputError(f"{where}: got {len(tensors)} tensors, want at most {len(specs)}")
+    left = {spec.name: spec for spec in specs}
+    known, found = list(left), list[Spec]()
+    for i, tensor in enumerate(tensors):
+        if tensor.name not in known:
+            raise InvalidInputError(f"{where}[{i}].name: got {tensor.name[:100]!r}, want one of {', '.join(known)}")
+        if tensor.name not in left:
+            raise InvalidInputError(f"{where}[{i}].name: got {tensor.name!r} again, want it once")
+        found.append(left.pop(tensor.name))
+    return found
 
 
-def _spec(where: str, name: str, known: Mapping[str, T], seen: Mapping[str, object]) -> T:
-    """Return the entry of a known name that was not seen before."""
-    if name not in known:
-        raise InvalidInputError(f"{where}.name: got {name[:100]!r}, want one of {', '.join(known)}")
-    if name in seen:
-        raise InvalidInputError(f"{where}.name: got {name!r} again, want it once")
-    return known[name]
+Outputs = Mapping[str, Callable[[], Array]]
+"""Functions that make the outputs of a model; uint16 are the bits of BF16."""
 
 
-Output = Callable[[], tuple[str, Array]]
-"""Function that makes an output: its type and its array."""
-
-
-def put_response(message: pb.ModelInferResponse, request: Request, outputs: Mapping[str, Output]) -> None:
-    """Make the wanted outputs and fill a message with them; call it in a thread if they are large.
+def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:
+    """Make the wanted outputs and fill a message with them.
 
     Outputs in shared memory come last: some clients count all outputs to locate raw bytes, others only those outside
     shared memory, and in this order both get the same.
@@ -542,28 +341,26 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Mapp
         UnsupportedError: a wanted output does not exist.
         InvalidInputError: an output is larger than its range of shared memory.
     """
-    wanted: Mapping[str, RegionRange | None] = dict.fromkeys(outputs) if request.outputs is None else request.outputs
-    _check_names(list(wanted), outputs)
-    held: list[tuple[str, RegionRange, bytes]] = []
-    for name, shared in sorted(wanted.items(), key=lambda item: item[1] is not None):
-        datatype, array = outputs[name]()
-        data = to_bytes(datatype, array)
-        tensor = message.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        if shared is None:
-            message.raw_output_contents.append(data)
-            continue
-        if len(data) > shared.byte_size:
-            raise InvalidInputError(f"{name}: got shared_memory_byte_size {shared.byte_size}, want >= {len(data)}")
-        shared.put(tensor.parameters, len(data))
-        held.append((name, shared, data))
-    # Once all outputs are known to fit.
-    for name, shared, data in held:
-        shared.write(name, data)
-
-
-def _check_names(wanted: Sequence[str], outputs: Mapping[str, Output]) -> None:
+    wanted: Mapping[str, _Range | None] = dict.fromkeys(outputs) if request.outputs is None else request.outputs
     for i, name in enumerate(wanted):
         if name not in outputs:
             raise UnsupportedError(
                 f"outputs[{i}].name: got {name!r}, want one of {', '.join(outputs)} for this request"
             )
+    held: list[tuple[str, _Range, Array]] = []
+    for name, shared in sorted(wanted.items(), key=lambda item: item[1] is not None):
+        array = outputs[name]()
+        datatype = _NAMES[array.dtype.name]
+        array = np.ascontiguousarray(array, DATATYPES[datatype].dtype)
+        tensor = message.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        if shared is None:
+            message.raw_output_contents.append(array.tobytes())
+            continue
+        if array.nbytes > shared.byte_size:
+            raise InvalidInputError(f"{name}: got shared_memory_byte_size {shared.byte_size}, want >= {array.nbytes}")
+        tensor.parameters[_REGION].string_param = shared.name
+        tensor.parameters[_SIZE].int64_param = array.nbytes
+        tensor.parameters[_OFFSET].int64_param = shared.offset
+        held.append((name, shared, array))
+    for name, shared, array in held:  # once all outputs are known to fit
+        shared.region.write(name, shared.offset, array.reshape(-1).view(np.uint8).data)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from threading import Lock
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.rpc.errors import shortened
 from mmpos.support.info import version
-from mmpos_server.admission import Call
-from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES, get_request
-from mmpos_server.inference.models import InferenceModel
 from mmpos_server.methods import Method, NotFoundError, Run, Twin
 from mmpos_server.shared_memory import Regions, SharedMemory
 
-__all__ = ["PLATFORM", "SERVICE", "OpenInference", "Statistics", "put_config", "put_metadata"]
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
+    from mmpos_server.config import Limits, Profile, Profiles
+    from mmpos_server.inference.models import Positions, Sequences
+    from mmpos_server.inference.rotate import Rotate
 
+    Model = Positions | Sequences | Rotate
+
+__all__ = ["SERVICE", "OpenInference"]
 
 SERVICE = "inference.GRPCInferenceService"
 """Full name of the service."""
+
+_PLATFORM = "mmpos"
+"""Platform and backend of all models, in their metadata."""
 
 
 class OpenInference:
@@ -36,55 +43,51 @@ class OpenInference:
         memory: access to shared memory of clients.
     """
 
-    def __init__(self, models: list[InferenceModel], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
+    def __init__(self, models: Sequence[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
         self._models = {model.name: model for model in models}
         self._profiles, self._limits, self._memory = profiles, limits, memory
         self._regions = Regions(memory)
         versions = [(model, profile) for model in models for profile in profiles]
-        self._statistics = Statistics((model.name, profile.name) for model, profile in versions)
+        self._statistics = _Statistics((model.name, profile.name) for model, profile in versions)
         self._tensors = {
             (model.name, profile.name): (model.inputs(profile), model.outputs(profile)) for model, profile in versions
         }
 
     def methods(self) -> list[Method]:
         """Return all methods; liveness and readiness are answered under any load."""
-        infer = Method(
-            SERVICE,
-            "ModelInfer",
-            pb.ModelInferRequest,
-            pb.ModelInferResponse,
-            self._infer,
-            Twin("ModelStreamInfer", pb.ModelInferRequest, pb.ModelStreamInferResponse, self._stream_infer, _refuse),
-        )
-        probes = [_method(run, admitted=False) for run in (self._server_live, self._server_ready, self._model_ready)]
-        admitted: list[Run] = [
-            self._server_metadata,
-            self._model_metadata,
-            self._model_config,
-            self._model_statistics,
-            self._system_shared_memory_status,
-            self._system_shared_memory_register,
-            self._system_shared_memory_unregister,
-            self._cuda_shared_memory_status,
-            self._cuda_shared_memory_register,
-            self._cuda_shared_memory_unregister,
+        probes: dict[str, Run] = {
+            "ServerLive": _server_live,
+            "ServerReady": _server_ready,
+            "ModelReady": self._model_ready,
+        }
+        others: dict[str, Run] = {
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "SystemSharedMemoryStatus": self._memory_status,
+            "SystemSharedMemoryRegister": self._register_memory,
+            "SystemSharedMemoryUnregister": self._unregister_memory,
+            "CudaSharedMemoryStatus": _cuda_memory_status,
+            "CudaSharedMemoryRegister": _register_cuda_memory,
+            "CudaSharedMemoryUnregister": _unregister_cuda_memory,
+        }
+        infer, item = pb.ModelInferRequest, pb.ModelStreamInferResponse
+        stream = Twin("ModelStreamInfer", infer, item, self._stream_infer, _refuse, side_by_side=True)
+        return [
+            *(_method(name, run, admitted=False) for name, run in probes.items()),
+            *(_method(name, run) for name, run in others.items()),
+            Method(SERVICE, "ModelInfer", infer, pb.ModelInferResponse, self._infer, stream),
         ]
-        return [*probes, *(_method(run) for run in admitted), infer]
 
-    async def _server_live(self, message: pb.ServerLiveRequest, answer: pb.ServerLiveResponse, call: Call) -> None:
-        answer.live = True
-
-    async def _server_ready(self, message: pb.ServerReadyRequest, answer: pb.ServerReadyResponse, call: Call) -> None:
-        answer.ready = not call.stopping
-
-    async def _model_ready(self, message: pb.ModelReadyRequest, answer: pb.ModelReadyResponse, call: Call) -> None:
+    def _model_ready(self, message: pb.ModelReadyRequest, answer: pb.ModelReadyResponse, call: Call) -> None:
         try:
             model, _ = self._find(message.name, message.version)
         except NotFoundError:
             return
         answer.ready = model.ready and not call.stopping
 
-    async def _server_metadata(
+    def _server_metadata(
         self, message: pb.ServerMetadataRequest, answer: pb.ServerMetadataResponse, call: Call
     ) -> None:
         answer.name, answer.version = "mmpos", version()
@@ -92,23 +95,39 @@ class OpenInference:
         if self._memory.prefix is not None:
             answer.extensions.append("system_shared_memory")
 
-    async def _model_metadata(
-        self, message: pb.ModelMetadataRequest, answer: pb.ModelMetadataResponse, call: Call
-    ) -> None:
-        put_metadata(answer, *self._find(message.name, message.version))
-        answer.versions.extend(profile.name for profile in self._profiles)
+    def _model_metadata(self, message: pb.ModelMetadataRequest, answer: pb.ModelMetadataResponse, call: Call) -> None:
+        model, profile = self._find(message.name, message.version)
+        answer.name, answer.platform = model.name, _PLATFORM
+        answer.versions.extend(each.name for each in self._profiles)
+        for tensors, specs in zip(
+            (answer.inputs, answer.outputs), self._tensors[model.name, profile.name], strict=True
+        ):
+            for spec in specs:
+                if spec.reported:
+                    tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
 
-    async def _model_config(self, message: pb.ModelConfigRequest, answer: pb.ModelConfigResponse, call: Call) -> None:
-        put_config(answer.config, *self._find(message.name, message.version))
+    def _model_config(self, message: pb.ModelConfigRequest, answer: pb.ModelConfigResponse, call: Call) -> None:
+        model, profile = self._find(message.name, message.version)
+        config = answer.config
+        config.name, config.platform, config.backend = model.name, _PLATFORM, _PLATFORM
+        config.model_transaction_policy.decoupled = False
+        inputs, outputs = self._tensors[model.name, profile.name]
+        for spec in inputs:
+            data_type = DATATYPES[spec.datatypes[0]].config
+            config.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
+        for spec in outputs:
+            if spec.reported:
+                data_type = DATATYPES[spec.datatypes[0]].config
+                config.output.add(name=spec.name, data_type=data_type, dims=spec.shape)
 
-    async def _model_statistics(
+    def _model_statistics(
         self, message: pb.ModelStatisticsRequest, answer: pb.ModelStatisticsResponse, call: Call
     ) -> None:
         if message.name or message.version:
             self._find(message.name or next(iter(self._models)), message.version)
         self._statistics.put(answer, message.name, message.version)
 
-    async def _infer(self, message: pb.ModelInferRequest, answer: pb.ModelInferResponse, call: Call) -> None:
+    def _infer(self, message: pb.ModelInferRequest, answer: pb.ModelInferResponse, call: Call) -> None:
         model, profile = self._find(message.model_name, message.model_version)
         answer.model_name, answer.model_version, answer.id = model.name, profile.name, message.id
         answered = False
@@ -116,60 +135,32 @@ class OpenInference:
             inputs, outputs = self._tensors[model.name, profile.name]
             with call.stage("read"):
                 request = get_request(message, profile, inputs, outputs, model.parameters, self._regions, self._limits)
-            await call.weigh(request.shared_bytes)
-            await model.infer(request, answer, call)
+            call.hold(request.shared_bytes)
+            model.infer(request, answer, call)
             answered = True
         finally:
-            count = self._statistics.succeeded if answered else self._statistics.failed
-            count(model.name, profile.name, call)
+            self._statistics.count(model.name, profile.name, call, answered=answered)
 
-    async def _stream_infer(
-        self, message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, call: Call
-    ) -> None:
-        await self._infer(message, answer.infer_response, call)
+    def _stream_infer(self, message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, call: Call) -> None:
+        self._infer(message, answer.infer_response, call)
         answer.infer_response.parameters["triton_final_response"].bool_param = True
 
-    async def _system_shared_memory_status(
+    def _memory_status(
         self, message: pb.SystemSharedMemoryStatusRequest, answer: pb.SystemSharedMemoryStatusResponse, call: Call
     ) -> None:
-        regions = dict(self._regions)
-        if message.name:
-            regions = {message.name: self._regions.get("name", message.name)}
+        regions = {message.name: self._regions.get("name", message.name)} if message.name else dict(self._regions)
         for name, region in regions.items():
             status = answer.regions[name]
             status.name, status.key = name, region.key
             status.offset, status.byte_size = region.offset, region.byte_size
 
-    async def _system_shared_memory_register(
-        self, message: pb.SystemSharedMemoryRegisterRequest, answer: pb.SystemSharedMemoryRegisterResponse, call: Call
-    ) -> None:
+    def _register_memory(self, message: pb.SystemSharedMemoryRegisterRequest, answer: object, call: Call) -> None:
         self._regions.register(message.name, message.key, message.offset, message.byte_size)
 
-    async def _system_shared_memory_unregister(
-        self,
-        message: pb.SystemSharedMemoryUnregisterRequest,
-        answer: pb.SystemSharedMemoryUnregisterResponse,
-        call: Call,
-    ) -> None:
+    def _unregister_memory(self, message: pb.SystemSharedMemoryUnregisterRequest, answer: object, call: Call) -> None:
         self._regions.unregister(message.name)
 
-    async def _cuda_shared_memory_status(
-        self, message: pb.CudaSharedMemoryStatusRequest, answer: pb.CudaSharedMemoryStatusResponse, call: Call
-    ) -> None:
-        if message.name:
-            raise InvalidInputError(f"name: got region {message.name[:300]!r}, want one that is registered")
-
-    async def _cuda_shared_memory_register(
-        self, message: pb.CudaSharedMemoryRegisterRequest, answer: pb.CudaSharedMemoryRegisterResponse, call: Call
-    ) -> None:
-        raise UnsupportedError("region: got memory of a GPU, want system shared memory")
-
-    async def _cuda_shared_memory_unregister(
-        self, message: pb.CudaSharedMemoryUnregisterRequest, answer: pb.CudaSharedMemoryUnregisterResponse, call: Call
-    ) -> None:
-        """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
-
-    def _find(self, name: str, version: str) -> tuple[InferenceModel, Profile]:
+    def _find(self, name: str, version: str) -> tuple[Model, Profile]:
         """Return a model and its version; an empty version is the default one.
 
         Raises:
@@ -186,13 +177,10 @@ class OpenInference:
         raise NotFoundError(f"version of {name!r}: got {version[:300]!r}, want one of {known}")
 
 
-def _method(run: Run, *, admitted: bool = True) -> Method:
-    """Return the method whose name and messages follow from the name of its function."""
-    name = run.__name__.title().replace("_", "")
+def _method(name: str, run: Run, *, admitted: bool = True) -> Method:
     messages: Any = pb
-    return Method(
-        SERVICE, name, getattr(messages, f"{name}Request"), getattr(messages, f"{name}Response"), run, admitted=admitted
-    )
+    request, response = getattr(messages, f"{name}Request"), getattr(messages, f"{name}Response")
+    return Method(SERVICE, name, request, response, run, admitted=admitted)
 
 
 def _refuse(message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, error: MmposError) -> None:
@@ -200,29 +188,25 @@ def _refuse(message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, 
     answer.infer_response.id = message.id
 
 
-PLATFORM = "mmpos"
-"""Platform and backend of all models, in their metadata."""
-
-_REPORTED = attrgetter("reported")
+def _server_live(message: object, answer: pb.ServerLiveResponse, call: Call) -> None:
+    answer.live = True
 
 
-def put_metadata(message: pb.ModelMetadataResponse, model: InferenceModel, profile: Profile) -> None:
-    """Fill the metadata of a version of a model."""
-    message.name, message.platform = model.name, PLATFORM
-    for tensors, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
-        for spec in filter(_REPORTED, specs):
-            tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
+def _server_ready(message: object, answer: pb.ServerReadyResponse, call: Call) -> None:
+    answer.ready = not call.stopping
 
 
-def put_config(message: pb.ModelConfig, model: InferenceModel, profile: Profile) -> None:
-    """Fill the configuration of a version of a model, with its optional inputs."""
-    message.name, message.platform, message.backend = model.name, PLATFORM, PLATFORM
-    message.model_transaction_policy.decoupled = False
-    for spec in model.inputs(profile):
-        data_type = DATATYPES[spec.datatypes[0]].config
-        message.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
-    for spec in filter(_REPORTED, model.outputs(profile)):
-        message.output.add(name=spec.name, data_type=DATATYPES[spec.datatypes[0]].config, dims=spec.shape)
+def _cuda_memory_status(message: pb.CudaSharedMemoryStatusRequest, answer: object, call: Call) -> None:
+    if message.name:
+        raise InvalidInputError(f"name: got region {message.name[:300]!r}, want one that is registered")
+
+
+def _register_cuda_memory(message: object, answer: object, call: Call) -> None:
+    raise UnsupportedError("region: got memory of a GPU, want system shared memory")
+
+
+def _unregister_cuda_memory(message: object, answer: object, call: Call) -> None:
+    """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
 
 
 # Stages of a call by their names in the protocol. Encoding comes after ``infer``, and has no name there.
@@ -249,9 +233,18 @@ class _Times:
         default_factory=lambda: dict.fromkeys(("success", "fail", *_DURATIONS.values()), 0.0)
     )
 
+    def put(self, message: pb.ModelStatistics) -> None:
+        """Fill the statistics of a version."""
+        message.last_inference = int(1000 * self.last)
+        message.inference_count, message.execution_count = self.documents, self.succeeded
+        for name, seconds in self.seconds.items():
+            duration = getattr(message.inference_stats, name)
+            duration.count = self.failed if name == "fail" else self.succeeded
+            duration.ns = round(1e9 * seconds)
 
-class Statistics:
-    """Statistics of all models since the server started; used from the event loop only.
+
+class _Statistics:
+    """Statistics of all models since the server started.
 
     Args:
         versions: name and version of each model.
@@ -259,36 +252,25 @@ class Statistics:
 
     def __init__(self, versions: Iterable[tuple[str, str]]) -> None:
         self._times = {version: _Times() for version in versions}
+        self._lock = Lock()
 
-    def succeeded(self, model: str, version: str, call: Call) -> None:
-        """Count a request that was answered."""
-        times = self._begin(model, version, call, "success")
-        times.succeeded += 1
-        times.documents += call.counts.get("documents", 1)
-        for stage, seconds in call.stages:
-            times.seconds[_DURATIONS[stage]] += seconds
-
-    def failed(self, model: str, version: str, call: Call) -> None:
-        """Count a request that failed or was cancelled."""
-        self._begin(model, version, call, "fail").failed += 1
+    def count(self, model: str, version: str, call: Call, *, answered: bool) -> None:
+        """Count a request that was answered, or that failed or was cancelled."""
+        times = self._times[model, version]
+        with self._lock:
+            times.last = time()
+            times.seconds["success" if answered else "fail"] += call.seconds
+            if not answered:
+                times.failed += 1
+                return
+            times.succeeded += 1
+            times.documents += call.counts.get("documents", 1)
+            for stage, seconds in call.stages:
+                times.seconds[_DURATIONS[stage]] += seconds
 
     def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
         """Fill a message with statistics; an empty model or version stands for all."""
-        for (name, of), times in self._times.items():
-            if model in ("", name) and version in ("", of):
-                _put(message.model_stats.add(name=name, version=of), times)
-
-    def _begin(self, model: str, version: str, call: Call, outcome: str) -> _Times:
-        times = self._times[model, version]
-        times.last = time()
-        times.seconds[outcome] += call.seconds
-        return times
-
-
-def _put(message: pb.ModelStatistics, times: _Times) -> None:
-    message.last_inference = int(1000 * times.last)
-    message.inference_count, message.execution_count = times.documents, times.succeeded
-    for name, seconds in times.seconds.items():
-        duration = getattr(message.inference_stats, name)
-        duration.count = times.failed if name == "fail" else times.succeeded
-        duration.ns = round(1e9 * seconds)
+        with self._lock:
+            for (name, of), times in self._times.items():
+                if model in ("", name) and version in ("", of):
+                    times.put(message.model_stats.add(name=name, version=of))

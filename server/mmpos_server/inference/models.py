@@ -1,73 +1,34 @@
-"""The models of the Open Inference Protocol: positions, sequences and rotate; their versions are the profiles."""
+"""The models "positions" and "sequences" of the Open Inference Protocol; their versions are the profiles."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import DENOMINATOR
-from mmpos.rotary import Rotary
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
-from mmpos.rpc.tensors import owned
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import Array, IntArray, one_of
-from mmpos_server.inference.messages import Kind, Output, Request, Spec, loaded, put_response, scheme_of, views_of
-from mmpos_server.limits import check, check_answer, check_reply
-from mmpos_server.position_service import INLINE_BYTES, INLINE_SEGMENTS, PositionService, complete, segments_at_work
-from mmpos_server.rotary_service import RotaryService, check_head_dim, demand_torch, device
+from mmpos.support.checks import Array
+from mmpos_server.inference.messages import Outputs, Request, Spec, put_response
+from mmpos_server.inference.parameters import Kind, scheme_of, views_of
+from mmpos_server.limits import check, check_reply
+from mmpos_server.position_service import PositionService, complete
 from mmpos_server.sequence_service import PendingDocument, SequenceService
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mmpos.images import ImageProcessor
-    from mmpos.sequence.builder import SequenceBuilder
-    from mmpos_server.admission import Call
+    from mmpos_server.call import Call
     from mmpos_server.config import Limits, Profile
     from mmpos_server.inference import open_inference_pb2 as pb
 
-__all__ = [
-    "InferenceModel",
-    "Positions",
-    "Rotate",
-    "Sequences",
-    "check_outputs",
-    "outputs_of",
-    "position_outputs",
-    "scheme_of_profile",
-]
-
-
-class InferenceModel(Protocol):
-    """Model of the protocol; its versions are the profiles of the server."""
-
-    name: str
-    """Name of the model in requests."""
-    parameters: Mapping[str, Kind]
-    """Parameters of requests, with their kinds."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the packages that the model needs are installed."""
-
-    def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return the input tensors of a version."""
-
-    def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return the output tensors of a version."""
-
-    async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Fill the outputs of an answer; an exception becomes the status."""
+__all__ = ["Positions", "Sequences", "always", "check_outputs", "scheme_of_profile"]
 
 
 def scheme_of_profile(profile: Profile) -> Scheme:
@@ -76,7 +37,7 @@ def scheme_of_profile(profile: Profile) -> Scheme:
     return get_scheme(scheme) if isinstance(scheme, str) else scheme
 
 
-def position_outputs(profile: Profile) -> list[Spec]:
+def _position_specs(profile: Profile) -> list[Spec]:
     """Return the outputs with positions, as they are without a scheme in the request."""
     scheme = scheme_of_profile(profile)
     return [
@@ -89,9 +50,33 @@ def position_outputs(profile: Profile) -> list[Spec]:
     ]
 
 
-INLINE_IDS, INLINE_TEXT = 32_768, 2048
-"""Most ids that are written, and characters of views that are parsed, on the event loop: a thread would cost more than
-the work."""
+def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
+    """Check the bytes of the wanted outputs against the limit, before they are made."""
+    if request.wants("position_ids"):
+        check_reply(positions, Dense(), limits, call)
+    if request.wants("table") or request.wants("table_documents"):
+        check_reply(positions, None, limits, call)
+
+
+def _position_outputs(positions: PositionTable) -> Outputs:
+    """Return the outputs of a position table; without next positions where the scheme has none."""
+    result = PositionsResult.of(positions)
+    arrays = {
+        "next_positions": result.next_positions,
+        "deltas": result.deltas,
+        "cu_seqlens": result.cu_seqlens,
+        "table": positions.table,
+        "table_documents": positions.documents,
+    }
+    return {"position_ids": positions.dense} | {
+        name: always(array) for name, array in arrays.items() if array is not None
+    }
+
+
+def always(array: Array) -> Callable[[], Array]:
+    """Return the function of an output that exists already."""
+    return lambda: array
+
 
 _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
@@ -138,36 +123,20 @@ class Positions:
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
         """Return position_ids, next positions, the table, and the rest."""
-        return position_outputs(profile)
+        return _position_specs(profile)
 
-    async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
+    def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Place a batch."""
-        text = len(request.parameters.get("views", ""))
-        if call.request_bytes + call.weighed <= INLINE_BYTES and text <= INLINE_TEXT:
-            query = self._read(request, call)
-            if segments_at_work(query) <= INLINE_SEGMENTS:
-                positions, images = self._service.solve(query, call)
-            else:
-                positions, images = await call.run("place", self._service.solve, query, call)
-        else:
-            positions, images = await call.run("place", self._solve, request, call)
-        if positions.axes * positions.num_tokens <= INLINE_IDS:
-            self._write(positions, request, answer, call)
-        else:
-            await call.run("place", self._write, positions, request, answer, call)
-        call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
-    def _read(self, request: Request, call: Call) -> PositionsQuery:
-        with call.stage("read"):
-            return complete(self._query(request), request.profile, named=request.named)
+        def read() -> PositionsQuery:
+            with call.stage("read"):
+                return complete(self._query(request), request.profile, named=request.named)
 
-    def _solve(self, request: Request, call: Call) -> tuple[PositionTable, int]:
-        return self._service.solve(self._read(request, call), call)
-
-    def _write(self, positions: PositionTable, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        with call.stage("write"):
+        def write(_query: PositionsQuery, positions: PositionTable) -> None:
             check_outputs(positions, request, call, self._limits)
-            put_response(answer, request, outputs_of(positions))
+            put_response(answer, request, _position_outputs(positions))
+
+        self._service.answer(read, write, call)
 
     def _query(self, request: Request) -> PositionsQuery:
         values = request.parameters
@@ -177,7 +146,8 @@ class Positions:
             scheme=scheme_of(values["scheme"]) if "scheme" in values else None,
             start=0 if start is None else int(start[0]) if start.size == 1 else start,
             strict=values.get("strict"),
-            views=views_of(values["views"], self._limits) if "views" in values else (),
+            views=views_of(values["views"]) if "views" in values else (),
+            dense=Dense() if request.wants("position_ids") else None,
         )
 
     def _spans(self, request: Request) -> Spans:
@@ -218,31 +188,6 @@ def _only(request: Request, kind: str, others: Sequence[str]) -> None:
             raise InvalidInputError(f"inputs: got {name!r} beside {kind!r}, want one or the other")
 
 
-def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
-    """Check the bytes of the wanted outputs against the limit, before they are made."""
-    if request.wants("position_ids"):
-        check_reply(positions, Dense(), limits, call)
-    if request.wants("table") or request.wants("table_documents"):
-        check_reply(positions, None, limits, call)
-
-
-def outputs_of(positions: PositionTable) -> dict[str, Output]:
-    """Return the outputs of a position table; without next positions where the scheme has none."""
-    result = PositionsResult.of(positions)
-    integers: dict[str, IntArray | None] = {"next_positions": result.next_positions, "deltas": result.deltas}
-    return {
-        "position_ids": lambda: ("FP64" if positions.fractional else "INT32", positions.dense()),
-        **{name: _constant("INT64", values) for name, values in integers.items() if values is not None},
-        "cu_seqlens": _constant("INT32", result.cu_seqlens),
-        "table": _constant("INT64", positions.table),
-        "table_documents": _constant("INT64", positions.documents),
-    }
-
-
-def _constant(datatype: str, array: Array) -> Output:
-    return lambda: (datatype, array)
-
-
 _PIXELS = {"uint8": "UINT8", "float32": "FP32"}
 
 
@@ -274,37 +219,46 @@ class Sequences:
         images = _images(profile)
         return [
             Spec("input_ids", ("INT64",), (-1,)),
-            *position_outputs(profile),
+            *_position_specs(profile),
             Spec("grid_thw", ("INT64",), (-1, 3)),
             Spec("image_spans", ("INT64",), (-1, 2)),
             Spec("patches", (_PIXELS[images.dtype],), (-1, images.patch_size, images.patch_size, 3)),
         ]
 
-    async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
+    def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Build a batch of sequences."""
         values = request.parameters
         scheme = scheme_of(values["scheme"]) if "scheme" in values else None
         builder = self._service.builder(request.profile.name, scheme, values.get("start", 0))
-        documents = await self._service.solve(
-            lambda: self._read(request), builder, call, patches=request.wants("patches")
-        )
-        tokens, images = await call.run("place", self._write, documents, builder, request, answer, call)
-        call.count(documents=len(documents), tokens=tokens, images=images)
+
+        def write(documents: list[PendingDocument]) -> None:
+            sequences = [_built(f"documents[{d}]", document) for d, document in enumerate(documents)]
+            check("tokens", sum(sequence.input_ids.size for sequence in sequences), self._limits)
+            nothing = place(SegmentTable.from_documents([]), builder.scheme)
+            positions = PositionTable.concatenate([sequence.positions for sequence in sequences] or [nothing])
+            call.checkpoint()
+            check_outputs(positions, request, call, self._limits)
+            put_response(answer, request, _sequence_outputs(sequences, positions, _images(request.profile)))
+            images = sum(len(sequence.grid_thw) for sequence in sequences)
+            call.count(documents=len(documents), tokens=positions.num_tokens, images=images)
+
+        self._service.answer(lambda: self._read(request), builder, write, call, patches=request.wants("patches"))
 
     def _read(self, request: Request) -> list[PendingDocument]:
-        [count] = request.inputs["parts"].shape
+        inputs = request.inputs
+        [count] = inputs["parts"].shape
         check("segments", count, self._limits)
-        if "kinds" in request.inputs and request.inputs["kinds"].shape != (count,):
-            raise InvalidInputError(f"kinds: got {request.inputs['kinds'].shape[0]}, want {count} like parts")
-        parts, kinds, counts = request.elements("parts"), request.elements("kinds"), request.array("parts_per_document")
-        assert parts is not None
-        if kinds is None:
-            kinds = [b"text"] * len(parts)
-        counts = np.array([len(parts)]) if counts is None else counts
+        if "kinds" in inputs and inputs["kinds"].shape != (count,):
+            raise InvalidInputError(f"kinds: got {inputs['kinds'].shape[0]}, want {count} like parts")
+        parts = inputs["parts"].elements()
+        kinds = inputs["kinds"].elements() if "kinds" in inputs else [b"text"] * count
+        counts = request.array("parts_per_document")
+        counts = np.array([count]) if counts is None else counts
         check("documents", counts.size, self._limits)
         check("images", kinds.count(b"image"), self._limits)
-        if counts.min(initial=0) < 0 or sum(counts.tolist()) != len(parts):
-            raise InvalidInputError(f"parts_per_document: got {_some(counts)}, want a sum of {len(parts)} like parts")
+        if counts.min(initial=0) < 0 or sum(counts.tolist()) != count:
+            some = str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
+            raise InvalidInputError(f"parts_per_document: got {some}, want a sum of {count} like parts")
         ends = counts.cumsum().tolist()
         return [
             PendingDocument(
@@ -313,32 +267,10 @@ class Sequences:
             for d, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
         ]
 
-    def _write(
-        self,
-        documents: list[PendingDocument],
-        builder: SequenceBuilder,
-        request: Request,
-        answer: pb.ModelInferResponse,
-        call: Call,
-    ) -> tuple[int, int]:
-        with call.stage("write"):
-            sequences = [_built(f"documents[{d}]", document) for d, document in enumerate(documents)]
-            check("tokens", sum(sequence.input_ids.size for sequence in sequences), self._limits)
-            nothing = place(SegmentTable.from_documents([]), builder.scheme)
-            positions = PositionTable.concatenate([sequence.positions for sequence in sequences] or [nothing])
-            call.checkpoint()
-            check_outputs(positions, request, call, self._limits)
-            put_response(answer, request, _sequence_outputs(sequences, positions, _images(request.profile)))
-        return positions.num_tokens, sum(len(sequence.grid_thw) for sequence in sequences)
-
 
 def _images(profile: Profile) -> ImageProcessor:
     assert profile.builder.images is not None, "every profile has an image processor"
     return profile.builder.images
-
-
-def _some(counts: Array) -> str:
-    return str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
 
 
 def _part(name: str, part: bytes, kind: bytes) -> str | bytes:
@@ -363,152 +295,18 @@ def _built(name: str, document: PendingDocument) -> InterleavedSequence:
 
 def _sequence_outputs(
     sequences: list[InterleavedSequence], positions: PositionTable, images: ImageProcessor
-) -> dict[str, Output]:
-    starts = positions.cu_seqlens[:-1].tolist()
+) -> Outputs:
+    starts, size = positions.cu_seqlens[:-1].tolist(), images.patch_size
+    spans = [sequence.image_spans + start for sequence, start in zip(sequences, starts, strict=True)]
+    patches = [sequence.patches for sequence in sequences if sequence.patches is not None]
 
-    def ids() -> tuple[str, Array]:
-        return "INT64", np.concatenate([_none(0), *(sequence.input_ids for sequence in sequences)])
+    def packed(arrays: list[Array], dtype: str, *shape: int) -> Callable[[], Array]:
+        return lambda: np.concatenate([np.empty((0, *shape), dtype), *arrays])
 
-    def grids() -> tuple[str, Array]:
-        return "INT64", np.concatenate([_none(0, 3), *(sequence.grid_thw for sequence in sequences)])
-
-    def spans() -> tuple[str, Array]:
-        moved = (sequence.image_spans + start for sequence, start in zip(sequences, starts, strict=True))
-        return "INT64", np.concatenate([_none(0, 2), *moved])
-
-    def patches() -> tuple[str, Array]:
-        size, kept = images.patch_size, (sequence.patches for sequence in sequences)
-        none = np.empty((0, size, size, 3), images.dtype)
-        return _PIXELS[images.dtype], np.concatenate([none, *(one for one in kept if one is not None)])
-
-    return {"input_ids": ids, **outputs_of(positions), "grid_thw": grids, "image_spans": spans, "patches": patches}
-
-
-def _none(*shape: int) -> IntArray:
-    return np.empty(shape, np.int64)
-
-
-class Rotate:
-    """Model "rotate": q and k to rotated q and k.
-
-    Args:
-        service: implementation of RotaryService.
-        limits: limits of one request.
-    """
-
-    name = "rotate"
-    parameters: Mapping[str, Kind] = {"layout": "string", "conjugate": "bool", "rotary": "string"}
-
-    def __init__(self, service: RotaryService, limits: Limits) -> None:
-        self._service, self._limits = service, limits
-
-    @property
-    def ready(self) -> bool:
-        """Whether torch is installed."""
-        return bool(device())
-
-    def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return q, k, and positions as ids or as a table."""
-        ids = ("INT32", "INT64", "FP64")
-        fractional = scheme_of_profile(profile).fractional
-        return [
-            *self._tensors(profile),
-            Spec("position_ids", ids[::-1] if fractional else ids, (-1, -1), optional=True, ndim=(3,)),
-            Spec("table", ("INT64",), (-1, -1), optional=True),
-            Spec("table_documents", ("INT64",), (4, -1), optional=True),
-        ]
-
-    def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return q, and k if it is sent, of their own type."""
-        return self._tensors(profile)
-
-    async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Rotate q and k."""
-        await call.turn("rotary")
-        await call.run("rotary", self._infer, request, answer, call)
-
-    def _tensors(self, profile: Profile) -> list[Spec]:
-        kinds = ("FP32", "FP16", "BF16")
-        head_dim = -1 if profile.rotary is None else profile.rotary.head_dim
-        return [Spec(name, kinds, (-1, -1, head_dim), optional=name == "k", ndim=(3, 4)) for name in ("q", "k")]
-
-    def _infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        demand_torch()
-        with call.stage("read"):
-            values = request.parameters
-            layout = values.get("layout")
-            if layout is not None:
-                one_of("layout", layout, ("thd", "bshd", "bhsd"))
-            rotary = _rotary(values["rotary"]) if "rotary" in values else self._service.rotary(request.profile.name)
-            q, k = (_tensor(request, name) for name in ("q", "k"))
-            assert q is not None
-            check_answer(sum(t.numel() * t.element_size() for t in (q, k) if t is not None), self._limits, call)
-            positions = self._positions(request, q, layout)
-        q, k = self._service.turn(
-            q, k, positions, rotary, call, layout=layout, conjugate=values.get("conjugate", False)
-        )
-        with call.stage("write"):
-            datatype = request.inputs["q"].datatype
-            put_response(answer, request, _rotated_outputs({"q": q, "k": k}, datatype))
-
-    def _positions(self, request: Request, q: Tensor, layout: str | None) -> PositionTable | Tensor:
-        ids, table, documents = (request.array(name) for name in ("position_ids", "table", "table_documents"))
-        if (ids is None) == (table is None) or (table is None) != (documents is None):
-            raise InvalidInputError(
-                f"inputs: got {list(request.inputs)}, want position_ids, or table and table_documents, among them"
-            )
-        if ids is not None:
-            import torch
-
-            check("tokens", ids.size, self._limits)
-            return torch.from_numpy(owned(ids))
-        assert table is not None
-        assert documents is not None
-        tokens = q.shape[0] if q.ndim == 3 else q.shape[0] * q.shape[2 if layout == "bhsd" else 1]
-        check("tokens", tokens, self._limits)
-        fractional = len(table) > DENOMINATOR and bool((table[DENOMINATOR] != 1).any())
-        return PositionTable.from_arrays(table, documents, tokens, fractional=fractional, scheme="")
-
-
-def _rotary(text: str) -> Rotary:
-    """Parse the parameter ``rotary``."""
-    values = loaded("rotary", text)
-    if not isinstance(values, dict):
-        raise InvalidInputError(
-            f"parameters['rotary']: got {text[:100]!r}, want a JSON object as Rotary.to_dict gives it"
-        )
-    head_dim = values.get("head_dim")
-    if isinstance(head_dim, int):
-        check_head_dim(head_dim)
-    try:
-        return _rotary_of(json.dumps(values))
-    except InvalidInputError as error:
-        raise InvalidInputError(f"parameters['rotary']: {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _rotary_of(text: str) -> Rotary:
-    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
-    return Rotary.from_dict(json.loads(text))
-
-
-def _tensor(request: Request, name: str) -> Tensor | None:
-    """Return the torch tensor of an input, which may be written to."""
-    array = request.array(name)
-    if array is None:
-        return None
-    import torch
-
-    tensor = torch.from_numpy(owned(array))
-    return tensor.view(torch.bfloat16) if request.inputs[name].datatype == "BF16" else tensor
-
-
-def _rotated_outputs(tensors: Mapping[str, Tensor | None], datatype: str) -> dict[str, Output]:
-    return {name: partial(_rotated_output, tensor, datatype) for name, tensor in tensors.items() if tensor is not None}
-
-
-def _rotated_output(tensor: Tensor, datatype: str) -> tuple[str, Array]:
-    import torch
-
-    host = tensor.cpu().contiguous()
-    return datatype, (host.view(torch.uint16) if datatype == "BF16" else host).numpy()
+    return {
+        "input_ids": packed([sequence.input_ids for sequence in sequences], "int64"),
+        **_position_outputs(positions),
+        "grid_thw": packed([sequence.grid_thw for sequence in sequences], "int64", 3),
+        "image_spans": packed(spans, "int64", 2),
+        "patches": packed(patches, images.dtype, size, size, 3),
+    }

@@ -1,0 +1,258 @@
+"""One request at work: its deadline, its slots, its stages, and the long work that it gives to thread pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from time import monotonic, perf_counter, sleep
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
+from mmpos_server.exchange import NO_MEMORY, Exchange
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from mmpos_server.admission import Admission, Gate, PoolName
+
+__all__ = ["Call", "GoneError", "Recipient"]
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.1
+"""Seconds between two checks whether somebody still waits for work that a pool does."""
+
+
+class GoneError(BaseException):
+    """The client of a call has gone, so that nobody waits for the answer; not caught by ``except Exception``."""
+
+
+class Recipient(Protocol):
+    """The end of a transport that knows whether its client is still there."""
+
+    def is_active(self) -> bool:
+        """Check whether somebody waits for the answer; from any thread."""
+
+
+class _Stage:
+    """Timed stage of a call; a generator would cost three times as much."""
+
+    __slots__ = ("_began", "_name", "_stages")
+
+    def __init__(self, name: str, stages: list[tuple[str, float]]) -> None:
+        self._name, self._stages = name, stages
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._stages.append((self._name, perf_counter() - self._began))  # append is atomic
+
+
+class Call:
+    """One request, or one item of a stream. Its methods may be called from any thread.
+
+    Args:
+        request_id: id of the request in logs and metadata.
+        client: name of the client.
+        admission: gates and thread pools of the server.
+        context: of the transport.
+        deadline: time by the monotonic clock; None is no deadline.
+        item: whether the call is an item of a stream, which waits where other calls are refused.
+    """
+
+    __slots__ = (
+        "_admission",
+        "_began",
+        "_context",
+        "_deadline",
+        "_slots",
+        "answer_bytes",
+        "client",
+        "counts",
+        "held",
+        "item",
+        "memory",
+        "request_bytes",
+        "request_id",
+        "span",
+        "stages",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        client: str,
+        admission: Admission,
+        context: Recipient,
+        deadline: float | None = None,
+        *,
+        item: bool = False,
+    ) -> None:
+        self.request_id, self.client, self.item = request_id, client, item
+        self.stages: list[tuple[str, float]] = []
+        self.counts: dict[str, int] = {}
+        self.span: Span | None = None  # set by tracing
+        self.memory: Exchange = NO_MEMORY
+        self.request_bytes = 0  # size of its message
+        self.answer_bytes = 0.0  # tensors of the answer, as far as their size is known before they exist
+        self.held = 0  # bytes of the request, and of the shared memory that it names
+        self._admission, self._context, self._deadline = admission, context, deadline
+        self._slots: list[Gate] = []
+        self._began = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the call arrived."""
+        return perf_counter() - self._began
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Ids of the span, for lines of the log."""
+        context = None if self.span is None else self.span.get_span_context()
+        if context is None or not context.is_valid:  # not valid where the environment turns spans off
+            return {}
+        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline is not None and monotonic() >= self._deadline
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server has announced that it stops."""
+        return self._admission.announced
+
+    def checkpoint(self) -> None:
+        """Raise if nobody waits for the answer any more.
+
+        Raises:
+            ServiceTimeoutError: the deadline has passed.
+            GoneError: the client has gone.
+        """
+        if self._deadline is not None and self.late:
+            raise ServiceTimeoutError("the deadline has passed before the answer was ready")
+        if not self._context.is_active():
+            raise GoneError
+
+    def stage(self, name: str) -> _Stage:
+        """Return a context manager that times a stage of the call."""
+        return _Stage(name, self.stages)
+
+    def count(self, *, documents: int = 0, tokens: int = 0, images: int = 0) -> None:
+        """Add to the counts of the answer."""
+        for name, number in (("documents", documents), ("tokens", tokens), ("images", images)):
+            if number:
+                self.counts[name] = self.counts.get(name, 0) + number
+
+    def run(self, pool: PoolName, function: Callable[..., T], *arguments: object) -> T:
+        """Run a function in a thread of a pool.
+
+        Args:
+            pool: name of the pool.
+            function: function to call; a long one calls ``checkpoint`` now and then.
+            arguments: arguments of the function.
+
+        Raises:
+            ServiceOverloadedError: the line of the pool is full; items of a stream wait.
+            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+        """
+        return self.map(pool, partial(function, *arguments), [()])[0]
+
+    def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
+        """Run a function for each tuple of arguments in threads of a pool, side by side; the first error ends all.
+
+        Raises:
+            MmposError, GoneError: as ``run`` does.
+        """
+        self.checkpoint()
+        self.join(pool)
+        queued = perf_counter()
+
+        def work(arguments: tuple[object, ...]) -> T:
+            self.stages.append(("queue", perf_counter() - queued))
+            self.checkpoint()
+            return function(*arguments)
+
+        executor = self._admission.pools[pool].executor
+        tasks: list[Future[T]] = []
+        try:
+            tasks += (executor.submit(work, arguments) for arguments in items)
+            todo = set(tasks)
+            while todo:
+                done, todo = wait(todo, _LOOK_SECONDS, FIRST_EXCEPTION)
+                for task in done:
+                    task.result()  # raises its error
+                if todo:
+                    self.checkpoint()
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def join(self, pool: PoolName) -> None:
+        """Take the call's slot of a pool, once: a unary call is refused where an item of a stream waits.
+
+        Raises:
+            ServiceOverloadedError: the line of the pool is full.
+            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+        """
+        line = self._admission.pools[pool]
+        if line.gate not in self._slots:
+            if self.item:
+                self._patient(lambda: line.enter(self.client))
+            else:
+                line.enter(self.client)
+            self._slots.append(line.gate)
+
+    def hold(self, size: int) -> None:
+        """Take room for so many bytes besides those of the request; an item of a stream waits for room.
+
+        Raises:
+            ServiceOverloadedError: there is no room, or the client holds its share.
+            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+        """
+        if self.item:
+            self._patient(lambda: self._admission.bytes.enter(self.client, size, self.held))
+        else:
+            self._admission.bytes.enter(self.client, size, self.held)
+        self.held += size
+
+    def of_item(self, number: int) -> Call:
+        """Return the call of one item of this stream."""
+        request_id = f"{self.request_id}.{number}"
+        return Call(request_id, self.client, self._admission, self._context, self._deadline, item=True)
+
+    def admit(self, gate: Gate) -> None:
+        """Take the slot of a unary call.
+
+        Raises:
+            ServiceOverloadedError: no slot is free, or the client has its share.
+        """
+        gate.enter(self.client)
+        self._slots.append(gate)
+
+    def release(self) -> None:
+        """Return the slots of the call, and close its shared memory; the room that it holds is returned by ``free``."""
+        self.memory = NO_MEMORY
+        seconds = self.seconds
+        for gate in self._slots:
+            gate.leave(self.client, 1, seconds)
+        self._slots.clear()
+
+    def free(self) -> None:
+        """Return the room that the call holds."""
+        held, self.held = self.held, 0
+        if held:
+            self._admission.bytes.leave(self.client, held, self.seconds)
+
+    def _patient(self, enter: Callable[[], None]) -> None:
+        """Enter a gate, when there is room."""
+        while True:
+            try:
+                return enter()
+            except ServiceOverloadedError as error:
+                sleep(min(error.retry_after, _LOOK_SECONDS))
+                self.checkpoint()

@@ -1,0 +1,152 @@
+"""Flags of the command line, and what they make: addresses, settings, access to shared memory, the page of metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from prometheus_client import CollectorRegistry
+
+from mmpos.errors import InvalidInputError
+from mmpos_server.access import TlsFiles
+from mmpos_server.config import ServerConfig, load
+from mmpos_server.listening import Listen, Uds, inherits
+from mmpos_server.page import exposed
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.telemetry import ProcessMetrics
+
+__all__ = ["Flags", "LogFormat", "LogLevel"]
+
+
+class LogLevel(StrEnum):
+    """Lowest level of log lines that are written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """Format of log lines."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
+    """Describe a flag; default is text for the help where the value says little."""
+    shown = True if default is None else default
+    return typer.Option(*names, help=text, show_default=shown, **settings)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the command line, with their help.
+
+    Raises:
+        InvalidInputError: a flag is wrong, or useless without another one.
+    """
+
+    host: Annotated[str, _flag("Address to listen on; 0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
+    port: Annotated[
+        int | None,
+        _flag("Port to listen on; 0 picks a free one.", min=0, max=65535, default="50051, and none with --uds"),
+    ] = None
+    uds: Annotated[Path | None, _flag("Unix socket to listen on; never encrypted.", metavar="PATH")] = None
+    uds_mode: Annotated[str | None, _flag("Permissions of the unix socket.", metavar="OCTAL", default="0600")] = None
+    config: Annotated[Path | None, _flag("Settings file, TOML.", metavar="FILE", default="the embedded ones")] = None
+    workers: Annotated[int, _flag("Worker processes that share the port.", min=1, max=1024)] = 1
+    metrics_host: Annotated[str | None, _flag("Address of the metrics page.", default="that of --host")] = None
+    metrics_port: Annotated[
+        int, _flag("Port of the HTTP page with /metrics, /livez and /readyz; 0 for none.", min=0, max=65535)
+    ] = 0
+    tls_cert: Annotated[Path | None, _flag("Certificate chain, PEM.", metavar="FILE")] = None
+    tls_key: Annotated[Path | None, _flag("Private key of the certificate, PEM.", metavar="FILE")] = None
+    tls_client_ca: Annotated[
+        Path | None, _flag("CA certificates, PEM; clients must then present a certificate.", metavar="FILE")
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        _flag("Lines of NAME TOKEN, reread as they change; calls must then carry a token.", metavar="FILE"),
+    ] = None
+    shared_memory: Annotated[
+        str | None,
+        _flag(
+            "Accept tensors in shared memory objects named PREFIX…, from clients on this machine.",
+            metavar="PREFIX",
+            default="off",
+        ),
+    ] = None
+    notice_seconds: Annotated[
+        float, _flag("Seconds to serve on as NOT_SERVING after SIGTERM, so that load balancers notice.", min=0)
+    ] = 0.0
+    drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
+    log_level: Annotated[LogLevel, _flag("Lowest level of log lines that are written.")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, _flag("Log lines as JSON, or as text for people.")] = LogFormat.JSON
+    otel: Annotated[bool, _flag("Export OpenTelemetry spans, as the environment variables OTEL_… say.", "--otel")] = (
+        False
+    )
+    preload: Annotated[
+        bool, _flag("Import torch before listening, instead of with the first rotation.", "--preload")
+    ] = False
+
+    def __post_init__(self) -> None:
+        assert self.listen  # whose errors are those of the flags
+
+    @property
+    def listen(self) -> Listen:
+        """Addresses to listen on, TLS and tokens."""
+        port = 50051 if self.port is None else self.port
+        tcp = self.uds is None or self.port is not None
+        return Listen(self.host, port, self._tls(), tcp=tcp, uds=self._uds(), token_file=self.token_file)
+
+    def settings(self) -> ServerConfig:
+        """Read the settings of the file."""
+        return load(self.config)
+
+    def memory(self) -> SharedMemory:
+        """Return the access to shared memory of clients.
+
+        Raises:
+            InvalidInputError: the prefix is wrong, or other machines can reach the server.
+        """
+        memory = SharedMemory(self.shared_memory)
+        memory.check(self.listen)
+        return memory
+
+    def page(
+        self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
+    ) -> AbstractContextManager[object]:
+        """Return a context manager that shows the page of metrics, liveness and readiness, if there is one."""
+        if not self.metrics_port and not inherits():
+            return nullcontext()
+        registry.register(ProcessMetrics(self.listen.tls))
+        return exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port)
+
+    def _tls(self) -> TlsFiles | None:
+        if self.tls_cert is not None and self.tls_key is not None:
+            return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+            value = getattr(self, name)
+            if value is not None:
+                raise InvalidInputError(f"--{name.replace('_', '-')}: got {value} alone, want --tls-cert and --tls-key")
+        return None
+
+    def _uds(self) -> Uds | None:
+        path, mode = self.uds, self.uds_mode
+        if path is None:
+            if mode is not None:
+                raise InvalidInputError(f"--uds-mode: got {mode} alone, want --uds")
+            return None
+        if mode is None:
+            return Uds(path)
+        if not re.fullmatch("[0-7]{1,4}", mode):
+            raise InvalidInputError(f"--uds-mode: got {mode!r}, want octal digits such as 0660")
+        return Uds(path, int(mode, 8))

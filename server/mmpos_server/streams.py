@@ -1,0 +1,330 @@
+"""Streaming endpoints: a thread reads and answers the items, another one sends the answers in order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Condition, Event
+from time import sleep
+from typing import TYPE_CHECKING
+
+from mmpos.errors import (
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnauthenticatedError,
+    ServiceUnavailableError,
+)
+from mmpos_server.call import GoneError
+from mmpos_server.endpoints import Answer
+from mmpos_server.methods import failure, public
+from mmpos_server.telemetry import MethodMetrics
+
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
+    from mmpos_server.endpoints import Context, ServerContext
+    from mmpos_server.methods import Method
+
+__all__ = ["IDLE_SECONDS", "ItemWindow", "StreamEndpoint"]
+
+WINDOW_ITEMS, WINDOW_BYTES = 16, 32 * 2**20
+"""Items of one stream that are read and not yet answered, and the bytes of these items and of their answers at which
+reading pauses."""
+
+IDLE_SECONDS = 600.0
+"""Seconds of a stream without an item, after which it ends."""
+
+_FIRST_ITEMS = 4
+"""Items of a stream that are begun before it is known how large an answer is."""
+
+
+class ItemWindow:
+    """Flow control of one stream: limits reading ahead of the answers.
+
+    The answer to an item may be far larger than the item, and is held while the client does not read. Answers count
+    therefore, and each item at work counts as the largest answer so far. Few items begin before one answer is known.
+
+    Args:
+        items: most items that are read and not answered.
+        size: bytes of these items and their answers at which reading pauses.
+    """
+
+    def __init__(self, items: int = WINDOW_ITEMS, size: int = WINDOW_BYTES) -> None:
+        self._most, self._items, self._size, self._bytes = items, 0, size, 0
+        self._at_work, self._largest = 0, -1
+        self._changed = Condition()
+        self._closed = False
+
+    @property
+    def full(self) -> bool:
+        """Whether reading pauses; one item alone may always be read."""
+        if self._items and self._largest < 0 and self._items >= _FIRST_ITEMS:
+            return True
+        expected = self._at_work * max(self._largest, 0)
+        return self._items >= self._most or (self._items > 0 and self._bytes + expected >= self._size)
+
+    def room(self) -> bool:
+        """Wait until one more item may be read; False if the window was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self.full)
+            return not self._closed
+
+    def close(self) -> None:
+        """Let nobody wait for room any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def enter(self, size: int) -> None:
+        """Note that an item of so many bytes was read and is at work."""
+        with self._changed:
+            self._items += 1
+            self._at_work += 1
+            self._bytes += size
+
+    def answered(self, size: int) -> None:
+        """Note that an item was answered with so many bytes."""
+        with self._changed:
+            self._at_work -= 1
+            self._bytes += size
+            self._largest = max(self._largest, size)
+            self._changed.notify()
+
+    def leave(self, size: int) -> None:
+        """Note that an answer was sent; size is the bytes of the answer and of its item."""
+        with self._changed:
+            self._items -= 1
+            self._bytes -= size
+            self._changed.notify()
+
+
+class StreamEndpoint:
+    """Streaming endpoint of a method: items are answered in order, and none fails another.
+
+    Args:
+        method: method with a stream form.
+        server: state that the methods share.
+        readers: threads that read streams, one for each.
+        workers: threads for items of which several of one stream are at work at once.
+    """
+
+    def __init__(
+        self, method: Method, server: ServerContext, readers: ThreadPoolExecutor, workers: ThreadPoolExecutor
+    ) -> None:
+        self.renew(method, server)
+        self.readers, self.workers = readers, workers
+        self.name = self._twin.name
+        self._path = f"{method.service}/{self.name}"
+        self._metrics = MethodMetrics(server.metrics, self.name)
+        self._open: set[_Stream] = set()
+        self._draining = False
+
+    def renew(self, method: Method, server: ServerContext) -> None:
+        """Answer items from now on by this method, of the same name."""
+        assert method.twin is not None
+        self.method, self._twin, self.server = method, method.twin, server
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether several items of a stream are at work at once."""
+        return self._twin.side_by_side
+
+    def drain(self) -> None:
+        """Stop reading from all streams: items that were read are answered, then each stream ends with UNAVAILABLE."""
+        self._draining = True
+        for stream in list(self._open):
+            stream.drain()
+
+    def answers(self, requests: Iterator[bytes], context: Context) -> Generator[bytes, None, Answer]:
+        """Yield the answers to the items of one stream; returns its metadata, and its status if it failed.
+
+        Raises:
+            GoneError: the client has gone.
+        """
+        server = self.server
+        try:
+            client = server.client(context)
+        except ServiceUnauthenticatedError as error:
+            return Answer(failed=server.failed(error, "", self.name))
+        call, metadata = server.call(context, client)
+        if server.tracing is not None:
+            server.tracing.begin(call, self._path, context)
+        stream = _Stream(self, call, context)
+        gate, entered = server.admission.streams, False
+        server.metrics.streams.inc()
+        status = "CANCELLED"
+        try:
+            server.admission.arrive()
+            gate.enter(client)
+            entered = True
+            self._open.add(stream)
+            if self._draining:
+                stream.drain()
+            yield from stream.serve(requests)
+            status = "OK"
+            return Answer(b"", metadata)
+        except GoneError:
+            status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
+            raise
+        except Exception as error:
+            failed = server.failed(error, call.request_id, self.name, **call.trace)
+            status = failed.status
+            return Answer(b"", (*metadata, *failed.metadata), failed)
+        finally:
+            self._open.discard(stream)
+            server.metrics.streams.dec()
+            if entered:
+                gate.leave(client, 1, call.seconds)
+            if server.tracing is not None:
+                server.tracing.end(call, status, items=stream.items)
+            if server.logs.requests:
+                server.ended("stream", call, self.name, status, context, items=stream.items)
+
+    def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
+        """Answer one item of a stream; an error of the item is in its answer.
+
+        Raises:
+            DecodeError: the bytes are no request, so that the item has no id.
+            LimitExceededError: the bytes are too many.
+            ServiceTimeoutError: the deadline of the stream has passed.
+            GoneError: the client has gone.
+        """
+        tracing = self.server.tracing
+        if tracing is not None:
+            tracing.begin_item(call, self._path, stream)
+        self._metrics.begin()
+        status, answer = "CANCELLED", b""
+        try:
+            call.hold(len(raw))
+            answer, status = self._outcome(raw, call)
+            return answer
+        except Exception as error:
+            status = failure(error, call.request_id).status
+            raise
+        finally:
+            call.release()
+            call.free()
+            sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
+            if tracing is not None:
+                tracing.end(call, status, **sizes)
+            call.stages.append(("total", call.seconds))
+            self._metrics.end(status, call.stages, call.counts, **sizes)
+
+    def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
+        """Return the answer to one item, and its status."""
+        twin, server = self._twin, self.server
+        request, response = server.parse(twin.request, raw, call), twin.response()
+        try:
+            server.share(raw, request, call)
+            twin.run(request, response, call)
+            return server.encode(response, call), "OK"
+        except ServiceTimeoutError:
+            raise
+        except Exception as error:
+            failed = server.failed(error, call.request_id, self.name, **call.trace)
+            response = twin.response()
+            twin.refuse(request, response, public(error, call.request_id))
+            return response.SerializeToString(), failed.status
+
+
+class _Stream:
+    """Open stream: a reader that answers items as the window allows, and a writer that sends the answers."""
+
+    def __init__(self, endpoint: StreamEndpoint, call: Call, context: Context) -> None:
+        self._endpoint, self._call, self._context = endpoint, call, context
+        self._window = ItemWindow()
+        # Answers in order, with the sizes of their items; an error ends the stream, None is its end.
+        self._answers: SimpleQueue[tuple[bytes | Future[bytes], int] | BaseException | None] = SimpleQueue()
+        self._draining = Event()
+        self._reading = self._ended = False
+        self.items = 0
+
+    def drain(self) -> None:
+        """Stop reading."""
+        self._draining.set()
+        if self._reading:
+            self._answers.put(None)
+
+    def serve(self, requests: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the answers to the items in order until the client is done.
+
+        Raises:
+            ServiceUnavailableError: the server is about to stop, or nothing came for long.
+            MmposError, DecodeError: an item broke the stream.
+            GoneError: the client has gone.
+        """
+        transit = self._endpoint.server.transit
+        self._context.add_callback(lambda: self._answers.put(GoneError()))
+        self._endpoint.readers.submit(self._read, requests)
+        try:
+            while (item := self._next()) is not None:
+                answer, size = item
+                raw = answer if isinstance(answer, bytes) else answer.result()
+                transit.sending(self, self._context)
+                yield raw
+                transit.sent(self)
+                self._window.leave(size + len(raw))
+            if self._draining.is_set() and not self._ended:
+                raise ServiceUnavailableError(
+                    "the server is about to stop, want a new stream for items without an answer"
+                )
+        finally:
+            transit.sent(self)
+            self._window.close()
+
+    def _next(self) -> tuple[bytes | Future[bytes], int] | None:
+        """Wait for the next answer."""
+        try:
+            item = self._answers.get(timeout=IDLE_SECONDS)
+        except Empty:
+            if not self._reading:  # an item takes long
+                return self._next()
+            raise ServiceUnavailableError(f"stream: got nothing for {IDLE_SECONDS:g} s, want a new one") from None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _read(self, requests: Iterator[bytes]) -> None:
+        """Read the items and answer them, or let workers answer them."""
+        endpoint, call = self._endpoint, self._call
+        transit = endpoint.server.transit
+        late = ServiceTimeoutError("request: got only part of it in time")
+        try:
+            while self._window.room():
+                self._reading = True
+                if self._draining.is_set():
+                    break
+                raw = transit.receive(requests, None if self.items else lambda: self._answers.put(late))
+                self._reading = False
+                if raw is None:
+                    self._ended = True
+                    break
+                if self._draining.is_set():
+                    break
+                self.items += 1
+                self._window.enter(len(raw))
+                item = call.of_item(self.items)
+                self._wait_for_rate()
+                if endpoint.side_by_side:
+                    task = endpoint.workers.submit(endpoint.item, raw, item, call)
+                    task.add_done_callback(self._done)
+                    self._answers.put((task, len(raw)))
+                else:
+                    answer = endpoint.item(raw, item, call)
+                    self._window.answered(len(answer))
+                    self._answers.put((answer, len(raw)))
+        except BaseException as error:  # of the items, for the writer
+            self._answers.put(error)
+        self._answers.put(None)
+
+    def _wait_for_rate(self) -> None:
+        while True:
+            try:
+                return self._endpoint.server.rates.take(self._call.client)
+            except ServiceOverloadedError as error:
+                sleep(min(error.retry_after, 0.1))
+                self._call.checkpoint()
+
+    def _done(self, task: Future[bytes]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._window.answered(len(task.result()))

@@ -1,0 +1,137 @@
+"""Messages in transit: how long a request may take to arrive, and an answer to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from mmpos.errors import InvalidInputError
+from mmpos_server.call import GoneError, Recipient
+
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
+    from mmpos_server.config import Connections
+    from mmpos_server.telemetry import Logs
+
+__all__ = ["Transit", "Transport"]
+
+_DRAIN_SECONDS = 1.0
+"""Seconds that a request may take to arrive while the server drains."""
+
+
+class Transport(Recipient, Protocol):
+    """Context of a call whose end can be waited for, and brought about."""
+
+    def add_callback(self, callback: Callable[[], None], /) -> bool:
+        """Call a function when the call has ended; False if it has."""
+
+    def cancel(self) -> None:
+        """End the call at once."""
+
+
+class Transit:
+    """Messages in transit, which are checked by a thread of the server.
+
+    gRPC does not limit how long it takes to send a request and to read an answer. A call that is too slow is
+    cancelled: its client gets the status CANCELLED.
+
+    Args:
+        times: time limits.
+        logs: log of the server.
+    """
+
+    def __init__(self, times: Connections, logs: Logs) -> None:
+        self._times, self._logs = times, logs
+        # When each message began, and how its call is ended.
+        self._requests: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
+        self._answers: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._draining = False
+
+    def renew(self, times: Connections) -> None:
+        """Apply these time limits from now on."""
+        self._times = times
+
+    def drain(self) -> None:
+        """Shorten the time limit of incomplete requests to a second."""
+        self._draining = True
+
+    def receive(self, requests: Iterator[bytes], late: Callable[[], None] | None) -> bytes | None:
+        """Wait for the next message of a call; None after the last one.
+
+        Args:
+            requests: messages of the call.
+            late: called if the message takes too long, to end the call; None lets it take its time.
+
+        Raises:
+            GoneError: the client has gone, or was too late.
+        """
+        if late is not None:
+            self._requests[requests] = monotonic(), late
+        try:
+            raw = next(requests, None)
+        except grpc.RpcError:
+            raise GoneError from None
+        finally:
+            in_time = self._requests.pop(requests, None)
+        if raw is None and late is not None and in_time is None:
+            raise GoneError  # a call that is cancelled may look like one without a message
+        return raw
+
+    def request(self, requests: Iterator[bytes], transport: Transport) -> bytes:
+        """Wait for the one message of a call.
+
+        Raises:
+            InvalidInputError: the call has no message.
+            GoneError: the client has gone, or was too late.
+        """
+        raw = self.receive(requests, transport.cancel)
+        if raw is None:
+            raise InvalidInputError("request: got none, want one message")
+        return raw
+
+    def send(self, call: Call, transport: Transport, size: int) -> None:
+        """Hold room for an answer of so many bytes until the call has ended, and then free the room of the call.
+
+        Raises:
+            ServiceOverloadedError: unread answers hold too many bytes.
+        """
+        call.hold(size)
+        self._answers[call] = monotonic(), transport.cancel
+
+        def ended() -> None:
+            self._answers.pop(call, None)
+            call.free()
+
+        if not transport.add_callback(ended):
+            ended()
+
+    def sending(self, message: object, transport: Transport) -> None:
+        """Note that a message is on its way to the client."""
+        self._answers[message] = monotonic(), transport.cancel
+
+    def sent(self, message: object) -> None:
+        """Note that a message has been sent."""
+        self._answers.pop(message, None)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no message is in transit."""
+        return not self._requests and not self._answers
+
+    def look(self) -> None:
+        """End the calls whose messages take too long."""
+        now, times = monotonic(), self._times
+        seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
+        for event, messages, most in (
+            ("request did not arrive in time", self._requests, seconds),
+            ("client does not read answers", self._answers, times.send_seconds),
+        ):
+            for message, (began, end) in list(messages.items()):
+                if began > now - most:
+                    break
+                messages.pop(message, None)
+                self._logs.seldom(event, seconds=most)
+                end()

@@ -1,0 +1,346 @@
+"""Several server processes that share a port: their supervisor starts, watches, replaces and drains them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, NoReturn
+
+from prometheus_client import values
+from prometheus_client.multiprocess import mark_process_dead
+
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos_server.access import TokenFile
+from mmpos_server.config import Profiles, ServerConfig
+from mmpos_server.flags import Flags
+from mmpos_server.launch import Running, SettingsReader, leave, prepare
+from mmpos_server.listening import Listen, address, bind, notify, warn
+from mmpos_server.telemetry import Logs, aggregate, logging_all
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+__all__ = ["supervise"]
+
+
+_METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+_YOUNG_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 1.0
+"""A worker that dies young is started again after a pause that doubles, between these bounds."""
+
+_WORKER_SECONDS = 5.0
+"""Seconds after the notice and the drain for the workers to exit."""
+
+_BEAT_SECONDS, _MOST_SILENCE = 1.0, 10
+"""A worker says that it lives once in so many seconds; after so many times without it, it is replaced."""
+
+_STOP = "stop"
+
+
+def supervise(options: Flags) -> None:
+    """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
+
+    Args:
+        options: flags of the command line.
+
+    Raises:
+        InvalidInputError: a setting is wrong, the port is taken, or a worker could not start.
+    """
+    listen = options.listen
+    if listen.uds:
+        raise InvalidInputError(
+            f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
+        )
+    with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as held:
+        # Errors in files are reported once, and not by every worker.
+        config = options.settings()
+        Profiles.from_config(config)
+        options.memory()
+        if listen.tls:
+            listen.tls.read()
+        if listen.token_file:
+            TokenFile(listen.token_file, logs)
+        warn(listen, logs)
+        # Without sharing first: with it, two servers that both share would not see each other.
+        bind(listen.host, listen.port).close()
+        reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
+        shared = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
+        os.environ[_METRICS_FOLDER] = folder  # before the process starts from which the workers are forked
+        held.callback(os.environ.pop, _METRICS_FOLDER)
+        _Supervisor(options, shared, config, folder, logs).run()
+
+
+@dataclass
+class _Worker:
+    """A worker as its supervisor sees it: a place for processes, one after another."""
+
+    number: int
+    due: float = 0.0
+    """When the next process is to be started."""
+    pause: float = _FIRST_PAUSE
+    process: BaseProcess | None = None
+    pipe: Connection | None = None
+    began: float = 0.0
+    silent: int = 0
+    """How many beats are missing."""
+    ready: bool = False
+    serving: bool = False
+    """Whether the process has taken calls, and so drains when it is to stop."""
+    served: bool = False
+    """Whether any process of this place has."""
+    failure: str | None = None
+    """What the process said before it ended."""
+
+
+class _Supervisor:
+    """Supervisor of the workers of one server."""
+
+    def __init__(self, options: Flags, listen: Listen, config: ServerConfig, folder: str, logs: Logs) -> None:
+        self._options, self._listen, self._config = options, listen, config
+        self._folder, self._logs = folder, logs
+        self._workers = [_Worker(number) for number in range(options.workers)]
+        self._context = multiprocessing.get_context("forkserver")
+        rotations = ["mmpos.rotary.apply"] if options.preload else []
+        self._context.set_forkserver_preload(["mmpos_server.workers", "mmpos_server.services", *rotations])
+        self._sending = Lock()
+        self._reading = SettingsReader(config, options.settings, self._renew, logs)
+        self._turned = self._ticked = monotonic()
+        self._announced = False
+        self._ends = float("inf")
+        """When workers that are still there are killed; infinity until the stop."""
+        self._failure: str | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether the supervisor does its rounds; from any thread."""
+        return monotonic() - self._turned < 5.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether any worker takes calls; from any thread."""
+        return any(worker.ready for worker in self._workers) and not self._stopping
+
+    @property
+    def _stopping(self) -> bool:
+        return self._ends < float("inf")
+
+    def run(self) -> None:
+        """Show the metrics page and keep the workers running until a signal, then drain them.
+
+        Raises:
+            InvalidInputError: a worker could not start.
+        """
+        signals = _catch_signals()
+        with self._options.page(aggregate(self._folder), lambda: self.live, lambda: self.ready):
+            while not self._stopping or any(worker.process for worker in self._workers):
+                self._turn(signals)
+        if self._failure:
+            raise InvalidInputError(self._failure)
+
+    def _turn(self, signals: int) -> None:
+        """Start workers, wait for a moment, and see to what has happened."""
+        now = self._turned = monotonic()
+        for worker in self._workers:
+            if worker.process is None and worker.due <= now and not self._stopping:
+                self._start(worker)
+        by_pipe = {worker.pipe: worker for worker in self._workers if worker.pipe is not None}
+        due = [worker.due for worker in self._workers if worker.process is None and not self._stopping]
+        pause = min([_BEAT_SECONDS, *(max(0.0, when - now) for when in due)])
+        for readable in wait([*by_pipe, signals], pause):
+            if isinstance(readable, Connection):
+                self._hear(by_pipe[readable])
+            else:
+                for number in os.read(signals, 64):
+                    self._signalled(number)
+        if monotonic() - self._ticked >= _BEAT_SECONDS:
+            self._ticked = monotonic()
+            self._tick()
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._reading.ask()
+        else:
+            self._stop()
+
+    def _tick(self) -> None:
+        """Count missing beats; while this process itself does not run, none is missing."""
+        for worker in self._workers:
+            if worker.process is None:
+                continue
+            worker.silent += 1
+            if worker.silent == _MOST_SILENCE:
+                self._logs.error("worker hangs", worker=worker.number, process=worker.process.pid)
+            if worker.silent >= _MOST_SILENCE or monotonic() > self._ends:
+                _kill(worker)
+
+    def _start(self, worker: _Worker) -> None:
+        ours, theirs = self._context.Pipe()
+        arguments = self._options, self._listen, self._config, theirs, worker.number, self._folder
+        process = self._context.Process(target=_work, args=arguments, name=f"mmpos-worker-{worker.number}")
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # no memory, no descriptors
+            ours.close()
+            self._logs.error("worker cannot be started", error, worker=worker.number)
+            worker.due = monotonic() + _LONGEST_PAUSE
+        else:
+            worker.process, worker.pipe, worker.began = process, ours, monotonic()
+            worker.silent, worker.serving, worker.failure = 0, False, None
+        finally:
+            theirs.close()
+
+    def _hear(self, worker: _Worker) -> None:
+        """Take what a worker says: whether it takes calls, or why it cannot start; or that it has ended."""
+        assert worker.pipe is not None
+        try:
+            said = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._ended(worker)
+            return
+        if isinstance(said, str):
+            worker.failure = said
+            return
+        worker.silent = 0
+        if said and not worker.serving:
+            assert worker.process is not None
+            worker.serving = worker.served = True
+            self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
+        worker.ready = said
+        if not self._announced and not self._stopping and all(each.served for each in self._workers):
+            self._announced = True
+            print(f"mmpos_server listening on {address(self._listen.host, self._listen.port)}", flush=True)
+            notify("READY=1")
+
+    def _ended(self, worker: _Worker) -> None:
+        process, pipe = worker.process, worker.pipe
+        assert process is not None
+        assert pipe is not None
+        process.join(1.0)
+        with self._sending:
+            pipe.close()
+            worker.process = worker.pipe = None
+        worker.ready = False
+        mark_process_dead(worker.number, self._folder)  # type: ignore[no-untyped-call]
+        if self._stopping:
+            return
+        if not worker.served:
+            # A restart would fail again.
+            self._failure = worker.failure or "workers: got one that could not start, want its error above fixed"
+            self._stop()
+            return
+        if monotonic() - worker.began > _YOUNG_SECONDS:
+            worker.pause = _FIRST_PAUSE
+        said = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
+        self._logs.error("worker died", None, **said, **({"reason": worker.failure} if worker.failure else {}))
+        worker.due, worker.pause = monotonic() + worker.pause, min(2 * worker.pause, _LONGEST_PAUSE)
+
+    def _stop(self) -> None:
+        """Drain the workers, or with the second call end them at once."""
+        if not self._stopping:
+            notify("STOPPING=1")
+            self._ends = monotonic() + self._options.notice_seconds + self._options.drain_seconds + _WORKER_SECONDS
+        for worker in self._workers:
+            if worker.serving:
+                self._send(worker, _STOP)
+            else:
+                _kill(worker)
+
+    def _renew(self, config: ServerConfig) -> None:
+        """Pass settings to the workers; each logs the result.
+
+        Raises:
+            InvalidInputError: the settings are wrong, which is reported once, and not by every worker.
+        """
+        Profiles.from_config(config)
+        self._config = config
+        for worker in self._workers:
+            self._send(worker, config)
+
+    def _send(self, worker: _Worker, message: object) -> None:
+        with self._sending, suppress(OSError):  # it has just ended
+            if worker.pipe is not None:
+                worker.pipe.send(message)
+
+
+def _kill(worker: _Worker) -> None:
+    """Kill a worker, whose number is its own as long as its pipe is open."""
+    if worker.process is not None and worker.process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(worker.process.pid, signal.SIGKILL)
+
+
+def _catch_signals() -> int:
+    """Return the descriptor of a pipe from which the numbers of signals can be read."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return reading
+
+
+def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
+    """Serve as a worker until its supervisor says stop or is gone."""
+    gc.freeze()  # what all workers share is not looked at again, and so stays shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, which the supervisor gets too
+    # By the number of the worker: the next process goes on with the files of the one before.
+    values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
+    prepare()
+    sending = Lock()
+
+    def say(message: bool | str) -> None:
+        with sending, suppress(OSError):
+            pipe.send(message)
+
+    with logging_all(options.log_level, options.log_format) as logs:
+        beating: list[Running] = []
+        Thread(target=_beat, args=(beating, say), name="mmpos-beat", daemon=True).start()
+        try:
+            running = Running(options, listen, config, logs)
+            beating.append(running)
+            Thread(target=_obey, args=(pipe, running, folder), name="mmpos-supervisor", daemon=True).start()
+
+            def started(_: list[str]) -> None:
+                signal.signal(signal.SIGTERM, lambda *_: running.stop())
+                say(True)
+
+            running.run(started)
+        except (MmposError, ImportError) as error:
+            say(str(error))
+        except Exception as error:
+            logs.error("worker failed", error)
+    leave()
+
+
+def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
+    """Say once a second whether the worker takes calls, as long as it lives."""
+    while True:
+        sleep(_BEAT_SECONDS)
+        if all(running.live for running in beating):
+            say(any(running.server.ready for running in beating))
+
+
+def _obey(pipe: Connection, running: Running, folder: str) -> None:
+    """Do what the supervisor says; without a supervisor, end and remove its folder, which it could not."""
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
+            running.stop()
+            return
+        if message == _STOP:
+            running.stop()
+        else:
+            running.reading.ask(message)

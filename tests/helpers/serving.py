@@ -1,0 +1,182 @@
+"""A server in this process whose one method, Place with its stream, does what the profile's name of a query says."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+from http2 import Connection
+from waiting import eventually
+
+from mmpos.errors import LimitExceededError, UnsupportedError
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos_server.app import Server
+from mmpos_server.call import Call
+from mmpos_server.config import ServerConfig, load
+from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
+
+SERVICE = "/mmpos.rpc.v1.PositionService"
+PLACE, STREAM, READY = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace", f"{SERVICE}/Ready"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+LARGE = 2 * 2**20
+"""Bytes of a large answer, or a few more."""
+
+
+class Fake:
+    """The method; its events tell how far it came."""
+
+    def __init__(self) -> None:
+        self.begun, self.stopped, self.go = threading.Event(), threading.Event(), threading.Event()
+        self.names: list[str] = []
+        self.over = 0
+
+    def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+        """Do what the first word of the profile says."""
+        name, _, rest = query.profile.partition(" ")
+        self.names.append(query.profile)
+        try:
+            getattr(self, name or "nothing")(rest, answer, call)
+        finally:
+            self.over += 1
+
+    def echo(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer with a number."""
+        answer.cu_seqlens.append(int(rest or 0))
+        call.count(documents=1, tokens=2, images=3)
+
+    def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer with no field set."""
+
+    def large(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer with two megabytes."""
+        answer.cu_seqlens.extend([2**30] * (LARGE // 5 + 1))
+
+    def last(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer after so many others."""
+        assert eventually(lambda: self.over >= int(rest))
+        answer.cu_seqlens.append(int(rest))
+
+    def fail(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Raise an error."""
+        raise {"limit": LimitExceededError, "unsupported": UnsupportedError, "bug": KeyError}[rest]("why " + "é" * 3000)
+
+    def wait(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer when the test lets it: here, or in a thread of a pool."""
+        pool: Any = rest
+        call.run(pool, self._wait, call) if pool else self._wait(call)
+        answer.cu_seqlens.append(1)
+
+    def _wait(self, call: Call) -> None:
+        self.begun.set()
+        try:
+            while not self.go.wait(0.01):
+                call.checkpoint()
+        finally:
+            self.stopped.set()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The server, what it does, and calls of its methods."""
+
+    server: Server
+    address: str
+    channel: grpc.Channel
+    fake: Fake = field(default_factory=Fake)
+
+    @property
+    def place(self) -> Any:
+        """Place over gRPC, from bytes."""
+        return self.channel.unary_unary(PLACE, response_deserializer=pb.PlaceResponse.FromString)
+
+    @property
+    def stream(self) -> Any:
+        """StreamPlace over gRPC."""
+        kinds = pb.StreamPlaceRequest.SerializeToString, pb.StreamPlaceResponse.FromString
+        return self.channel.stream_stream(STREAM, *kinds)
+
+    def taken(self) -> dict[str, int]:
+        """What calls hold, by the limit."""
+        admission = self.server._admission
+        gates = [admission.calls, admission.streams, admission.bytes, admission.watches, admission.checks]
+        gates += [pool.gate for pool in admission.pools.values()]
+        return {gate.name: gate.taken for gate in gates if gate.taken}
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """A metric of the server."""
+        return self.server.metrics.registry.get_sample_value(f"mmpos_{name}", labels)
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        samples = (sample for family in self.server.metrics.registry.collect() for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == f"mmpos_{name}")
+
+
+class KeptLogs(Logs):
+    """A log in memory, whose lines can be read once."""
+
+    def __init__(self, level: str = "info") -> None:
+        self._kept = io.StringIO()
+        super().__init__(level, file=self._kept)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines, as soon as they are written; none is written any more."""
+        self.close(60.0)
+        return [json.loads(line) for line in self._kept.getvalue().splitlines()]
+
+
+Serve = Callable[..., Serving]
+
+
+@contextmanager
+def serving(
+    *, side_by_side: bool = False, grace: float | None = 5.0, options: dict[str, Any] | None = None, **tables: Any
+) -> Iterator[Serving]:
+    """Serve while the context is open.
+
+    Args:
+        side_by_side: whether items of a stream are at work at once.
+        grace: seconds that calls at work may take at the end.
+        options: further arguments of the server.
+        tables: of its settings.
+    """
+    fake = Fake()
+    method = place_method(fake.run)
+    assert method.twin is not None
+    method = replace(method, twin=replace(method.twin, side_by_side=side_by_side))
+    methods = [method, replace(method, name="Ready", twin=None, admitted=False)]
+    config = ServerConfig.model_validate({**load().model_dump(), **tables})
+    server = Server(config, **{"methods": lambda *_: methods, **(options or {})})
+    address, *_ = server.start()
+    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
+    try:
+        with grpc.insecure_channel(address, options=unlimited) as channel:
+            yield Serving(server, address, channel, fake)
+    finally:
+        fake.go.set()
+        server.stop(grace)
+
+
+def query(name: str) -> bytes:
+    """A request of Place that does this."""
+    return pb.PlaceRequest(query=pb.PositionsQuery(profile=name)).SerializeToString()
+
+
+def items(*names: str) -> Iterator[pb.StreamPlaceRequest]:
+    """Items of a stream that do this."""
+    return (pb.StreamPlaceRequest(id=i, query=pb.PositionsQuery(profile=name)) for i, name in enumerate(names))
+
+
+def asked(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
+    """The name of the status of a call by frames."""
+    stream = connection.call(path, *metadata)
+    connection.send(stream, raw)
+    return connection.ended(stream)[0]

@@ -1,0 +1,523 @@
+"""Gates, pools, rates, windows of streams, messages in transit and calls, each without a server."""
+
+from __future__ import annotations
+
+import io
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import grpc
+import pytest
+from waiting import eventually
+
+from mmpos.errors import InvalidInputError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos_server import admission as admission_module
+from mmpos_server import transit as transit_module
+from mmpos_server.admission import Admission, Gate, PoolName, Rates, WorkPool
+from mmpos_server.call import Call, GoneError
+from mmpos_server.config import ClientLimits, Concurrency, Connections
+from mmpos_server.streams import ItemWindow
+from mmpos_server.telemetry import Logs
+from mmpos_server.transit import Transit
+
+
+class Clock:
+    """Time that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for module in (admission_module, transit_module):
+        monkeypatch.setattr(module, "monotonic", found)
+    return found
+
+
+def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, float]:
+    """Return the words of a refusal, and when to come back; "" and 0 for none."""
+    try:
+        enter(*arguments)
+    except ServiceOverloadedError as error:
+        return str(error), error.retry_after
+    return "", 0.0
+
+
+def said(enter: Callable[..., object], *arguments: object) -> str:
+    return refusal(enter, *arguments)[0]
+
+
+# Gates
+
+
+def test_a_gate_refuses_where_no_slot_is_free_and_where_a_client_has_its_share() -> None:
+    gate = Gate("slots", 5, 0.5)
+    found = [said(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
+    share = "clients.max_share of slots of 'a': got 2 taken of 2"
+    assert found == ["", "", share, "", "", "", "slots: got 5 taken of 5"]
+    gate.leave("a")
+    assert [said(gate.enter, "b"), said(gate.enter, "a")] == [share.replace("'a'", "'b'"), ""]
+    for name in ("a", "a", "b", "b", "c"):
+        gate.leave(name)
+    assert (gate.taken, said(gate.enter, "a")) == (0, "")
+
+
+@pytest.mark.parametrize(("limit", "share", "most"), [(1, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (4, 0.0, 4), (4, 1.0, 4)])
+def test_the_share_of_a_client_is_one_slot_at_least_and_all_where_there_is_none(
+    limit: int, share: float, most: int
+) -> None:
+    gate = Gate("slots", limit, share)
+    assert [said(gate.enter, "a") for _ in range(most + 1)].index(said(gate.enter, "a")) == most
+
+
+def test_more_than_a_gate_has_enters_alone_and_what_a_call_holds_does_not_stand_in_its_way() -> None:
+    gate = Gate("bytes", 1000, 0.5)
+    gate.enter("a", 2000)
+    assert said(gate.enter, "b") == "bytes: got 2000 taken of 1000"
+    gate.enter("a", 500, 2000)
+    gate.leave("a", 2500)
+    gate.enter("a", 100)
+    gate.enter("b", 100)
+    assert said(gate.enter, "a", 900, 100) == "bytes: got 200 taken of 1000"
+    assert said(gate.enter, "a", 401) == "clients.max_share of bytes of 'a': got 100 taken of 500"
+
+
+def test_a_refusal_says_when_to_come_back_by_how_long_calls_stay() -> None:
+    gate = Gate("slots", 1)
+    waits = []
+    for seconds in (None, 2.0, 2.0, 1000.0, 0.0):
+        gate.enter("a")
+        waits.append(refusal(gate.enter, "b")[1])
+        gate.leave("a", 1, seconds)
+    assert waits == [1.0, 1.0, 2.0, 2.0, 30.0]
+    gate.enter("a")
+    for _ in range(200):
+        gate.leave("a", 1, 0.0)
+        gate.enter("a")
+    assert refusal(gate.enter, "b")[1] == 0.05
+
+
+def test_a_gate_counts_right_from_many_threads() -> None:
+    gate, entered = Gate("slots", 8, 0.5), [0]
+
+    def work(name: str) -> None:
+        for _ in range(2000):
+            if not said(gate.enter, name):
+                entered[0] += 1
+                gate.leave(name, 1, 0.0)
+
+    threads = [threading.Thread(target=work, args=(f"{number % 3}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entered[0] > 0
+    assert gate.taken == 0
+
+
+# Pools
+
+
+def test_after_a_refusal_few_may_wait_until_nobody_was_refused_for_a_second(clock: Clock) -> None:
+    pool = WorkPool("pool", 2, Gate("slots", 20))
+    assert {said(pool.enter, "a") for _ in range(20)} == {""}
+    assert said(pool.enter, "a") == "slots: got 20 taken of 20"
+    pool.gate.leave("a", 14)
+    clock.now = 0.9
+    short = "slots: got 6 taken of 6 under overload"
+    assert said(pool.enter, "a") == short
+    pool.gate.leave("a")
+    assert [said(pool.enter, "a"), said(pool.enter, "a")] == ["", short]
+    clock.now = 1.91
+    assert {said(pool.enter, "a") for _ in range(14)} == {""}
+
+
+def test_a_client_with_its_share_makes_no_pool_overloaded_for_others() -> None:
+    pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
+    for _ in range(10):
+        pool.enter("a")
+    assert said(pool.enter, "a").startswith("clients.max_share of slots of 'a'")
+    assert said(pool.enter, "b") == ""
+
+
+# Rates
+
+
+def test_a_rate_gives_its_burst_and_then_one_turn_after_the_other() -> None:
+    clock = Clock()
+    rates = Rates(ClientLimits(requests_per_second=4.0, burst=2), clock)
+    rates.take("a")
+    rates.take("a")
+    words = "clients.requests_per_second of 'a': got more, want <= 4 on average"
+    assert refusal(rates.take, "a") == (words, 0.25)
+    rates.take("b")
+    clock.now += 0.125
+    assert refusal(rates.take, "a") == (words, 0.125)
+    clock.now += 0.125
+    rates.take("a")
+    clock.now += 100  # no more than the burst is saved
+    assert [said(rates.take, "a") for _ in range(3)] == ["", "", words]
+
+
+@pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
+def test_the_burst_is_what_is_set_or_that_of_a_second_and_one_at_least(
+    per_second: float, burst: int, at_once: int
+) -> None:
+    rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
+    assert [bool(said(rates.take, "a")) for _ in range(at_once + 1)] == [False] * at_once + [True]
+
+
+def test_clients_that_have_rested_and_the_oldest_of_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "_MOST_IDLE", 3)
+    clock = Clock()
+    rates = Rates(ClientLimits(requests_per_second=1, burst=1), clock)
+    for name in "abcdef":
+        rates.take(name)
+    assert len(rates) == 3
+    assert [bool(said(rates.take, name)) for name in "fa"] == [True, False]
+    clock.now += 2.0
+    rates.take("c")
+    assert len(rates) == 1
+    free = Rates(ClientLimits())
+    for _ in range(100):
+        free.take("a")
+    assert len(free) == 0
+
+
+# Windows of streams
+
+
+def filled(window: ItemWindow) -> int:
+    """Items that it takes until it is full."""
+    for count in range(1000):
+        if window.full:
+            return count
+        window.enter(10)
+    return 1000
+
+
+def test_a_window_begins_few_items_until_an_answer_tells_their_size() -> None:
+    window = ItemWindow(100, 1000)
+    assert filled(window) == 4
+    window.answered(10)
+    assert filled(window) > 10
+
+
+def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> None:
+    window = ItemWindow(100, 1000)
+    filled(window)
+    window.answered(300)  # 340 are here, and three times 300 are expected
+    assert filled(window) == 0
+    window.leave(310)
+    window.answered(300)
+    window.leave(310)
+    assert filled(window) == 2  # 20 are here and 600 expected, then 40 and 1200
+
+
+def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> None:
+    window, seen = ItemWindow(100, 1000), []
+    for _ in range(2):
+        seen.append(window.full)
+        window.enter(5000)
+        seen.append(window.full)
+        window.answered(5000)
+        window.leave(10_000)
+    assert seen == [False, True] * 2
+    small = ItemWindow(3, 1000)
+    small.enter(1)
+    small.answered(1)
+    assert filled(small) == 2
+
+
+@pytest.mark.parametrize("how", ["leave", "close"])
+def test_a_reader_waits_for_room_or_the_end(how: str) -> None:
+    window, found = ItemWindow(1, 1000), list[bool]()
+    window.enter(1)
+    reader = threading.Thread(target=lambda: found.append(window.room()))
+    reader.start()
+    window.answered(1)
+    reader.join(0.05)
+    assert reader.is_alive()
+    window.leave(2) if how == "leave" else window.close()
+    reader.join(60)
+    assert found == [how == "leave"]
+
+
+# Messages in transit
+
+
+class Transport:
+    """Transport of a call, by hand."""
+
+    def __init__(self) -> None:
+        self.active, self.cancelled = True, threading.Event()
+        self.callbacks: list[Callable[[], None]] | None = []
+
+    def is_active(self) -> bool:
+        return self.active
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        if self.callbacks is not None:
+            self.callbacks.append(callback)
+        return self.callbacks is not None
+
+    def cancel(self) -> None:
+        self.active = False
+        self.cancelled.set()
+
+    def messages(self) -> Iterator[bytes]:
+        """Messages of a client that sends none until its call is cancelled."""
+
+        def next_message() -> bytes:
+            assert self.cancelled.wait(60)
+            raise grpc.RpcError
+
+        return iter(next_message, b"")
+
+
+@pytest.fixture
+def log() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def transit(log: io.StringIO) -> Transit:
+    return Transit(Connections(receive_seconds=30.0, send_seconds=100.0), Logs("info", file=log))
+
+
+def test_a_message_comes_or_is_missing_or_its_client_has_gone(transit: Transit) -> None:
+    assert transit.request(iter([b"a"]), Transport()) == b"a"
+    with pytest.raises(InvalidInputError, match=r"^request: got none, want one message$"):
+        transit.request(iter([]), Transport())
+    gone = Transport()
+    gone.cancel()
+    with pytest.raises(GoneError):
+        transit.request(gone.messages(), gone)
+    assert transit.quiet
+
+
+@pytest.mark.parametrize(("draining", "seconds"), [(False, 30.0), (True, 1.0)])
+def test_a_request_that_does_not_come_in_time_ends_its_call(
+    transit: Transit, clock: Clock, log: io.StringIO, draining: bool, seconds: float
+) -> None:
+    transport, ended = Transport(), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(GoneError):
+            transit.request(transport.messages(), transport)
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert eventually(lambda: not transit.quiet)
+    if draining:
+        transit.drain()
+    clock.now = seconds - 0.1
+    transit.look()
+    assert not transport.cancelled.is_set()
+    clock.now = seconds + 0.1
+    transit.look()
+    assert ended.wait(60)
+    thread.join()
+    assert eventually(lambda: '"event": "request did not arrive in time"' in log.getvalue())
+
+
+def test_an_answer_holds_room_until_it_was_read_or_its_time_is_up(transit: Transit, clock: Clock) -> None:
+    admission = Admission(Concurrency(), ClientLimits())
+    slow, quick, gone = Transport(), Transport(), Transport()
+    gone.callbacks = None
+    for transport in (slow, quick, gone):
+        transit.send(Call("id", "a", admission, transport), transport, 100)
+    assert admission.bytes.taken == 200  # whoever has gone holds none
+    transit.renew(Connections(send_seconds=50.0))
+    for callback in quick.callbacks or ():
+        callback()
+    clock.now = 51.0
+    transit.look()
+    assert [each.cancelled.is_set() for each in (slow, quick, gone)] == [True, False, False]
+    for callback in slow.callbacks or ():
+        callback()
+    assert (admission.bytes.taken, transit.quiet) == (0, True)
+
+
+# Calls
+
+
+@pytest.fixture
+def admission() -> Iterator[Admission]:
+    found = Admission(Concurrency(max_in_flight=8, max_in_flight_images=2, image_threads=1), ClientLimits(max_share=1))
+    yield found
+    found.close()
+
+
+def taken(admission: Admission) -> list[int]:
+    gates = [pool.gate for pool in admission.pools.values()]
+    return [gate.taken for gate in (*gates, admission.calls, admission.bytes)]
+
+
+def test_a_call_takes_the_slot_of_each_pool_once_and_returns_all(admission: Admission) -> None:
+    call = Call("id", "a", admission, Transport())
+    call.admit(admission.calls)
+    call.hold(100)
+    pools: list[PoolName] = ["image", "place", "image"]
+    for pool in pools:
+        call.join(pool)
+    assert taken(admission) == [1, 1, 0, 0, 1, 100]
+    call.release()
+    assert taken(admission) == [0, 0, 0, 0, 0, 100]  # an answer may be on its way
+    call.free()
+    call.free()
+    assert taken(admission) == [0] * 6
+
+
+def test_work_runs_in_a_thread_of_its_pool_and_side_by_side(admission: Admission) -> None:
+    call, together = Call("id", "a", admission, Transport()), threading.Barrier(2, timeout=60)
+
+    def work(number: int) -> tuple[int, str]:
+        together.wait()
+        return number, threading.current_thread().name.rpartition("_")[0]
+
+    assert call.map("place", work, [(1,), (2,)]) == [(1, "mmpos-place"), (2, "mmpos-place")]
+    assert call.run("image", lambda a, b: a + b, 1, 2) == 3
+    assert [stage for stage, _ in call.stages] == ["queue"] * 3
+    call.release()
+
+
+def test_the_first_error_ends_a_call_and_what_waits_never_begins(admission: Admission) -> None:
+    begun = []
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        Call("id", "a", admission, Transport()).map("image", fail, [(number,) for number in range(50)])
+    admission.pools["image"].executor.submit(int).result(60)  # nothing of the call is in the queue any more
+    assert len(begun) < 50
+
+
+@pytest.mark.parametrize("how", ["gone", "late"])
+def test_work_that_nobody_waits_for_is_left(admission: Admission, clock: Clock, how: str) -> None:
+    transport, busy = Transport(), threading.Event()
+    call = Call("id", "a", admission, transport, None if how == "gone" else float("inf"))
+
+    class Large:
+        pass
+
+    def leave() -> None:
+        assert eventually(lambda: bool(admission.pools["image"].gate.taken))
+        if how == "gone":
+            transport.active = False
+        else:
+            call._deadline = 0.0
+
+    large, begun = Large(), list[object]()
+    seen = weakref.ref(large)
+    first = admission.pools["image"].executor.submit(busy.wait, 60)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    with pytest.raises(GoneError if how == "gone" else ServiceTimeoutError):
+        call.run("image", begun.append, large)
+    leaving.join()
+    call.release()
+    busy.set()
+    first.result(60)
+    admission.pools["image"].executor.submit(int).result(60)  # what was cancelled is out of the queue
+    del large
+    assert (begun, taken(admission), seen()) == ([], [0] * 6, None)
+
+
+def test_a_call_is_refused_where_an_item_of_a_stream_waits(admission: Admission) -> None:
+    others = [Call("id", "b", admission, Transport()) for _ in range(2)]
+    for other in others:
+        other.join("image")
+    call = Call("id", "a", admission, Transport())
+    assert said(call.run, "image", int) == "max_in_flight_images: got 2 taken of 2"
+    item, found = call.of_item(3), list[int]()
+    waiting = threading.Thread(target=lambda: found.append(item.run("image", int)))
+    waiting.start()
+    waiting.join(0.1)
+    assert (item.request_id, waiting.is_alive()) == ("id.3", True)
+    others[0].release()
+    assert eventually(lambda: admission.pools["image"].gate.taken < 2 or found == [0])
+    waiting.join(60)
+    assert found == [0]
+    others[1].release()
+    item.release()
+    assert taken(admission) == [0] * 6
+
+
+def test_room_for_bytes_is_refused_to_a_call_and_waited_for_by_an_item() -> None:
+    admission = Admission(Concurrency(max_in_flight_bytes=1024), ClientLimits(max_share=1))
+    one, other = (Call("id", name, admission, Transport()) for name in "ab")
+    one.hold(400)
+    one.hold(500)
+    assert said(other.hold, 125) == "max_in_flight_bytes: got 900 taken of 1024"
+    item = other.of_item(1)
+    waiting = threading.Thread(target=partial(item.hold, 125))
+    waiting.start()
+    waiting.join(0.1)
+    assert (waiting.is_alive(), item.held) == (True, 0)
+    one.free()
+    waiting.join(60)
+    assert (item.held, admission.bytes.taken) == (125, 125)
+    item.free()
+    admission.close()
+
+
+def test_an_item_that_waits_ends_with_its_client(admission: Admission) -> None:
+    other, transport = Call("id", "b", admission, Transport()), Transport()
+    other.hold(2**30)
+    item = Call("id", "a", admission, transport).of_item(1)
+    threading.Timer(0.05, transport.cancel).start()
+    with pytest.raises(GoneError):
+        item.hold(1)
+    other.free()
+
+
+def test_a_pool_that_is_closed_leaves_no_call_waiting_and_breaks_none(admission: Admission) -> None:
+    transport, busy = Transport(), threading.Event()
+    admission.pools["image"].executor.submit(busy.wait, 60)
+    call, ended = Call("id", "a", admission, transport), list[object]()
+
+    def run() -> None:
+        try:
+            call.run("image", int)
+        except BaseException as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert eventually(lambda: bool(admission.pools["image"].gate.taken))
+    transport.cancel()
+    admission.close()
+    thread.join(60)
+    busy.set()
+    assert ended == [GoneError]
+
+
+def test_calls_that_arrive_are_counted_and_refused_before_the_end(admission: Admission, clock: Clock) -> None:
+    clock.now = 5.0
+    admission.arrive()
+    assert (admission.arrivals, admission.last_arrival) == (1, 5.0)
+    admission.ending = True
+    with pytest.raises(ServiceUnavailableError, match=r"^the server is about to stop$"):
+        admission.arrive()
+    assert admission.arrivals == 2
+
+
+def test_a_call_knows_whether_its_time_is_up_and_its_server_stops(admission: Admission) -> None:
+    calls = [Call("id", "a", admission, Transport(), deadline) for deadline in (None, float("inf"), 0.0)]
+    assert [call.late for call in calls] == [False, False, True]
+    assert [call.stopping for call in calls] == [False] * 3
+    admission.announced = True
+    assert calls[0].stopping
+    calls[0].count(documents=1, tokens=2)
+    calls[0].count(documents=1, images=0)
+    assert (calls[0].counts, calls[0].trace) == ({"documents": 2, "tokens": 2}, {})

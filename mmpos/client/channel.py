@@ -210,7 +210,9 @@ def error_of(error: grpc.RpcError) -> MmposError:
     if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
         return ServiceUnavailableError("stream: got a connection that broke while a request was written")
     if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
-        return ServiceOverloadedError("max_pending: got more calls than the server takes, want fewer at once")
+        return ServiceOverloadedError(
+            "call: got it dropped by the server, want fewer calls at once, or messages that arrive and are read in time"
+        )
     details, trailing = failed.details() or "", failed.trailing_metadata()
     if code is grpc.StatusCode.UNAVAILABLE:
         for sign, wrong in _UNTRUSTED.items():

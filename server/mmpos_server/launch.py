@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import resource
@@ -14,6 +15,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from threading import enumerate as all_threads
+from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
 
 from mmpos.errors import MmposError
@@ -35,6 +37,9 @@ CUT_OFF = 3
 
 LAST_SECONDS = 3.0
 """Seconds after the drain for the process to exit; less than the supervisor waits."""
+
+_LOOK_SECONDS = 0.5
+"""Longest time in which the main thread looks for signals once."""
 
 _SWITCH_SECONDS = 0.001
 """Longest time that a thread with much to compute keeps the others waiting."""
@@ -133,7 +138,7 @@ class Running:
         addresses = self.server.start()
         self._started = True
         started(addresses)
-        self._events.get()
+        self._next(math.inf)
         notify("STOPPING=1")
         notice, drain = self._options.notice_seconds, self._options.drain_seconds
         self._logs.info("draining", notice_seconds=notice, drain_seconds=drain)
@@ -153,10 +158,14 @@ class Running:
         self._logs.info("stopped")
 
     def _next(self, seconds: float) -> str | None:
-        try:
-            return self._events.get(timeout=seconds)
-        except Empty:
-            return None
+        end = monotonic() + seconds
+        while True:
+            # Not longer at once: a signal that comes just before the wait does not end it.
+            try:
+                return self._events.get(timeout=min(max(0.0, end - monotonic()), _LOOK_SECONDS))
+            except Empty:
+                if monotonic() >= end:
+                    return None
 
     def _end(self, grace: float) -> None:
         """Stop the server in a thread, so that nothing in it can hold up the end of the process."""

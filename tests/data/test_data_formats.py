@@ -458,15 +458,21 @@ def test_what_media_makes_is_checked(name: str, got: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [{"video": [PNG, b"broken"], "fps": 1}, {"video": [PNG, "gone"], "fps": 1}, {"video": "lost"}]
+    ("part", "words"),
+    [
+        ({"video": [PNG, b"broken"], "fps": 1}, "parts[1].frames[1]: image: got a file"),
+        ({"video": [PNG, "gone"], "fps": 1}, "messages[0].content[1].video[1]: got the path 'gone'"),
+        ({"video": "lost"}, "messages[0].content[1]: got KeyError ('lost') from media"),
+    ],
 )
-def test_a_video_that_cannot_be_read_is_dropped_whole(part: dict[str, Any]) -> None:
+def test_a_video_that_cannot_be_read_is_dropped_whole(part: dict[str, Any], words: str) -> None:
     chat = Chat(ChatTemplate(user=Turn("<", ">")), media=media)
     preprocess = Preprocess(chat, BUILDER, on_image_error="drop")
     text = {"type": "text", "text": "a"}
     example = preprocess(asked(text, {"type": "video", **part}, text), HERE)
     assert BUILDER.tokenizer.decode(example.sequence.input_ids.tolist()) == "<aa>"
-    assert len(example.dropped_images) == 1
+    (error,) = example.dropped_images
+    assert error.startswith(f"shard-3.jsonl[17]: {words}")
 
 
 def test_chat_takes_the_parts_of_responses() -> None:

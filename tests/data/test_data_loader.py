@@ -270,6 +270,10 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
     if kind == "packed":
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
+    chosen = new()
+    chosen.set_epoch(4)  # before a StatefulDataLoader loads its state
+    chosen.load_state_dict(json.loads(states[0]))
+    assert chosen.epoch == 4
     for i, state in list(enumerate(states))[:: 3 if kind == "bursts" else 1]:
         again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))

@@ -1,4 +1,4 @@
-"""The processor of Transformers: its batches against the builder's sequences, Transformers' own, and plain loops."""
+"""The processor of Transformers: its batches beside the sequences of the builder, chats, what is saved, refusals."""
 
 from __future__ import annotations
 
@@ -331,12 +331,22 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         add_markers=False,
         start=3,
         temporal_patch_size=1,
+        read_files=False,
     )
     made.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["scheme"] == {"name": "rope-tie-v2", "axes": 2, "rounding": "floor"}
     loaded = pickle.loads(pickle.dumps(MMPosProcessor.from_pretrained(tmp_path)))
-    names = ("images", "scheme", "markers", "add_markers", "start", "temporal_patch_size", "chat_template")
+    names = (
+        "images",
+        "scheme",
+        "markers",
+        "add_markers",
+        "start",
+        "temporal_patch_size",
+        "read_files",
+        "chat_template",
+    )
     assert [getattr(loaded, name) for name in names] == [getattr(made, name) for name in names]
     rows = chat(seen(TALL), said("this"))
     theirs, ours = loaded(text=rows, return_tensors="np"), made(text=rows, return_tensors="np")

@@ -1,4 +1,4 @@
-"""Ids of vLLM's requests, its slicing of them restated, and the plugin, with a stand-in where vLLM is not installed."""
+"""Ids of vLLM's requests, from the spans and grids that it holds; the plugin has tests of its own."""
 
 from __future__ import annotations
 

@@ -178,17 +178,25 @@ def write_sequences(
     with locked(folder):
         reused = {} if overwrite else _finished(job, tasks, workers)
         missing = [i for i in range(len(tasks)) if i not in reused]
-
-        def tell(done: int, counts: Iterable[Counts]) -> None:
-            if report is not None:
-                report(Progress(len(tasks), len(reused) + done, len(reused), reduce(add, counts, Counts())))
-
+        tell = _teller(report, len(tasks), len(reused))
         made = _make(engine, job, [tasks[i] for i in missing], workers, tell)
         tell(len(made), made)
         seconds = time.monotonic() - begin
         counts = reused | dict(zip(missing, made, strict=True))
         outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
         return Summary(outputs, _fill(tasks, max_tokens), seconds)
+
+
+def _teller(
+    report: Callable[[Progress], None] | None, shards: int, reused: int
+) -> Callable[[int, Iterable[Counts]], None]:
+    """Make the function that reports how many tasks are done, and the counts of all that have begun."""
+
+    def tell(done: int, counts: Iterable[Counts]) -> None:
+        if report is not None:
+            report(Progress(shards, reused + done, reused, reduce(add, counts, Counts())))
+
+    return tell
 
 
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:

@@ -180,17 +180,18 @@ class Call:
         tasks: list[Future[T]] = []
         try:
             tasks += (executor.submit(work, arguments) for arguments in items)
-            todo = set(tasks)
-            while todo:
-                done, todo = wait(todo, _LOOK_SECONDS, FIRST_EXCEPTION)
-                for task in done:
-                    task.result()  # raises its error
-                if todo:
+            waiting = set(tasks)
+            while waiting:
+                waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
+                # By ``map``: an error holds the frames that it has passed, and they must not hold its task, which would
+                # keep what the frames of the work hold, such as open files, until garbage is collected.
+                list(map(Future.result, filter(_failed, tasks)))
+                if waiting:
                     self.checkpoint()
-            return [task.result() for task in tasks]
+            return list(map(Future.result, tasks))
         finally:
-            for task in tasks:
-                task.cancel()
+            while tasks:
+                tasks.pop().cancel()
 
     def join(self, pool: PoolName) -> None:
         """Take the call's slot of a pool, once: a unary call is refused where an item of a stream waits.
@@ -256,3 +257,8 @@ class Call:
             except ServiceOverloadedError as error:
                 sleep(min(error.retry_after, _LOOK_SECONDS))
                 self.checkpoint()
+
+
+def _failed(task: Future[T]) -> bool:
+    """Check whether a task has ended with an error."""
+    return task.done() and not task.cancelled() and task.exception() is not None

@@ -178,18 +178,20 @@ class Call:
 
         executor = self._admission.pools[pool].executor
         tasks: list[Future[T]] = []
+        waiting: set[Future[T]] = set()
         try:
             tasks += (executor.submit(work, arguments) for arguments in items)
             waiting = set(tasks)
             while waiting:
                 waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
-                # By ``map``: an error holds the frames that it has passed, and they must not hold its task, which would
-                # keep what the frames of the work hold, such as open files, until garbage is collected.
+                # By ``map``, and all forgotten in the end: an error holds the frames that it has passed. They must not
+                # hold its task, which would keep what the work held, such as open files, until garbage is collected.
                 list(map(Future.result, filter(_failed, tasks)))
                 if waiting:
                     self.checkpoint()
             return list(map(Future.result, tasks))
         finally:
+            waiting.clear()
             while tasks:
                 tasks.pop().cancel()
 

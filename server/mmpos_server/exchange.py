@@ -71,7 +71,10 @@ class Exchange:
             InvalidInputError: the object does not exist, or is too small.
         """
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
-        return region.read(name, 0, shared.byte_size)
+        try:
+            return region.read(name, 0, shared.byte_size)
+        finally:
+            region.close()
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
         """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.

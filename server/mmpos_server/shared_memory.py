@@ -62,8 +62,12 @@ class Region:
             raise InvalidInputError(
                 f"{name}.key: got {key!r} ({error.strerror}), want an object that this server may open"
             ) from None
-        finalize(self, os.close, self._descriptor)
+        self._close = finalize(self, os.close, self._descriptor)
         self._check(name)
+
+    def close(self) -> None:
+        """Close the object now, and not when nobody holds the region any more; nobody may use it afterwards."""
+        self._close()
 
     def read(self, name: str, offset: int, byte_size: int) -> Data:
         """Read bytes of the region into a new array, which may be written to.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
 import grpc
@@ -402,24 +400,6 @@ def test_the_first_error_ends_a_call_and_what_waits_never_begins(admission: Admi
         Call("id", "a", admission, Transport()).map("image", fail, [(number,) for number in range(50)])
     admission.pools["image"].executor.submit(int).result(60)  # nothing of the call is in the queue any more
     assert len(begun) < 50
-
-
-def test_an_error_of_work_keeps_nothing_that_the_work_held(admission: Admission) -> None:
-    held: list[weakref.ref[Transport]] = []
-
-    def work() -> None:
-        file = Transport()
-        held.append(weakref.ref(file))
-        raise InvalidInputError("file: got none, want one")
-
-    call = Call("id", "client", admission, Transport())
-    gc.disable()  # which would free what holds itself
-    try:
-        with suppress(InvalidInputError):
-            call.run("image", work)
-        assert eventually(lambda: held[0]() is None)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("how", ["gone", "late"])

@@ -4,8 +4,6 @@
 
 #include "table.h"
 
-#define MAX_NUMERATOR 4611686018427387904.0 /* 2**62 */
-
 static int64_t within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
 /* Whether a segment that ends before this token is sound, and its ids are surely within int32. */

@@ -18,8 +18,6 @@ enum {
 };
 enum { AT_ZERO, PER_CURSOR, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of every axis, from PLAN_AXES on */
 
-#define MAX_NUMERATOR 4611686018427387904.0 /* 2**62 */
-
 /* The slot of a shape in a plan of a power of two of slots, or the empty slot where it would stand. */
 static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
     uint64_t hash = 0;

@@ -10,6 +10,7 @@ enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL };           /* of every axis of i
 enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* of its documents */
 
 #define MAX_AXES 16
+#define MAX_NUMERATOR 4611686018427387904.0 /* 2**62 */
 
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 

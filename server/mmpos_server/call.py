@@ -205,7 +205,7 @@ class Call:
         line = self._admission.pools[pool]
         if line.gate not in self._slots:
             if self.item:
-                self._patient(lambda: line.enter(self.client))
+                self.wait_for(lambda: line.enter(self.client))
             else:
                 line.enter(self.client)
             self._slots.append(line.gate)
@@ -218,7 +218,7 @@ class Call:
             ServiceTimeoutError, GoneError: as ``checkpoint`` does.
         """
         if self.item:
-            self._patient(lambda: self._admission.bytes.enter(self.client, size, self.held))
+            self.wait_for(lambda: self._admission.bytes.enter(self.client, size, self.held))
         else:
             self._admission.bytes.enter(self.client, size, self.held)
         self.held += size
@@ -251,8 +251,12 @@ class Call:
         if held:
             self._admission.bytes.leave(self.client, held, self.seconds)
 
-    def _patient(self, enter: Callable[[], None]) -> None:
-        """Enter a gate, when there is room."""
+    def wait_for(self, enter: Callable[[], None]) -> None:
+        """Enter a gate as soon as it does not refuse.
+
+        Raises:
+            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+        """
         while True:
             try:
                 return enter()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition, Event
-from time import sleep
 from typing import TYPE_CHECKING
 
 from mmpos.errors import (
-    ServiceOverloadedError,
     ServiceTimeoutError,
     ServiceUnauthenticatedError,
     ServiceUnavailableError,
@@ -259,7 +258,11 @@ class _Stream:
         try:
             while (item := self._next()) is not None:
                 answer, size = item
-                raw = answer if isinstance(answer, bytes) else answer.result()
+                del item
+                try:
+                    raw = answer if isinstance(answer, bytes) else answer.result()
+                finally:
+                    del answer  # an error holds this frame, which must not hold it
                 transit.sending(self, self._context)
                 yield raw
                 transit.sent(self)
@@ -281,7 +284,10 @@ class _Stream:
                 return self._next()
             raise ServiceUnavailableError(f"stream: got nothing for {IDLE_SECONDS:g} s, want a new one") from None
         if isinstance(item, BaseException):
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # an error holds this frame, which must not hold it
         return item
 
     def _read(self, requests: Iterator[bytes]) -> None:
@@ -304,7 +310,7 @@ class _Stream:
                 self.items += 1
                 self._window.enter(len(raw))
                 item = call.of_item(self.items)
-                self._wait_for_rate()
+                item.wait_for(partial(endpoint.server.rates.take, call.client))
                 if endpoint.side_by_side:
                     task = endpoint.workers.submit(endpoint.item, raw, item, call)
                     task.add_done_callback(self._done)
@@ -316,14 +322,6 @@ class _Stream:
         except BaseException as error:  # of the items, for the writer
             self._answers.put(error)
         self._answers.put(None)
-
-    def _wait_for_rate(self) -> None:
-        while True:
-            try:
-                return self._endpoint.server.rates.take(self._call.client)
-            except ServiceOverloadedError as error:
-                sleep(min(error.retry_after, 0.1))
-                self._call.checkpoint()
 
     def _done(self, task: Future[bytes]) -> None:
         if not task.cancelled() and task.exception() is None:

@@ -1,4 +1,4 @@
-"""Anatomy of the transformers of diffusers that ``patch`` knows: where they turn q and k, and what positions replace."""
+"""Anatomy of the transformers that ``patch`` knows: where they turn q and k, and what positions replace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Anatomy:
         text_module: name of the module through which texts go document by document before they join a row, or "".
         rows: what rope gives in place of its rotations.
         patch: side of a patch, for rows.
-        unlike: fields of the config and values with which a transformer is another one.
+        unlike: field of the config and the value with which a transformer is another one.
     """
 
     blocks: tuple[str, ...]
@@ -62,7 +62,7 @@ class Anatomy:
     text_module: str = ""
     rows: Callable[..., object] = _joint_rows
     patch: int = 2
-    unlike: Mapping[str, object] = MappingProxyType({})
+    unlike: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
         """List the modules of blocks that have a processor."""
@@ -140,11 +140,9 @@ ANATOMIES: Mapping[str, Anatomy] = MappingProxyType(
             (TEXT, IMAGE),
             "pos_embed",
             ("img_shapes", "encoder_hidden_states_mask"),
-            unlike=MappingProxyType({"zero_cond_t": True}),
+            unlike=("zero_cond_t", True),
         ),
-        "WanTransformer3DModel": Anatomy(
-            ("blocks",), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True
-        ),
+        "WanTransformer3DModel": Anatomy(("blocks",), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True),
         "HunyuanVideoTransformer3DModel": Anatomy(
             _BOTH,
             frozenset({"HunyuanVideoAttnProcessor2_0"}),
@@ -153,7 +151,7 @@ ANATOMIES: Mapping[str, Anatomy] = MappingProxyType(
             ("encoder_attention_mask",),
             patches=True,
             text_module="context_embedder",
-            unlike=MappingProxyType({"image_condition_type": "token_replace"}),
+            unlike=("image_condition_type", "token_replace"),
         ),
         "LTXVideoTransformer3DModel": Anatomy(
             ("transformer_blocks",),
@@ -193,9 +191,10 @@ def anatomy_of(transformer: Any) -> Anatomy:
     if name not in ANATOMIES:
         raise UnsupportedError(f"transformer: got {name}, want one of {', '.join(sorted(ANATOMIES))}")
     anatomy = ANATOMIES[name]
-    for field, value in anatomy.unlike.items():
+    if anatomy.unlike is not None:
+        field, value = anatomy.unlike
         if transformer.config.get(field) == value:
-            raise UnsupportedError(f"config.{field}: got {value!r}, want another: its first tokens have a timestep apart")
+            raise UnsupportedError(f"config.{field}: got {value!r}, want another: some tokens have a timestep apart")
     for attention in anatomy.attentions(transformer):
         processor = type(attention.processor).__name__
         if processor not in anatomy.processors:

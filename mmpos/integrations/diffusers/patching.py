@@ -154,10 +154,11 @@ def _hooks(transformer: Any, anatomy: Anatomy, hook: TransformerHook) -> Sequenc
     return handles
 
 
-def _processors(attentions: Sequence[Any]) -> tuple[tuple[Any, type, type], ...]:
+def _processors(attentions: Sequence[Any]) -> tuple[tuple[Any, Any, Any], ...]:
     """List the processors of attentions, each once, with its class and the one that turns by positions."""
     unique = {id(attention.processor): attention.processor for attention in attentions}
-    return tuple((one, type(one), _turning(type(one))) for one in unique.values())
+    kinds: list[tuple[Any, Any]] = [(one, type(one)) for one in unique.values()]
+    return tuple((one, kind, _turning(kind)) for one, kind in kinds)
 
 
 class TransformerHook:

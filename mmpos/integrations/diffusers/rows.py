@@ -6,7 +6,7 @@ attention: all texts of a row, then all its images, or the other way round. ``St
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,34 +29,34 @@ TEXT, IMAGE = "encoder_hidden_states", "hidden_states"
 """Streams of tokens, named as the arguments that bring them."""
 
 Attention = Callable[..., Tensor]
-"""q, k and v of (batch, seq, heads, head_dim), attn_mask and other options by name, to (batch, seq, heads, head_dim)."""
+"""q, k and v of (batch, seq, heads, head_dim), and attn_mask and other options by name, to the same shape."""
 
 
 class PackedDocuments(NamedTuple):
     """Documents packed in one row, and the same as a padded batch, in which no token sees another document.
 
     Args:
-        index: (documents, longest) the token of the row at each place; any where there is none.
+        tokens: (documents, longest) the token of the row at each place; any where there is none.
         mask: (documents, 1, 1, longest) whether there is one; None where all documents have one length.
-        place: (seq,) the place of each token of the row, counted over the flattened batch; any for padding.
+        places: (seq,) the place of each token of the row, counted over the flattened batch; any for padding.
     """
 
-    index: Tensor
+    tokens: Tensor
     mask: Tensor | None
-    place: Tensor
+    places: Tensor
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedDocuments:
         """Move to another device."""
-        index, place = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.place))
-        return PackedDocuments(index, _moved(self.mask, device, non_blocking), place)
+        tokens, places = (x.to(device, non_blocking=non_blocking) for x in (self.tokens, self.places))
+        return PackedDocuments(tokens, _moved(self.mask, device, non_blocking), places)
 
     def apart(self, x: Tensor) -> Tensor:
         """Copy (1, seq, …) to (documents, longest, …)."""
-        return x[0, self.index]
+        return x[0, self.tokens]
 
     def together(self, x: Tensor) -> Tensor:
         """Copy (documents, longest, …) back to (1, seq, …)."""
-        return x.flatten(0, 1)[self.place].unsqueeze(0)
+        return x.flatten(0, 1)[self.places].unsqueeze(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,9 @@ class Rows:
             text_mask=_moved(self.text_mask, device, non_blocking),
         )
 
-    def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:
+    def attend(
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+    ) -> Tensor:
         """Turn q and k of the same tokens, and let these see their own document alone.
 
         Args:
@@ -122,7 +124,7 @@ class Rows:
         """Let every document see its own text, of which k and v have a row each, or all rows one after the other."""
         if self.documents is None:
             return attention(query, key, value, **options)
-        count = self.documents.index.shape[0]
+        count = self.documents.tokens.shape[0]
         key, value = (x.reshape(count, -1, *x.shape[2:]) for x in (key, value))
         query = self.documents.apart(query)
         return self.documents.together(attention(query, key, value, **{**options, "attn_mask": self.text_mask}))
@@ -208,7 +210,7 @@ class Streams:
         if not self.packed:
             return x
         texts = _packed(self._owners(self._streams[TEXT])[0])
-        return texts.to(x.device).together(x[:, : texts.index.shape[1]])
+        return texts.to(x.device).together(x[:, : texts.tokens.shape[1]])
 
     def _on_device(self, stream: _Stream) -> Rows:
         owner = self._owners(stream)
@@ -265,9 +267,7 @@ def _packed(owner: IntArray) -> PackedDocuments:
     longest = int(counts.max())
     real = np.arange(longest) < counts[:, None]
     (places,) = real.ravel().nonzero()
-    index = np.zeros(real.size, np.int64)
-    index[places] = order
-    place = np.zeros(owner.size, np.int64)
-    place[order] = places
+    tokens, place_of = np.zeros(real.size, np.int64), np.zeros(owner.size, np.int64)
+    tokens[places], place_of[order] = order, places
     mask = None if real.all() else torch.from_numpy(real[:, None, None])
-    return PackedDocuments(torch.from_numpy(index.reshape(real.shape)), mask, torch.from_numpy(place))
+    return PackedDocuments(torch.from_numpy(tokens.reshape(real.shape)), mask, torch.from_numpy(place_of))

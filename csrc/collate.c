@@ -7,7 +7,22 @@
 enum { PATCH = 1, AUDIO_TOKEN = 3, IGNORE_INDEX = -100 }; /* see mmpos/segments/kinds.py and mmpos/data/examples.py */
 
 /* Names of what is read: of an example, of its sequence, and of the positions there. */
-enum { SEQUENCE, LABELS, INPUT_IDS, TYPES, SPANS, GRIDS, PATCHES, POSITIONS, TABLE, DOCUMENTS, NUM_TOKENS, NAMES };
+enum {
+    SEQUENCE,
+    LABELS,
+    INPUT_IDS,
+    TYPES,
+    SPANS,
+    GRIDS,
+    PATCHES,
+    POSITIONS,
+    TABLE,
+    DOCUMENTS,
+    NUM_TOKENS,
+    SCHEME,
+    FRACTIONAL,
+    NAMES
+};
 
 /* A document, and its columns in the batch: from `first` on, padding included, its tokens from `start` on. */
 typedef struct {
@@ -31,7 +46,8 @@ typedef struct {
     int64_t rest; /* padding behind the last document, which is one more */
     int64_t pad_token_id;
     Runs patches, audio;
-    int pixels, padded;
+    PyObject *scheme;                      /* of the first */
+    int alike, fractional, pixels, padded; /* alike: one scheme for all */
 } Batch;
 
 /* The arrays that are made, in order; their buffers are held until all is written. */
@@ -97,7 +113,22 @@ static int take_positions(Document *document, PyObject *positions, PyObject *con
            entry(header, FIRST_TOKEN, 0) == 0;
 }
 
-static int take_document(Document *document, PyObject *example, PyObject *const *names, int *pixels) {
+/* Look whether positions are of the scheme of those before, and whether they are fractions. */
+static int take_scheme(Batch *batch, PyObject *positions, PyObject *const *names) {
+    PyObject *scheme = attribute(positions, names[SCHEME]), *fractional = attribute(positions, names[FRACTIONAL]);
+    int fits = scheme != NULL && PyUnicode_Check(scheme) && fractional != NULL && PyBool_Check(fractional);
+    if (fits && batch->scheme == NULL) {
+        batch->scheme = Py_NewRef(scheme);
+        batch->alike = 1;
+    }
+    batch->alike = fits && batch->alike && PyUnicode_Compare(scheme, batch->scheme) == 0;
+    batch->fractional |= fractional == Py_True;
+    Py_XDECREF(scheme);
+    Py_XDECREF(fractional);
+    return fits;
+}
+
+static int take_document(Batch *batch, Document *document, PyObject *example, PyObject *const *names) {
     PyObject *sequence = attribute(example, names[SEQUENCE]);
     PyObject *positions = attribute(sequence, names[POSITIONS]), *patches = attribute(sequence, names[PATCHES]);
     int fits = take_ids(document, sequence, names[INPUT_IDS], &document->input_ids) &&
@@ -108,8 +139,8 @@ static int take_document(Document *document, PyObject *example, PyObject *const 
            take_rows(document, sequence, names[SPANS], &document->spans) && document->spans.columns == 2 &&
            take_rows(document, sequence, names[GRIDS], &document->grid_thw) && document->grid_thw.columns == 3 &&
            document->grid_thw.rows == document->spans.rows && ascend(&document->spans, document->tokens) &&
-           patches != NULL && take_positions(document, positions, names);
-    *pixels |= patches != Py_None;
+           patches != NULL && take_positions(document, positions, names) && take_scheme(batch, positions, names);
+    batch->pixels |= patches != Py_None;
     Py_XDECREF(patches);
     Py_XDECREF(positions);
     Py_XDECREF(sequence);
@@ -120,7 +151,7 @@ static int take_document(Document *document, PyObject *example, PyObject *const 
 static int take_documents(Batch *batch, PyObject *examples, PyObject *const *names) {
     for (int64_t i = 0; i < batch->count; i++) {
         PyObject *example = PySequence_GetItem(examples, i);
-        int fits = take_document(&batch->documents[i], example, names, &batch->pixels);
+        int fits = take_document(batch, &batch->documents[i], example, names);
         Py_XDECREF(example);
         PyErr_Clear();
         if (!fits || batch->documents[i].table.rows != batch->documents[0].table.rows) {
@@ -382,6 +413,17 @@ static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     return numbers[0] > 0 && numbers[0] <= INT32_MAX && numbers[1] >= 0 && numbers[1] <= INT32_MAX && numbers[2] >= 0;
 }
 
+/* Tokens of every document if all have as many, else 0. */
+static int64_t row_length(const Batch *batch) {
+    int64_t length = batch->documents[0].stop;
+    for (int64_t i = 1; i < batch->count; i++) {
+        if (batch->documents[i].stop - batch->documents[i].first != length) {
+            return 0;
+        }
+    }
+    return batch->rest == 0 || batch->rest == length ? length : 0;
+}
+
 static PyObject *collated(Batch *batch, Arrays *arrays) {
     int found, large = batch->tokens > RELEASE_GIL_BYTES / 8;
     if (large) {
@@ -401,18 +443,20 @@ static PyObject *collated(Batch *batch, Arrays *arrays) {
     } else {
         put_all(arrays, batch);
     }
-    PyObject *result = PyTuple_New(ARRAYS + 1);
+    PyObject *result = PyTuple_New(ARRAYS + 4);
     for (int i = 0; result != NULL && i < ARRAYS; i++) {
         PyTuple_SetItem(result, i, Py_NewRef(arrays->array[i] == NULL ? Py_None : arrays->array[i]));
     }
     if (result != NULL) {
-        PyTuple_SetItem(result, ARRAYS, Py_NewRef(batch->pixels ? Py_True : Py_False));
+        PyTuple_SetItem(result, ARRAYS, PyLong_FromLongLong(row_length(batch)));
+        PyTuple_SetItem(result, ARRAYS + 1, Py_NewRef(batch->alike ? batch->scheme : Py_None));
+        PyTuple_SetItem(result, ARRAYS + 2, PyBool_FromLong(batch->fractional));
+        PyTuple_SetItem(result, ARRAYS + 3, PyBool_FromLong(batch->pixels));
     }
     return result;
 }
 
-/* collate(examples, names, makers, multiple_of, length, pad_token_id, side) -> arrays and whether any have pixels, or
- * None.
+/* collate(examples, names, makers, multiple_of, length, pad_token_id, side) -> arrays, two facts, or None.
  *
  * examples: a list; names: of what is read off them; makers: empty, int64 and int32 of numpy; length: or None; side: of
  * padding in rows of one length, "right" or "left", or None for one row. The arrays are those of `_Arrays` in
@@ -453,6 +497,7 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
     for (int i = 0; i < ARRAYS; i++) {
         Py_XDECREF(arrays.array[i]);
     }
+    Py_XDECREF(batch.scheme);
     free(batch.documents);
     free(batch.patches.edges);
     free(batch.audio.edges);

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mmpos.data.batch import Batch
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.rotary.device import DevicePositions
+from mmpos.rotary.device import DevicePositions, row_length_of
 from mmpos.segments.kinds import AUDIO_TOKEN, PATCH
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, integer, one_of
+from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
 __all__ = ["PackedCollator", "PaddedCollator"]
@@ -52,9 +51,9 @@ class PackedCollator:
         Raises:
             InvalidInputError: an example does not fit the first, or all together do not fit length.
         """
-        return _collate(examples, self)
+        return _collate(examples, self, None, self._sizes)
 
-    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Count the tokens of every document with its padding, and those of padding alone behind the last."""
         sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
         tokens = sum(sizes)
@@ -90,9 +89,9 @@ class PaddedCollator:
         Raises:
             InvalidInputError: an example does not fit the first, or is longer than length.
         """
-        return _collate(examples, self)
+        return _collate(examples, self, self.side, self._sizes)
 
-    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Count the tokens of every row; there are none behind the last."""
         lengths = [example.num_tokens for example in examples]
         seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
@@ -103,7 +102,7 @@ class PaddedCollator:
 
 
 class _Arrays(NamedTuple):
-    """Arrays of a batch, in the order in which the extension makes them, and whether any example has pixels."""
+    """Arrays of a batch and facts about it, in the order in which the extension gives them."""
 
     table: IntArray
     documents: IntArray
@@ -117,58 +116,75 @@ class _Arrays(NamedTuple):
     feature_spans: IntArray
     audio_spans: IntArray | None
     audio_feature_spans: IntArray | None
-    pixels: bool
+    row_length: int  # tokens of every document if all have as many, else 0
+    scheme: str | None  # of all documents, if it is one
+    fractional: bool
+    pixels: bool  # whether any example has patches
 
 
 _READ = (
     *("sequence", "labels", "input_ids", "token_type_ids", "image_spans", "grid_thw", "patches", "positions"),
-    *("table", "documents", "num_tokens"),
+    *("table", "documents", "num_tokens", "scheme", "fractional"),
 )
 """Names of what the extension reads of an example, its sequence and the positions there."""
 
-_MAKE = (np.empty, np.int64, np.int32)
+_MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
 
-def _collate(examples: Examples, collator: PackedCollator | PaddedCollator) -> Batch:
-    """Collate examples as a collator says."""
-    flattened = _flatten(examples)
-    side = collator.side if isinstance(collator, PaddedCollator) else None
-    layout, core = (collator.multiple_of, collator.length, collator.pad_token_id, side), native.core
+def _collate(
+    examples: Examples,
+    collator: PackedCollator | PaddedCollator,
+    side: Side | None,
+    sizes: Callable[[Sequence[Example]], tuple[list[int], int]],
+) -> Batch:
+    """Collate examples into rows of one length that are padded on a side, or into one row, if the side is None."""
+    flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
+    layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
     made = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
-    arrays = _write(flattened, collator, side) if made is None else _Arrays._make(made)
-    placed = [example.sequence.positions for example in flattened]
-    scheme = " + ".join(dict.fromkeys(each.scheme for each in placed))
-    fractional = any(each.fractional for each in placed)
-    positions = PositionTable(arrays.table, arrays.documents, arrays.input_ids.size, fractional, scheme)
+    arrays = _Arrays._make(made or _write(flattened, sizes, side, collator.pad_token_id))
+    scheme = arrays.scheme
+    if scheme is None:
+        scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
+    tokens, table = arrays.input_ids.size, arrays.table.copy()
+    arrays.table.setflags(write=False)
+    arrays.documents.setflags(write=False)
+    mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
-    return Batch(
-        keys=tuple(example.key for example in flattened),
-        positions=positions,
-        device_positions=DevicePositions.from_table(positions),
-        input_ids=torch.from_numpy(arrays.input_ids),
-        labels=torch.from_numpy(arrays.labels),
-        text_positions=torch.from_numpy(arrays.text_positions),
-        cu_seqlens=torch.from_numpy(arrays.cu_seqlens),
-        attention_mask=_tensor(arrays.attention_mask),
-        patches=_tensor(patches),
-        grid_thw=torch.from_numpy(arrays.grid_thw),
-        image_spans=torch.from_numpy(arrays.image_spans),
-        feature_spans=torch.from_numpy(arrays.feature_spans),
-        audio_spans=_tensor(arrays.audio_spans),
-        audio_feature_spans=_tensor(arrays.audio_feature_spans),
+    return Batch.of(
+        keys=tuple([example.key for example in flattened]),
+        positions=PositionTable(arrays.table, arrays.documents, tokens, arrays.fractional, scheme),
+        device_positions=DevicePositions(tensor(table), tokens, arrays.row_length, arrays.fractional),
+        input_ids=tensor(arrays.input_ids),
+        labels=tensor(arrays.labels),
+        text_positions=tensor(arrays.text_positions),
+        cu_seqlens=tensor(arrays.cu_seqlens),
+        attention_mask=None if mask is None else tensor(mask),
+        patches=None if patches is None else tensor(patches),
+        grid_thw=tensor(arrays.grid_thw),
+        image_spans=tensor(arrays.image_spans),
+        feature_spans=tensor(arrays.feature_spans),
+        audio_spans=None if audio is None else tensor(audio),
+        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
+        shifted=False,
+        world_size=1,
     )
 
 
-def _write(examples: Sequence[Example], collator: PackedCollator | PaddedCollator, side: Side | None) -> _Arrays:
+def _write(
+    examples: Sequence[Example],
+    sizes_of: Callable[[Sequence[Example]], tuple[list[int], int]],
+    side: Side | None,
+    pad_token_id: int,
+) -> _Arrays:
     """Write the arrays document by document, as the extension does, or raise for what does not fit."""
     _check_fit(examples)
-    sizes, rest = collator.sizes(examples)
+    sizes, rest = sizes_of(examples)
     positions = PositionTable.concatenate([example.sequence.positions for example in examples])
     positions = positions.pad(sizes, side or "right")
     if rest:
         positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
     tokens = positions.num_tokens
-    input_ids, labels = np.full(tokens, collator.pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
+    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
     text_positions, attention_mask = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
     types, images_begin = np.zeros(tokens, np.uint8), []
     stop = 0
@@ -196,12 +212,11 @@ def _write(examples: Sequence[Example], collator: PackedCollator | PaddedCollato
         _feature_rows(images),
         audio if len(audio) else None,
         _feature_rows(audio) if len(audio) else None,
+        row_length=row_length_of(positions),
+        scheme=positions.scheme,
+        fractional=positions.fractional,
         pixels=True,
     )
-
-
-def _tensor(array: Array | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array)
 
 
 def _feature_rows(spans: IntArray) -> IntArray:
@@ -218,9 +233,12 @@ def _flatten(examples: object) -> list[Example]:
         raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
     flattened: list[Example] = []
     for i, one in enumerate(entries):
-        if not isinstance(one, Example | Pack):
+        if isinstance(one, Example):
+            flattened.append(one)
+        elif isinstance(one, Pack):
+            flattened += one.examples
+        else:
             raise InvalidInputError(f"examples[{i}]: got {type(one).__name__}, want an Example or a Pack")
-        flattened += one.examples if isinstance(one, Pack) else [one]
     if not flattened:
         raise InvalidInputError("examples: got none, want at least one")
     return flattened

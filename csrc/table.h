@@ -17,6 +17,14 @@ enum { TAKE, SHARD, WINDOW, DECODE, LENGTHEN };            /* rules by which a t
 
 static inline int within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
+static inline int64_t is_padding(const Matrix *table, int64_t s) {
+    int64_t any = 0;
+    for (int64_t row = AXES; row < table->rows; row++) {
+        any |= entry(table, row, s);
+    }
+    return any == 0;
+}
+
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 
 /* Write what is text from an id on, or padding, whose id and step are 0; 0 if the ids leave int32. Offset and skip stay. */

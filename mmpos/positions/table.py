@@ -29,7 +29,7 @@ from mmpos.positions.table_rows import (
     TAKE,
     WIDTH,
     WINDOW,
-    Pieces,
+    CutColumns,
     check_table,
 )
 from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
@@ -355,7 +355,7 @@ class PositionTable:
         return self._cut(TAKE, starts, stops) or self._take(starts, stops)
 
     def _take(self, starts: IntArray, stops: IntArray) -> PositionTable:
-        pieces, last = Pieces(self.table, self.num_tokens), 0
+        columns, last = CutColumns(self.table, self.num_tokens), 0
         first, end = self.documents[FIRST_TOKEN], self.documents[FIRST_TOKEN] + self.lengths
         for i in np.flatnonzero(starts < stops).tolist():
             start, stop = int(starts[i]), int(stops[i])
@@ -364,8 +364,8 @@ class PositionTable:
                 raise InvalidInputError(f"starts[{i}]: got {start}, in a document before that of the range before it")
             last = int(first.searchsorted(stop)) - 1
             for d in range(document, last + 1):
-                pieces.put_range(d, max(start, int(first[d])), min(stop, int(end[d])))
-        return self._assembled(pieces, self.documents[NEXT_POSITION:])
+                columns.put_range(d, max(start, int(first[d])), min(stop, int(end[d])))
+        return self._assembled(columns, self.documents[NEXT_POSITION:])
 
     def keep(self, mask: npt.ArrayLike) -> PositionTable:
         """Keep the tokens of a mask, with their ids, and prune the others for good; documents stay.
@@ -426,12 +426,12 @@ class PositionTable:
             skipped = np.maximum(starts - known, 0)[beyond]
             header[0, beyond] = self._next_or_delta("next_positions", NEXT_POSITION, documents[beyond]) + skipped + text
             _check_last_ids(header[0, beyond] - 1, documents[beyond])
-        pieces = Pieces(self.table, self.num_tokens)
+        columns = CutColumns(self.table, self.num_tokens)
         for w, (begin, end) in enumerate(zip(np.minimum(starts, known), np.minimum(stops, known), strict=True)):
-            pieces.put_range(w, int(first[w] + begin), int(first[w] + end))
+            columns.put_range(w, int(first[w] + begin), int(first[w] + end))
             text = int(lengths[w] - (end - begin))
-            pieces.put_run(w, text, int(header[0, w]) - text)
-        return self._assembled(pieces, header)
+            columns.put_run(w, text, int(header[0, w]) - text)
+        return self._assembled(columns, header)
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
         """Place the next tokens of every document, grouped per document: all text, ids equal on all axes.
@@ -509,12 +509,12 @@ class PositionTable:
         return self._cut(LENGTHEN, lengths, on_the_left) or self._pad(missing, side)
 
     def _pad(self, missing: IntArray, side: Side) -> PositionTable:
-        pieces = Pieces(self.table, self.num_tokens)
+        columns = CutColumns(self.table, self.num_tokens)
         for d, (first, length, pad) in enumerate(zip(self.documents[FIRST_TOKEN], self.lengths, missing, strict=True)):
-            pieces.put_run(d, int(pad) if side == "left" else 0)
-            pieces.put_range(d, int(first), int(first + length))
-            pieces.put_run(d, int(pad) if side == "right" else 0)
-        return self._assembled(pieces, self.documents[NEXT_POSITION:])
+            columns.put_run(d, int(pad) if side == "left" else 0)
+            columns.put_range(d, int(first), int(first + length))
+            columns.put_run(d, int(pad) if side == "right" else 0)
+        return self._assembled(columns, self.documents[NEXT_POSITION:])
 
     def padded(
         self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
@@ -603,8 +603,8 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             self.scheme,
         )
 
-    def _assembled(self, pieces: Pieces, header: IntArray) -> PositionTable:
-        return PositionTable(*pieces.assemble(header), self.fractional, self.scheme)
+    def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
+        return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
         """Give a row of ``documents``, of these or of all, which must have a next position."""

@@ -48,7 +48,7 @@ def padding_column(axes: int) -> IntArray:
     return column
 
 
-class Pieces:
+class CutColumns:
     """Columns of a table that is cut from another, put one after the other: what C does in one pass.
 
     Args:

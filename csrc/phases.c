@@ -118,7 +118,8 @@ static int take_positions(Buffers *buffers, PyObject *tuple, Source *source) {
     int capsule = PyCapsule_CheckExact(object);
     source->tokens = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
     source->row = PyLong_AsLongLong(PyTuple_GetItem(tuple, 3));
-    if (PyErr_Occurred() || !(capsule ? take_integers(object, positions, &row) : take_rows(buffers, object, positions)) ||
+    if (PyErr_Occurred() ||
+        !(capsule ? take_integers(object, positions, &row) : take_rows(buffers, object, positions)) ||
         kind < TABLE_INTEGER || kind > DENSE_FIXED || (row != 0 && kind < DENSE_INTEGER)) {
         return 0;
     }

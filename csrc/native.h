@@ -124,6 +124,7 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 /* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 Py_ssize_t length_of(PyObject *list);
 
+PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -40,7 +40,7 @@ static int is_plan(const Matrix *plan, int64_t axes) {
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
 
-/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are those of padding. */
+/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are all the same. */
 static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t slot, const int64_t *shape,
                     int64_t cursor) {
     int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, slot, OVER), any = 0;
@@ -61,7 +61,6 @@ static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t 
         int64_t origin = zero + slope * cursor;
         double reach = fabs((double)origin);
         put_entry(table, to + ORIGIN, s, origin);
-        any |= origin;
         for (int i = 0; i < 3; i++) {
             step[i] = entry(plan, slot, from + PER_FRAME + i);
             reach += fabs((double)step[i]) * (double)(shape[i] - 1 + (i == 2 ? shape[SEPARATOR] : 0));

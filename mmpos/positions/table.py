@@ -69,7 +69,9 @@ class PositionTable:
 
     Args:
         table: (5 + 4·axes, segments) int64 rows: offset, skip, height, width, denominator, then for each
-            axis origin, step_frame, step_row, step_col. Padding has origin and steps 0.
+            axis origin, step_frame, step_row, step_col. Padding, and nothing else, has origin and steps 0 on every
+            axis: text whose tokens are all at id 0 has width 1 and a step_col of 1 that no token takes, and a grid
+            whose tokens are all at one id has its rows in one frame and a step_frame of 1.
         documents: (4, documents) int64 rows: first segment, first token, next position, delta.
         num_tokens: tokens in all, padding included.
         fractional: whether ids may be fractions; a property of the scheme, not of the batch.
@@ -600,7 +602,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             words = f"row {row}, column {col} of a grid of width {self.width[s]} (segment {s})"
             words = f"frame {frame}, {words}" if self.step_frame[:, s].any() else words
         else:
-            words = f"{'padding' if self.is_padding[s] else f'token {col} of a run of text'} (segment {s})"
+            words = f"{'padding' if self.is_padding[s] else f'token {index} of a run of text'} (segment {s})"
         return _Location(s, frame, row, col, is_patch, words)
 
     def _words(self, segments: SegmentTable, token: int, column: int, index: int) -> tuple[str, bool]:

@@ -308,7 +308,8 @@ def test_an_object_that_shrinks_before_it_is_sealed_is_refused() -> None:
         part = opened(key)
         os.ftruncate(descriptor, 100)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SHRINK)
-        for use in (lambda: part.map("q", 256), lambda: part.read("q", 0, 1)):
+        uses: list[Callable[[], object]] = [lambda: part.map("q", 256), lambda: part.read("q", 0, 1)]
+        for use in uses:
             with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 256 of .*, want at most 100, its size"):
                 use()
 
@@ -343,7 +344,7 @@ FOREIGN: dict[str, Callable[[], int]] = {
     "device": lambda: os.open("/dev/zero", os.O_RDWR),
     "file": lambda: os.open("/etc/hostname", os.O_RDONLY),
     "pipe": lambda: os.pipe()[0],
-    "closed": lambda: -1,
+    "sink": lambda: os.open("/dev/null", os.O_WRONLY),
 }
 
 
@@ -353,9 +354,8 @@ def test_another_descriptor_than_that_of_the_object_is_refused(key: str, make: C
     with sealed(BYTES) as (link, descriptor):
         other = make()
         os.close(descriptor)
-        if other >= 0:
-            os.dup2(other, descriptor)
-            os.close(other)
+        os.dup2(other, descriptor)
+        os.close(other)
         with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '{link}' \(.*want an object that this"):
             opened(link)
         os.dup2(0, descriptor)  # which is closed in the end

@@ -38,7 +38,10 @@ static inline Segment stretched(Segment s, int64_t *steps) {
         s.height = 1;
         steps[STEP_COL] = steps[STEP_ROW];
     }
-    if (s.height == 1) { /* frames of one row are rows of one frame */
+    if (s.width == 1) { /* frames of one token are a row, which ends nowhere */
+        s.width = INT64_MAX;
+        steps[STEP_COL] = steps[STEP_FRAME];
+    } else if (s.height == 1) { /* frames of one row are rows of one frame */
         s.height = INT64_MAX;
         steps[STEP_ROW] = steps[STEP_FRAME];
     }

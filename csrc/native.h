@@ -34,12 +34,8 @@
 #define ALWAYS_INLINE inline
 #endif
 
-enum {
-    TEXT,
-    GRID,
-    PAD,
-    AUDIO
-}; /* kinds of segments, see mmpos/segments/kinds.py; what is not here takes the way in Python */
+/* Kinds of segments, see mmpos/segments/kinds.py. */
+enum { TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE };
 
 /* Buffers that a function has taken; at most as many as fit, released together. */
 typedef struct {
@@ -124,18 +120,19 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 /* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 Py_ssize_t length_of(PyObject *list);
 
+PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);

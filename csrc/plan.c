@@ -42,7 +42,7 @@ int is_plan(const Matrix *plan, int64_t axes) {
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
 
-/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are those of padding. */
+/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are all the same. */
 static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t slot, const int64_t *shape,
                     int64_t cursor) {
     int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, slot, OVER), any = 0;
@@ -63,7 +63,6 @@ static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t 
         int64_t origin = zero + slope * cursor;
         double reach = fabs((double)origin);
         put_entry(table, to + ORIGIN, s, origin);
-        any |= origin;
         for (int i = 0; i < 3; i++) {
             step[i] = entry(plan, slot, from + PER_FRAME + i);
             reach += fabs((double)step[i]) * (double)(shape[i] - 1 + (i == 2 ? shape[SEPARATOR] : 0));
@@ -75,19 +74,6 @@ static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t 
         }
     }
     return any != 0;
-}
-
-static int put_text(const Matrix *table, int64_t s, int64_t tokens, int64_t cursor, int64_t step) {
-    put_entry(table, DENOMINATOR, s, 1);
-    put_entry(table, HEIGHT, s, 1);
-    put_entry(table, WIDTH, s, tokens);
-    for (int64_t row = AXES; row < table->rows; row += 4) {
-        put_entry(table, row + ORIGIN, s, step ? cursor : 0);
-        put_entry(table, row + STEP_FRAME, s, 0);
-        put_entry(table, row + STEP_ROW, s, 0);
-        put_entry(table, row + STEP_COL, s, step);
-    }
-    return fabs((double)cursor) + (double)tokens - 1 <= INT32_MAX;
 }
 
 /* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */

@@ -109,6 +109,13 @@ class Batch(metaclass=_WholeType):
             if got != want:
                 raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
 
+    @classmethod
+    def of(cls, **fields: Any) -> Batch:
+        """Make a batch of all its fields, which are not checked."""
+        batch = object.__new__(cls)
+        vars(batch).update(fields)
+        return batch
+
     @property
     def packed(self) -> bool:
         """Whether documents follow each other in one row."""
@@ -141,10 +148,15 @@ class Batch(metaclass=_WholeType):
         Returns:
             (axes, tokens) or (axes, batch, seq), with text_row one row more.
         """
-        kinds = (torch.float64,) if self.positions.fractional else (torch.int32, torch.int64, torch.float64)
-        kind = one_of("dtype", kinds[0] if dtype is None else dtype, kinds)
-        ids = self.device_positions.dense().to(kind).reshape(-1, *self.input_ids.shape)
-        return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
+        ids = self.device_positions.dense()
+        if dtype is not None:
+            kinds = (torch.float64,) if self.positions.fractional else (torch.int32, torch.int64, torch.float64)
+            ids = ids.to(one_of("dtype", dtype, kinds))
+        if not self.packed:
+            ids = ids.view(-1, *self.input_ids.shape)
+        if not boolean("text_row", text_row):
+            return ids
+        return torch.cat([self.text_positions[None].to(ids.dtype), ids])
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
         """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.

@@ -32,6 +32,9 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_do
 
 __all__ = ["ids_consumed", "place"]
 
+_STEP_FRAME, _STEP_COL = AXES + 1, AXES + 3
+"""Rows of the table: steps of the first axis."""
+
 
 def place(
     segments: SegmentTable,
@@ -231,7 +234,7 @@ def _placed(
         if demanded is not None:
             np.maximum.at(end, split.document[split.grid], demanded)
     table, document = _columns(scheme, segments, split, of_text, of_grids)
-    _check_columns(table, document, int((segments.kind == PAD).sum()), scheme)
+    _check_columns(table, document, scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
     if scheme.resumable:
         whole = np.ones(end.size, np.bool_)
@@ -254,6 +257,9 @@ def _columns(
     columns[HEIGHT] = columns[DENOMINATOR] = 1
     columns[OFFSET] = columns[WIDTH] = split.lengths
     _put(columns, scheme, split.text, of_text)
+    # Padding alone has origin and steps 0: what else is still gets a step that no token takes.
+    still = split.text[~columns[AXES:, split.text].any(axis=0)]
+    columns[WIDTH, still] = columns[_STEP_COL, still] = 1
     if of_grids is None:
         return columns, split.document
     document, grid, height, width = split.document, split.grid, split.grids.height, split.grids.row_tokens
@@ -269,6 +275,9 @@ def _columns(
         columns[OFFSET, grid], columns[SKIP, grid] = pieces.tokens, pieces.skip
     columns[HEIGHT, grid], columns[WIDTH, grid] = height, width
     _put(columns, scheme, grid, of_grids)
+    still = grid[~columns[AXES:].reshape(scheme.axes, 4, -1)[:, 1:, grid].any(axis=(0, 1))]
+    columns[HEIGHT, still] = -(-(columns[SKIP, still] + columns[OFFSET, still]) // columns[WIDTH, still])
+    columns[_STEP_FRAME, still] = 1
     return columns, document
 
 
@@ -289,7 +298,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
                 columns[AXES + 4 * axis + i, where] = _integers(scheme, name, values)
 
 
-def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: Scheme) -> None:
+def _check_columns(columns: IntArray, document: IntArray, scheme: Scheme) -> None:
     """Raise for the first denominator or id beyond its limit, in floats since integers could wrap."""
     denominator = columns[DENOMINATOR]
     if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
@@ -298,8 +307,6 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
         raise LimitExceededError(f"{tokens}: got denominator {denominator[s]}, want below 2**31")
     if scheme.fractional and denominator.min(initial=1) < 1:
         raise InvalidInputError(f"scheme {scheme.name!r}: got denominator {denominator.min()}, want >= 1")
-    if np.count_nonzero(columns[AXES:].any(axis=0)) != document.size - padding:
-        raise UnsupportedError(f"scheme {scheme.name!r}: got a segment with origin and steps 0, which mean padding")
     bounds = id_bounds(columns, columns[OFFSET])
     beyond = bounds.beyond_int32
     if beyond.any():

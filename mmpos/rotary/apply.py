@@ -33,7 +33,7 @@ from mmpos.rotary.reference import (
 )
 from mmpos.support.checks import boolean, instance, one_of
 
-__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store"]
+__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_into"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
@@ -106,6 +106,25 @@ def apply_rotary(
         return q, k
     q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
+
+
+def rotate_into(
+    outs: tuple[Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor | None,
+    positions: Positions,
+    rotary: Rotary,
+    *,
+    layout: Layout | None = None,
+    conjugate: bool = False,
+) -> None:
+    """Rotate q and k into other tensors of their shapes, dtypes and device, which may be q and k, without gradients.
+
+    Arguments and errors are those of ``apply_rotary``, with ``validate``.
+    """
+    q4, k4 = _views(q, k, layout)
+    rotation = _arguments(q4, k4, positions, rotary, None, conjugate, "auto", True)
+    operators.run(q4, k4, *_views(*outs, layout), NO_NORM, rotation)
 
 
 def rotate_and_store(

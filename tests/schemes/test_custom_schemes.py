@@ -10,16 +10,17 @@ from mmpos import (
     Grid,
     InvalidInputError,
     LimitExceededError,
+    PositionTable,
     Scheme,
     SegmentTable,
     Text,
-    UnsupportedError,
     diagnose,
+    fingerprint,
     place,
 )
 from mmpos.analysis.plot.positions import read_plane
 from mmpos.cli.report import heading
-from mmpos.schemes import Grid2D, Grids, Placement
+from mmpos.schemes import Grid2D, Grids, Placement, TextRuns
 
 SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
 
@@ -56,11 +57,6 @@ def test_a_placement_that_cannot_be_right_is_refused(scheme: Scheme, message: st
     with pytest.raises(InvalidInputError) as raised:
         place(SEGMENTS, scheme)
     assert str(raised.value) == message
-
-
-def test_ids_of_zero_everywhere_would_look_like_padding() -> None:
-    with pytest.raises(UnsupportedError, match="scheme 'custom': got a segment with origin and steps 0"):
-        place(SegmentTable.from_documents([[Grid(1, 1)]]), Custom({"origin": [0, 0]}))
 
 
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", Grid2D(order="merged")])
@@ -118,3 +114,56 @@ def test_five_axes_are_told_and_drawn_by_number() -> None:
     plane = read_plane(placed, 0)
     assert plane.names == ("id on axis 1", "id on axis 0")
     assert plane.images[0].points.tolist() == placed.dense()[[1, 0], 1:7].tolist()
+
+
+@dataclass(frozen=True)
+class Still(Scheme):
+    """All tokens at the start."""
+
+    name: ClassVar[str] = "still"
+    axes = 2
+    resumable = False
+
+    def advance(self, grids: Grids) -> Any:
+        return np.zeros_like(grids.width)
+
+    def advance_text(self, runs: TextRuns) -> Any:
+        return np.zeros_like(runs.lengths)
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([grids.start] * 2)
+
+    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+        return Placement([runs.start] * 2)
+
+
+def test_tokens_that_are_all_at_id_0_are_no_padding() -> None:
+    segments = SegmentTable.from_documents([[Text(5), Grid(2, 3, frames=2), Text(1), Grid(1, 4)]])
+    positions = place(segments, Still())
+    columns = [[1, 1, 1, 0, 0, 0, 1], [4, 3, 1, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1], [1, 4, 1, 0, 1, 0, 0]]
+    assert positions.table[2:9].T.tolist() == columns
+    padded = positions.pad(25)
+    assert padded.is_padding.tolist() == [False] * 4 + [True]
+    assert padded.is_grid.tolist() == [False, True, False, True, False]
+    assert padded.real_lengths.tolist() == [22]
+    assert positions.padded(25)[1].tolist() == [[1] * 22 + [0] * 3]
+    for table in (padded, padded.slice(3, 19), PositionTable.from_arrays(**_arrays(padded))):
+        assert not table.dense().any()
+        assert not table.rationals()[0].any()
+    assert (
+        positions.explain(4)
+        == "token 4 (documents[0], token 4) is token 4 of a run of text (segment 0): position (0, 0)"
+    )
+    assert positions.describe(12, segments) == "frame 1, row 0, column 1 of a grid of width 3 (segment 1)"
+    assert positions.token_types(segments).tolist() == [0] * 5 + [1] * 12 + [0] + [1] * 4
+    assert fingerprint(padded) == fingerprint(np.zeros((2, 22), np.int32))
+    assert str(diagnose(np.zeros((2, 22), np.int32), segments, Still())).startswith("All 22 tokens")
+    elsewhere = place(segments, Still(), start=7)
+    assert elsewhere.table[3].tolist() == [5, 3, 1, 4]
+    assert elsewhere.is_grid.tolist() == [False, True, False, True]
+    assert (elsewhere.dense() == 7).all()
+
+
+def _arrays(positions: PositionTable) -> dict[str, Any]:
+    names = ("table", "documents", "num_tokens", "fractional", "scheme")
+    return {name: getattr(positions, name) for name in names}

@@ -277,7 +277,8 @@ class PositionTable(_message.Message):
                      / denominator[s]
 
     where the division is exact: ids are integers unless `fractional` is set. A segment whose origin and steps are 0
-    on every axis is padding. All intermediate results fit into 64 bits, and all ids into 32.
+    on every axis is padding; one with tokens that are all at id 0 has a step on axis 0 that no token takes. All
+    intermediate results fit into 64 bits, and all ids into 32.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

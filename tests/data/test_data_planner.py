@@ -15,6 +15,7 @@ from mixed_corpus import mixed_corpus
 from pyarrow import parquet
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
+from mmpos.__main__ import main
 from mmpos.data import (
     Cost,
     Example,
@@ -274,3 +275,17 @@ def test_a_file_of_others_is_no_index(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(InvalidInputError, match="got a Parquet file of others, want the index of a plan, version 1"):
         PlannedPacks(path, 0)
+
+
+def test_the_command_writes_the_index_a_report_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4).source for name in "ab"]
+    index, picture = tmp_path / "index.parquet", tmp_path / "steps.png"
+    words = ["data", "plan", *files, "-o", str(index), "--ranks", "2", "--max-tokens", "128", "--plot", str(picture)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "32 of 1,200 tokens" in said
+    assert "of 2 ranks and 1 microbatch" in said
+    assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mmpos.data.planner.cost import Cost, FloatArray, Headers
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, finite, first_bad, integer
+from mmpos.support.checks import IntArray, counted, finite, first_bad, integer
 
 __all__ = ["Plan", "plan"]
 
@@ -122,7 +122,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.num_steps} steps of {self.ranks} ranks and {self.microbatches} microbatches, "
+            f"Plan({counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')} with "
+            f"{counted(self.microbatches, 'microbatch')}, "
             f"fill={self.fill:.3f}, straggling={self.straggling():.4f})"
         )
 

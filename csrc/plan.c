@@ -74,19 +74,6 @@ static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t 
     return any != 0;
 }
 
-static int put_text(const Matrix *table, int64_t s, int64_t tokens, int64_t cursor, int64_t step) {
-    put_entry(table, DENOMINATOR, s, 1);
-    put_entry(table, HEIGHT, s, 1);
-    put_entry(table, WIDTH, s, tokens);
-    for (int64_t row = AXES; row < table->rows; row += 4) {
-        put_entry(table, row + ORIGIN, s, step ? cursor : 0);
-        put_entry(table, row + STEP_FRAME, s, 0);
-        put_entry(table, row + STEP_ROW, s, 0);
-        put_entry(table, row + STEP_COL, s, step);
-    }
-    return fabs((double)cursor) + (double)tokens - 1 <= INT32_MAX;
-}
-
 /* What a batch is made of, and where its cursor stands. */
 typedef struct {
     Vector kind, offsets, separator;

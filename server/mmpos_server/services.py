@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
+from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
@@ -42,7 +43,8 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         answer.limits.views = MAX_VIEWS
         for profile in profiles:
             _put_profile(answer.profiles.add(), profile)
-        answer.shared_memory_prefix = memory.prefix or ""
+        if memory.prefix is not None:
+            answer.shared_memory_prefix, answer.shared_memory_processes = memory.prefix, process_space()
 
     return [
         place_method(positions.place),

@@ -207,7 +207,7 @@ class PositionTable:
     @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether a segment is padding: origin and steps are 0 on every axis."""
-        return ~self.table[AXES:].any(axis=0)
+        return np.logical_not(self.table[AXES:].any(axis=0))
 
     @property
     def is_grid(self) -> npt.NDArray[np.bool_]:

@@ -75,7 +75,7 @@ def test_a_message_is_what_protobuf_reads_whole_or_broken(message: Message, monk
     for _ in range(3000):
         broken = bytearray(raw)
         for at in random.integers(0, len(raw) if random.random() < 0.5 else 16, random.integers(1, 4)):
-            broken[at] = random.choice([0, 1, 2, 10, 18, 26, 34, 127, 128, 255, random.integers(256)])
+            broken[at] = int(random.choice([0, 1, 2, 10, 18, 26, 34, 127, 128, 255, int(random.integers(256))]))
         cases.append(bytes(broken))
     for case in cases:
         assert whole(kind, case) == plain(kind, case), case
@@ -86,7 +86,6 @@ def test_a_message_of_many_fields_is_left_to_protobuf() -> None:
     q = tensor(np.zeros(2**16, np.uint8), "uint8")
     for fields, found in ((10, 1), (100, 0)):
         raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()  # of a number that is none
-        message = rotary_pb2.RotateRequest()
         message = parsed(rotary_pb2.RotateRequest, raw)
         assert (len(message.q.data) < 100) == found
         assert bytes(Beside(raw).data(message.q)) == q.data

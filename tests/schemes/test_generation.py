@@ -53,7 +53,8 @@ def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_st
 def test_an_image_of_bagel_takes_one_id() -> None:
     assert ids_consumed("bagel", [Grid(24, 24), Grid(1, 1)]).tolist() == [1, 1]
     assert placed([Grid(1, 3)], "bagel").is_grid.tolist() == [True]
-    for wrong in ([Thumbnail(1, 1, tokens_after=1)], [Thumbnail(1, 1), Tile(1, 1)]):
+    pictures: list[list[Segment]] = [[Thumbnail(1, 1, tokens_after=1)], [Thumbnail(1, 1), Tile(1, 1)]]
+    for wrong in pictures:
         with pytest.raises(UnsupportedError, match="bagel: got tiles or tokens after a thumbnail"):
             placed(wrong, "bagel")
 

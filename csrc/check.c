@@ -4,8 +4,6 @@
 
 #include "table.h"
 
-static int64_t within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
-
 /* Whether a segment that ends before this token is sound, and its ids are surely within int32. */
 static int segment_is_sound(const Matrix *table, int64_t s, int64_t end, int fractional) {
     int64_t length = end - entry(table, OFFSET, s), skip = entry(table, SKIP, s), height = entry(table, HEIGHT, s),

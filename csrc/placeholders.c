@@ -1,30 +1,12 @@
-/* Runs of placeholder tokens in token ids, and of ones in masks, in one pass over them. */
+/* Segments of token ids, in one pass over the tokens, the mask and the grids. What tells models apart is data: the
+ * tokens that stand for patches and audio, end rows, surround crops or whole images, and how grids are merged.
+ * See SegmentTable.from_input_ids, which words what is declined here. */
 
 #include <stdlib.h>
 
 #include "native.h"
 
 #define BLOCK 64 /* ids that are looked at together, before one by one */
-
-typedef struct {
-    int64_t *data; /* document, first token, tokens and kind of every run */
-    int64_t size, room;
-} Runs;
-
-static int add_run(Runs *runs, int64_t document, int64_t first, int64_t tokens, int64_t kind) {
-    if (runs->size == runs->room) {
-        int64_t room = 2 * runs->room + 64;
-        int64_t *data = realloc(runs->data, (size_t)room * 4 * sizeof *data);
-        if (data == NULL) {
-            return 0;
-        }
-        runs->data = data;
-        runs->room = room;
-    }
-    int64_t run[4] = {document, first, tokens, kind};
-    memcpy(runs->data + 4 * runs->size++, run, sizeof run);
-    return 1;
-}
 
 #define T int32_t
 #define NAME(x) x##_narrow
@@ -38,102 +20,533 @@ static int add_run(Runs *runs, int64_t document, int64_t first, int64_t tokens, 
 #define NAME(x) x##_byte
 #include "placeholders_scan.h"
 
-/* 1, or 0 for documents outside of the ids, or -1 for want of memory. */
-static int scan(Runs *runs, const Vector *ids, int wide, const Vector *starts, const Vector *stops, int64_t token,
-                int64_t other, int two) {
-    for (int64_t d = 0; d < starts->size; d++) {
-        int64_t start = item(starts, d), stop = item(stops, d);
-        if (start < 0 || stop < start || stop > ids->size) {
+/* Tokens, in the order of Placeholders.tokens; those that a model does not have are ABSENT. */
+enum {
+    IMAGE,
+    VIDEO,
+    SOUND,
+    ROW_END,
+    LAST_ROW_END,
+    THUMBNAIL_START,
+    THUMBNAIL_END,
+    TILE_START,
+    TILE_END,
+    NEWLINE,
+    IMAGE_START,
+    IMAGE_END,
+    TOKENS
+};
+
+/* Options, in the order of merging; see mmpos/segments/placeholders.py. */
+enum { MERGED_FRAMES, MERGED_SIDES, FRAMES_APART, LENIENT, TYPES, OPTIONS };
+
+#define ABSENT INT64_MIN
+#define MARKERS 2 /* before a clip, and after it */
+
+typedef struct {
+    int64_t kind, frames, height, width, extra, video;
+} Segment;
+
+/* Grids of images or of videos, of which the next one is due, or a frame of it. */
+typedef struct {
+    Matrix thw;
+    int64_t count, next, frame;
+} Grids;
+
+typedef struct {
+    const char *ids;
+    int64_t size, itemsize;
+    int64_t token[TOKENS], option[OPTIONS], searched[3];
+    int num_searched, framed;
+    Grids grids[2]; /* of images, of videos */
+    const Vector *audio_lengths;
+    int64_t audios;
+    Segment *segments;
+    int64_t num_segments, room;
+    int64_t first, start, stop, at; /* of a document: its segment and tokens, and the next token without a segment */
+} Scan;
+
+static int64_t id_at(const Scan *scan, int64_t i) {
+    return scan->itemsize == 8   ? at_wide(scan->ids, i)
+           : scan->itemsize == 4 ? at_narrow(scan->ids, i)
+                                 : at_byte(scan->ids, i);
+}
+
+/* The first token from i on that is searched for, else the end of the document. */
+static int64_t next_of(const Scan *scan, int64_t i) {
+    const int64_t *tokens = scan->searched;
+    int count = scan->num_searched;
+    return scan->itemsize == 8   ? next_wide(scan->ids, i, scan->stop, tokens, count)
+           : scan->itemsize == 4 ? next_narrow(scan->ids, i, scan->stop, tokens, count)
+                                 : next_byte(scan->ids, i, scan->stop, tokens, count);
+}
+
+/* The first token from i on that is not this one, else stop. */
+static int64_t end_of(const Scan *scan, int64_t i, int64_t stop, int64_t token) {
+    return scan->itemsize == 8   ? other_wide(scan->ids, i, stop, token)
+           : scan->itemsize == 4 ? other_narrow(scan->ids, i, stop, (int32_t)token)
+                                 : other_byte(scan->ids, i, stop, (uint8_t)token);
+}
+
+static int are_types(const Scan *scan) {
+    return scan->itemsize == 8   ? types_wide(scan->ids, scan->start, scan->stop)
+           : scan->itemsize == 4 ? types_narrow(scan->ids, scan->start, scan->stop)
+                                 : types_byte(scan->ids, scan->start, scan->stop);
+}
+
+/* 0 for want of memory. */
+static int add_segment(Scan *scan, Segment segment) {
+    if (scan->num_segments == scan->room) {
+        int64_t room = 2 * scan->room + 64;
+        Segment *segments = realloc(scan->segments, (size_t)room * sizeof *segments);
+        if (segments == NULL) {
             return 0;
         }
-        int room = wide ? document_wide(runs, ids->data, d, start, stop, token, other, two)
-                        : document_narrow(runs, ids->data, d, start, stop, (int32_t)token, (int32_t)other, two);
-        if (!room) {
-            return -1;
-        }
+        scan->segments = segments;
+        scan->room = room;
     }
+    scan->segments[scan->num_segments++] = segment;
     return 1;
 }
 
-/* runs(input_ids, starts, stops, token, other) -> bytes of int64 quadruples, or None.
- *
- * input_ids: (tokens,) int32 or int64, contiguous; starts, stops: (documents,) int64; token, other: int32 ids, or -1
- * for no other. Of every run of one of the tokens in a document: the document, its first token among all, how many,
- * and 0 for token, 1 for other. */
-PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Buffers buffers;
-    Vector ids, starts, stops;
-    Runs runs = {NULL, 0, 0};
-    int done = 0, wide = 1;
-    (void)self;
-    if (!arguments("runs", 5, count)) {
-        return NULL;
-    }
-    int64_t token = PyLong_AsLongLong(args[3]), other = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) { /* beyond int64 */
-        PyErr_Clear();
-        Py_RETURN_NONE;
-    }
-    buffers.count = 0;
-    int fits = take_vector(&buffers, args[0], 'q', 0, &ids);
-    if (!fits) {
-        wide = 0;
-        fits = take_vector(&buffers, args[0], 'i', 0, &ids);
-    }
-    fits = fits && take_vector(&buffers, args[1], 'q', 0, &starts) && take_vector(&buffers, args[2], 'q', 0, &stops) &&
-           starts.size == stops.size && (ids.size < 2 || ids.stride == (wide ? 8 : 4)) && token >= 0 &&
-           token <= INT32_MAX && other >= -1 && other <= INT32_MAX;
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-            done = scan(&runs, &ids, wide, &starts, &stops, token, other, other >= 0);
-        Py_END_ALLOW_THREADS
-    }
-    PyObject *result = done == 1 ? PyBytes_FromStringAndSize((char *)runs.data, 32 * runs.size) : NULL;
-    free(runs.data);
-    release(&buffers);
-    if (done == -1) {
-        return PyErr_NoMemory();
-    }
-    return done == 1 ? result : Py_NewRef(Py_None);
+static int add_run(Scan *scan, int64_t kind, int64_t tokens) {
+    Segment run = {kind, 1, 1, tokens, 0, -1};
+    return tokens <= 0 || add_segment(scan, run);
 }
 
-/* Where the ones of a row begin and end; 0 if it has none, a hole, or other numbers. */
+/* Add the text before a segment, and it; 0 if it begins before the one before it ends. */
+static int add_span(Scan *scan, int64_t first, int64_t stop, Segment segment) {
+    int64_t text = first - scan->at;
+    scan->at = stop;
+    return text >= 0 && add_run(scan, TEXT, text) && add_segment(scan, segment);
+}
+
+/* Take the next grid of images or videos; the number of its tokens, or 0 if there is none that fits. */
+static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
+    Grids *grids = &scan->grids[kind];
+    int64_t apart = kind == VIDEO && scan->option[FRAMES_APART], lenient = scan->option[LENIENT];
+    while (apart && lenient && grids->next < grids->count && entry(&grids->thw, grids->next, 0) == 0) {
+        grids->next++;
+    }
+    if (grids->next >= grids->count) {
+        return 0;
+    }
+    int64_t frames = entry(&grids->thw, grids->next, 0), height = entry(&grids->thw, grids->next, 1);
+    int64_t width = entry(&grids->thw, grids->next, 2), merge = scan->option[MERGED_SIDES];
+    int64_t merged_frames = scan->option[MERGED_FRAMES];
+    if (frames < 0 || frames > INT32_MAX || height < 1 || width < 1 ||
+        (!lenient && (height % merge != 0 || width % merge != 0))) {
+        return 0;
+    }
+    frames = merged_frames > 0 ? frames / merged_frames : 1;
+    Segment grid = {GRID, apart ? 1 : frames, height / merge, width / merge, 0, kind == VIDEO ? grids->next : -1};
+    *segment = grid;
+    if (!apart || ++grids->frame >= frames) {
+        grids->next++;
+        grids->frame = 0;
+    }
+    int64_t tokens = frames < 1 ? 0 : tokens_of(grid.frames, grid.height, grid.width, scan->token[ROW_END] != ABSENT);
+    return tokens;
+}
+
+/* The functions below add what begins with the token i, and give the token after it, or -1 to decline. */
+
+static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
+    while (i < stop) {
+        Segment grid;
+        int64_t tokens = next_grid(scan, kind, &grid);
+        if (tokens == 0 || tokens > stop - i || !add_span(scan, i, i + tokens, grid)) {
+            return -1;
+        }
+        i += tokens;
+    }
+    return i;
+}
+
+/* A grid whose rows end in tokens of their own. */
+static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
+    int64_t token = id_at(scan, i), rows = grid.frames * grid.height, at = i;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t end = at + grid.width;
+        if (end_of(scan, at, end, token) != end ||
+            id_at(scan, end) != scan->token[row + 1 == rows ? LAST_ROW_END : ROW_END]) {
+            return -1;
+        }
+        at = end + 1;
+    }
+    return add_span(scan, i, i + tokens, grid) ? at : -1;
+}
+
+/* A grid whose rows end in one more placeholder, in a run of its own, which one more may begin and end. */
+static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
+    int64_t end = end_of(scan, i, scan->stop, id_at(scan, i)), around = end - i - tokens;
+    return (around == 0 || around == 2) && add_span(scan, i + around / 2, end - around / 2, grid) ? end : -1;
+}
+
+/* A thumbnail or a tile: a grid between its markers, with all markers that follow and do not open the next one. */
+static int64_t put_crop(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
+    int64_t end = i + tokens, last = end + 1;
+    if (i <= scan->start || end >= scan->stop || grid.frames != 1) {
+        return -1;
+    }
+    int64_t before = id_at(scan, i - 1), tile = before == scan->token[TILE_START];
+    if ((!tile && before != scan->token[THUMBNAIL_START]) ||
+        id_at(scan, end) != scan->token[tile ? TILE_END : THUMBNAIL_END]) {
+        return -1;
+    }
+    int64_t id = 0, marker = 1;
+    while (last < scan->stop) {
+        id = id_at(scan, last);
+        marker = 0;
+        for (int j = THUMBNAIL_START; j <= NEWLINE; j++) {
+            marker |= id == scan->token[j];
+        }
+        if (!marker) {
+            break;
+        }
+        last++;
+    }
+    last -= last < scan->stop && id != ABSENT && (id == scan->token[IMAGE] || id == scan->token[VIDEO]);
+    int64_t follows = scan->num_segments > scan->first && scan->at == i - 1 &&
+                      scan->segments[scan->num_segments - 1].kind >= THUMBNAIL;
+    if (last <= end || (tile && !follows)) {
+        return -1;
+    }
+    grid.kind = tile ? TILE : THUMBNAIL;
+    grid.extra = last - end - 1;
+    return add_span(scan, i - 1, last, grid) ? last : -1;
+}
+
+static int heard(Scan *scan, int64_t tokens) {
+    const Vector *lengths = scan->audio_lengths;
+    int64_t audio = scan->audios++;
+    return lengths == NULL || (audio < lengths->size && item(lengths, audio) == tokens);
+}
+
+/* Audio, videos, or both as one clip with markers around it. */
+static int64_t put_sound(Scan *scan, int64_t i) {
+    int64_t seen = 0, audio = 0, end = i;
+    while (end < scan->stop) {
+        int64_t id = id_at(scan, end), from = end;
+        if (id == ABSENT || (id != scan->token[VIDEO] && id != scan->token[SOUND])) {
+            break;
+        }
+        end = end_of(scan, end, scan->stop, id);
+        *(id == scan->token[SOUND] ? &audio : &seen) += end - from;
+    }
+    if (audio == 0) {
+        return put_grids(scan, VIDEO, i, end);
+    }
+    if (!heard(scan, audio)) {
+        return -1;
+    }
+    Segment segment = {AUDIO, 1, 1, audio, 0, -1};
+    if (seen == 0) {
+        return add_span(scan, i, end, segment) ? end : -1;
+    }
+    if (next_grid(scan, VIDEO, &segment) != seen || i - MARKERS < scan->start || end + MARKERS > scan->stop) {
+        return -1;
+    }
+    segment.kind = CLIP;
+    segment.extra = audio;
+    return add_span(scan, i - MARKERS, end + MARKERS, segment) ? end : -1;
+}
+
+/* An image between two markers, whatever its tokens are; the rest is text where no end follows, or no grid is left. */
+static int64_t put_enclosed(Scan *scan, int64_t i) {
+    Segment grid;
+    if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
+        return scan->stop;
+    }
+    if (id_at(scan, i) != scan->token[IMAGE_START]) {
+        return -1;
+    }
+    int64_t end = next_of(scan, i + 1);
+    if (end == scan->stop) {
+        return end;
+    }
+    return id_at(scan, end) == scan->token[IMAGE_END] && next_grid(scan, IMAGE, &grid) == end - i - 1 &&
+                   add_span(scan, i + 1, end, grid)
+               ? end + 1
+               : -1;
+}
+
+static int64_t put_next(Scan *scan, int64_t i) {
+    if (scan->token[IMAGE_START] != ABSENT) {
+        return put_enclosed(scan, i);
+    }
+    int64_t id = id_at(scan, i);
+    int kind = id == scan->token[IMAGE] ? IMAGE : VIDEO;
+    if (scan->token[SOUND] != ABSENT && kind != IMAGE) {
+        return put_sound(scan, i);
+    }
+    Segment grid;
+    int64_t tokens = next_grid(scan, kind, &grid);
+    if (tokens == 0 || tokens > scan->stop - i) {
+        return -1;
+    }
+    if (scan->framed) {
+        return put_framed(scan, i, tokens, grid);
+    }
+    if (scan->token[ROW_END] != ABSENT) {
+        return put_rows(scan, i, tokens, grid);
+    }
+    if (end_of(scan, i, i + tokens, id) != i + tokens) {
+        return -1;
+    }
+    if (scan->token[THUMBNAIL_START] != ABSENT) {
+        return put_crop(scan, i, tokens, grid);
+    }
+    return add_span(scan, i, i + tokens, grid) ? i + tokens : -1;
+}
+
+/* Add the segments of a document with so much padding around it; 0 if they do not fit. */
+static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, int64_t right) {
+    if (start < 0 || start >= stop || stop > scan->size || stop - start > INT32_MAX || left > INT32_MAX ||
+        right > INT32_MAX || !add_run(scan, PAD, left)) {
+        return 0;
+    }
+    scan->first = scan->num_segments;
+    scan->start = scan->at = start;
+    scan->stop = stop;
+    if (scan->option[TYPES] && !are_types(scan)) {
+        return 0;
+    }
+    for (int64_t i = start; (i = next_of(scan, i)) < stop;) {
+        i = put_next(scan, i);
+        if (i < 0) {
+            return 0;
+        }
+    }
+    return scan->at <= stop && add_run(scan, TEXT, stop - scan->at) && add_run(scan, PAD, right);
+}
+
+/* Where the ones of a row of a mask begin and end; 0 if it has none, a hole, or other numbers. */
 static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     const char *data = mask->data + row * mask->row_stride;
     int64_t stop = mask->columns;
     if (mask->itemsize == 8) {
-        return one_run_wide(data, stop, begin, end);
+        *begin = other_wide(data, 0, stop, 0);
+        *end = other_wide(data, *begin, stop, 1);
+        return *begin < *end && other_wide(data, *end, stop, 0) == stop;
     }
-    return mask->itemsize == 4 ? one_run_narrow(data, stop, begin, end) : one_run_byte(data, stop, begin, end);
+    if (mask->itemsize == 4) {
+        *begin = other_narrow(data, 0, stop, 0);
+        *end = other_narrow(data, *begin, stop, 1);
+        return *begin < *end && other_narrow(data, *end, stop, 0) == stop;
+    }
+    *begin = other_byte(data, 0, stop, 0);
+    *end = other_byte(data, *begin, stop, 1);
+    return *begin < *end && other_byte(data, *end, stop, 0) == stop;
 }
 
-/* ones(mask, left, right) -> bool, whether every row of a mask is zeros, then at least one one, then zeros.
+/* Where the documents of a batch are: (batch, seq), with a mask or none, or packed; and what belongs to each. */
+typedef struct {
+    int64_t documents, seq;
+    const Vector *cu_seqlens, *images; /* or NULL */
+    const Matrix *mask;
+} Layout;
+
+/* Whether all documents fit; fills firsts, (documents + 1,) the first segment of each. */
+static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
+    Grids *images = &scan->grids[IMAGE];
+    int64_t given = images->count;
+    put_int64(firsts, 0);
+    if (layout->images != NULL) {
+        images->count = 0;
+    }
+    for (int64_t d = 0; d < layout->documents; d++) {
+        int64_t begin = 0, end = layout->seq, start = d * layout->seq;
+        if (layout->cu_seqlens != NULL) {
+            start = item(layout->cu_seqlens, d);
+            end = minus(item(layout->cu_seqlens, d + 1), start);
+        } else if (layout->mask != NULL && !ones(layout->mask, d, &begin, &end)) {
+            return 0;
+        }
+        if (layout->images != NULL) {
+            int64_t own = item(layout->images, d);
+            if (own < 0 || own > given - images->count) {
+                return 0;
+            }
+            images->next = images->count;
+            images->count += own;
+        }
+        int64_t padding = layout->cu_seqlens == NULL ? layout->seq - end : 0;
+        if (start < 0 || start > scan->size || end > scan->size - start ||
+            !put_document(scan, start + begin, start + end, begin, padding)) {
+            return 0;
+        }
+        put_int64(firsts + 8 * (d + 1), scan->num_segments);
+    }
+    if (layout->images != NULL) {
+        return images->count == given;
+    }
+    return scan->option[LENIENT] ||
+           (images->next == images->count && scan->grids[VIDEO].next == scan->grids[VIDEO].count);
+}
+
+/* Bytes of one member of all segments, each of so many bytes. */
+static PyObject *column(const Scan *scan, int from, int members, int itemsize) {
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)itemsize * members * scan->num_segments);
+    char *at = bytes == NULL ? NULL : PyBytes_AsString(bytes);
+    for (int member = from; bytes != NULL && member < from + members; member++) {
+        for (int64_t s = 0; s < scan->num_segments; s++, at += itemsize) {
+            const Segment *segment = &scan->segments[s];
+            const int64_t values[] = {segment->kind,  segment->frames, segment->height,      segment->width,
+                                      segment->extra, segment->video,  segment->kind == GRID};
+            if (itemsize == 8) {
+                put_int64(at, values[member]);
+            } else {
+                *at = (char)values[member];
+            }
+        }
+    }
+    return bytes;
+}
+
+/* The arrays of the segments as bytes, or NULL with an exception set. */
+static PyObject *arrays_of(const Scan *scan, PyObject *firsts) {
+    int grids = 0, extra = 0;
+    for (int64_t s = 0; s < scan->num_segments; s++) {
+        grids |= scan->segments[s].kind == GRID;
+        extra |= scan->segments[s].extra != 0;
+    }
+    PyObject *parts[] = {column(scan, 0, 1, 1),
+                         column(scan, 1, 3, 8),
+                         Py_NewRef(firsts),
+                         grids && scan->token[ROW_END] != ABSENT ? column(scan, 6, 1, 1) : Py_NewRef(Py_None),
+                         extra ? column(scan, 4, 1, 8) : Py_NewRef(Py_None),
+                         scan->grids[VIDEO].count > 0 ? column(scan, 5, 1, 8) : Py_NewRef(Py_None)};
+    PyObject *result = NULL;
+    if (parts[0] != NULL && parts[1] != NULL && parts[3] != NULL && parts[4] != NULL && parts[5] != NULL) {
+        result = PyTuple_Pack(6, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]);
+    }
+    for (int i = 0; i < 6; i++) {
+        Py_XDECREF(parts[i]);
+    }
+    return result;
+}
+
+/* Read so many integers of a tuple; 0, with no exception set, if it holds anything else. */
+static int take_integers(PyObject *tuple, int count, int64_t *numbers) {
+    int fits = PyTuple_Check(tuple) && PyTuple_Size(tuple) == count;
+    for (int i = 0; fits && i < count; i++) {
+        numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        fits = numbers[i] != -1 || !PyErr_Occurred();
+    }
+    PyErr_Clear();
+    return fits;
+}
+
+/* Take contiguous ids of any integer type that is scanned here. */
+static Py_buffer *take_ids(Buffers *buffers, PyObject *object) {
+    Py_buffer *ids = NULL;
+    for (const char *format = "qiB?"; ids == NULL && *format; format++) {
+        ids = take_flat(buffers, object, *format, 0);
+    }
+    return ids != NULL && (ids->ndim == 1 || ids->ndim == 2) ? ids : NULL;
+}
+
+static int take_grids(Buffers *buffers, PyObject *object, int64_t token, Grids *grids) {
+    if (object == Py_None) {
+        return 1;
+    }
+    int fits = token != ABSENT && take_matrix(buffers, object, 0, &grids->thw) && grids->thw.format == 'q' &&
+               grids->thw.columns == 3;
+    grids->count = fits ? grids->thw.rows : 0;
+    return fits;
+}
+
+/* Set what is searched for; 0 for tokens that ids of this size do not hold, and for wrong options. */
+static int prepare(Scan *scan) {
+    int enclosed = scan->token[IMAGE_START] != ABSENT;
+    for (int i = enclosed ? IMAGE_START : IMAGE; i <= (enclosed ? IMAGE_END : SOUND); i++) {
+        if (scan->token[i] != ABSENT) {
+            scan->searched[scan->num_searched++] = scan->token[i];
+        }
+    }
+    for (int i = 0; i < TOKENS; i++) {
+        int64_t token = scan->token[i];
+        if (token != ABSENT &&
+            (scan->itemsize == 1 ? token < 0 || token > 255 : token < INT32_MIN || token > INT32_MAX)) {
+            return 0;
+        }
+    }
+    scan->framed = scan->token[ROW_END] != ABSENT &&
+                   (scan->token[ROW_END] == scan->token[IMAGE] || scan->token[ROW_END] == scan->token[VIDEO]);
+    int special = (scan->token[ROW_END] != ABSENT) + (scan->token[SOUND] != ABSENT) +
+                  (scan->token[THUMBNAIL_START] != ABSENT) + enclosed;
+    return special < 2 && scan->option[MERGED_SIDES] > 0 && scan->option[MERGED_FRAMES] >= 0;
+}
+
+static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
+    const Vector *cu = layout->cu_seqlens;
+    if (cu != NULL) {
+        return layout->mask == NULL && cu->size > 0 && item(cu, 0) == 0 && item(cu, cu->size - 1) == scan->size;
+    }
+    if (layout->mask != NULL) {
+        const Matrix *mask = layout->mask;
+        if (dimensions != 2 || mask->rows != layout->documents || mask->columns != layout->seq || mask->format == 0 ||
+            strchr("?Biq", mask->format) == NULL || (mask->columns > 1 && mask->column_stride != mask->itemsize)) {
+            return 0;
+        }
+    }
+    return layout->seq > 0;
+}
+
+/* scan(input_ids, cu_seqlens, attention_mask, tokens, options, image_grid_thw, video_grid_thw, audio_lengths,
+ *      images_per_document)
+ * -> (kind, extents, segment_offsets, row_separator, extra_tokens, video of each segment) as bytes, or None.
  *
- * mask: (batch, seq) bool, uint8, int32 or int64; fills left and right, (batch,) int64, with the zeros around. */
-PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+ * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous. Arrays are int64, but the mask, which
+ * is any of these; each may be None. The last three of the answer may be None: where none of the segments has such. */
+PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
+    Scan scan;
+    Vector cu_seqlens, audio_lengths, images;
     Matrix mask;
-    Vector left, right;
-    int done = 0;
+    PyObject *result = NULL, *firsts = NULL;
     (void)self;
-    if (!arguments("ones", 3, count)) {
+    if (!arguments("scan", 9, count)) {
         return NULL;
     }
+    memset(&scan, 0, sizeof scan);
     buffers.count = 0;
-    if (take_matrix(&buffers, args[0], 0, &mask) && take_vector(&buffers, args[1], 'q', PyBUF_WRITABLE, &left) &&
-        take_vector(&buffers, args[2], 'q', PyBUF_WRITABLE, &right) && mask.format != 0 &&
-        strchr("?Biq", mask.format) != NULL && (mask.columns < 2 || mask.column_stride == mask.itemsize) &&
-        left.size == mask.rows && right.size == mask.rows) {
-        Py_BEGIN_ALLOW_THREADS
-            done = 1;
-            for (int64_t row = 0; done && row < mask.rows; row++) {
-                int64_t begin, end;
-                done = ones(&mask, row, &begin, &end);
-                put(&left, row, begin);
-                put(&right, row, mask.columns - end);
-            }
-        Py_END_ALLOW_THREADS
+    Py_buffer *ids = take_ids(&buffers, args[0]);
+    Layout layout = {0, 0, args[1] == Py_None ? NULL : &cu_seqlens, args[8] == Py_None ? NULL : &images,
+                     args[2] == Py_None ? NULL : &mask};
+    if (ids != NULL && take_integers(args[3], TOKENS, scan.token) && take_integers(args[4], OPTIONS, scan.option) &&
+        (layout.cu_seqlens == NULL || take_vector(&buffers, args[1], 'q', 0, &cu_seqlens)) &&
+        (layout.mask == NULL || take_matrix(&buffers, args[2], 0, &mask)) &&
+        take_grids(&buffers, args[5], scan.token[scan.token[IMAGE_START] == ABSENT ? IMAGE : IMAGE_START],
+                   &scan.grids[IMAGE]) &&
+        take_grids(&buffers, args[6], scan.token[VIDEO], &scan.grids[VIDEO]) &&
+        (args[7] == Py_None ||
+         (scan.token[SOUND] != ABSENT && take_vector(&buffers, args[7], 'q', 0, &audio_lengths))) &&
+        (layout.images == NULL || take_vector(&buffers, args[8], 'q', 0, &images))) {
+        scan.ids = ids->buf;
+        scan.itemsize = ids->itemsize;
+        scan.size = ids->len / ids->itemsize;
+        scan.audio_lengths = args[7] == Py_None ? NULL : &audio_lengths;
+        layout.documents = layout.cu_seqlens != NULL ? cu_seqlens.size - 1 : ids->ndim == 2 ? ids->shape[0] : 1;
+        layout.seq = ids->shape[ids->ndim - 1];
+        if (prepare(&scan) && is_layout(&layout, &scan, ids->ndim) &&
+            (layout.images == NULL || images.size == layout.documents)) {
+            firsts = PyBytes_FromStringAndSize(NULL, 8 * (layout.documents + 1));
+        }
     }
-    release(&buffers);
-    return PyBool_FromLong(done);
+    if (firsts != NULL) {
+        int fits;
+        PyThreadState *state = ids->len < RELEASE_GIL_BYTES ? NULL : PyEval_SaveThread();
+        fits = put_documents(&scan, &layout, PyBytes_AsString(firsts));
+        if (state != NULL) {
+            PyEval_RestoreThread(state);
+        }
+        if (fits && (scan.audio_lengths == NULL || scan.audios == audio_lengths.size)) {
+            result = arrays_of(&scan, firsts);
+        }
+        Py_DECREF(firsts);
+        free(scan.segments);
+    }
+    return answer(&buffers, result);
 }

@@ -11,16 +11,20 @@ static inline T NAME(at)(const char *ids, int64_t i) {
     return id;
 }
 
-/* The first of one or two tokens from i on, else stop. */
-static inline int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, T token, T other, int two) {
+/* The first of `count` tokens, at most three, from i on, else stop. */
+static ALWAYS_INLINE int64_t NAME(first)(const char *ids, int64_t i, int64_t stop, const int64_t *tokens, int count) {
+    T a = (T)tokens[0], b = (T)tokens[1], c = (T)tokens[2];
     for (;;) {
         for (; stop - i >= BLOCK; i += BLOCK) {
             uint32_t hit = 0;
             for (int64_t k = 0; k < BLOCK; k++) {
                 uint32_t low = (uint32_t)NAME(at)(ids, i + k);
-                hit |= (uint32_t)(low == (uint32_t)token);
-                if (two) {
-                    hit |= (uint32_t)(low == (uint32_t)other);
+                hit |= (uint32_t)(low == (uint32_t)a);
+                if (count > 1) {
+                    hit |= (uint32_t)(low == (uint32_t)b);
+                }
+                if (count > 2) {
+                    hit |= (uint32_t)(low == (uint32_t)c);
                 }
             }
             if (hit) {
@@ -30,7 +34,7 @@ static inline int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, T tok
         int64_t end = stop - i >= BLOCK ? i + BLOCK : stop;
         for (; i < end; i++) {
             T id = NAME(at)(ids, i);
-            if (id == token || (two && id == other)) {
+            if (id == a || (count > 1 && id == b) || (count > 2 && id == c)) {
                 return i;
             }
         }
@@ -40,8 +44,15 @@ static inline int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, T tok
     }
 }
 
+static int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, const int64_t *tokens, int count) {
+    return count == 0   ? stop
+           : count == 1 ? NAME(first)(ids, i, stop, tokens, 1)
+           : count == 2 ? NAME(first)(ids, i, stop, tokens, 2)
+                        : NAME(first)(ids, i, stop, tokens, 3);
+}
+
 /* The first id from i on that is not this token, else stop. */
-static inline int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T token) {
+static int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T token) {
     for (; stop - i >= BLOCK; i += BLOCK) {
         T differs = 0;
         for (int64_t k = 0; k < BLOCK; k++) {
@@ -57,25 +68,15 @@ static inline int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T to
     return i;
 }
 
-/* Add the runs of the tokens of a document from i on; 0 for want of memory. */
-static inline int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t i, int64_t stop, T token,
-                                 T other, int two) {
-    while ((i = two ? NAME(next)(ids, i, stop, token, other, 1) : NAME(next)(ids, i, stop, token, token, 0)) < stop) {
-        T found = NAME(at)(ids, i);
-        int64_t end = NAME(other)(ids, i, stop, found);
-        if (!add_run(runs, document, i, end - i, found != token)) {
-            return 0;
-        }
-        i = end;
+/* Whether all ids are 0, 1 or 2. */
+static int NAME(types)(const char *ids, int64_t i, int64_t stop) {
+    T any = 0, three = 0;
+    for (; i < stop; i++) {
+        T id = NAME(at)(ids, i);
+        any |= id;
+        three |= (T)(id & (id >> 1));
     }
-    return 1;
-}
-
-/* Whether elements up to stop are zeros, then at least one one, then zeros; where the ones begin and end. */
-static inline int NAME(one_run)(const char *elements, int64_t stop, int64_t *begin, int64_t *end) {
-    *begin = NAME(other)(elements, 0, stop, 0);
-    *end = NAME(other)(elements, *begin, stop, 1);
-    return *begin < *end && NAME(other)(elements, *end, stop, 0) == stop;
+    return (any & ~(T)3) == 0 && (three & 1) == 0;
 }
 
 #undef NAME

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mmpos.data.batch import Batch
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.rotary.device import DevicePositions
+from mmpos.rotary.device import DevicePositions, row_length_of
 from mmpos.segments.kinds import AUDIO_TOKEN, PATCH
+from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
@@ -50,21 +51,16 @@ class PackedCollator:
         Raises:
             InvalidInputError: an example does not fit the first, or all together do not fit length.
         """
-        examples = _read(examples)
-        lengths = np.array([example.num_tokens for example in examples])
-        padded = -(-lengths // self.multiple_of) * self.multiple_of
-        positions = PositionTable.concatenate([example.sequence.positions for example in examples])
-        if (padded > lengths).any():
-            positions = positions.pad(padded)
-        rest = 0 if self.length is None else self.length - positions.num_tokens
-        if rest < 0:
-            raise InvalidInputError(
-                f"examples: got {positions.num_tokens} tokens in {counted(len(examples), 'document')}, "
-                f"want at most {self.length}"
-            )
-        if rest:
-            positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
-        return _batch(examples, positions, np.cumsum(padded) - padded, self.pad_token_id, (positions.num_tokens,))
+        return _collate(examples, self, None, self._sizes)
+
+    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+        """Count the tokens of every document with its padding, and those of padding alone behind the last."""
+        sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
+        tokens = sum(sizes)
+        if self.length is not None and tokens > self.length:
+            documents = counted(len(examples), "document")
+            raise InvalidInputError(f"examples: got {tokens} tokens in {documents}, want at most {self.length}")
+        return sizes, 0 if self.length is None else self.length - tokens
 
 
 @dataclass(frozen=True)
@@ -93,89 +89,172 @@ class PaddedCollator:
         Raises:
             InvalidInputError: an example does not fit the first, or is longer than length.
         """
-        examples = _read(examples)
-        lengths = np.array([example.num_tokens for example in examples])
-        seq = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of if self.length is None else self.length
-        if (lengths > seq).any():
-            i = int((lengths > seq).argmax())
-            raise InvalidInputError(f"{_name(examples, i)}: got {lengths[i]} tokens, want at most {seq}")
-        starts = np.arange(len(examples)) * seq + (seq - lengths if self.side == "left" else 0)
-        positions = PositionTable.concatenate([example.sequence.positions for example in examples])
-        positions = positions.pad(seq, self.side)
-        return _batch(examples, positions, starts, self.pad_token_id, (len(examples), seq))
+        return _collate(examples, self, self.side, self._sizes)
+
+    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+        """Count the tokens of every row; there are none behind the last."""
+        lengths = [example.num_tokens for example in examples]
+        seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
+        for i, length in enumerate(lengths):
+            if length > seq:
+                raise InvalidInputError(f"{_name(examples, i)}: got {length} tokens, want at most {seq}")
+        return [seq] * len(examples), 0
 
 
-def _batch(
-    examples: Sequence[Example], positions: PositionTable, starts: IntArray, pad_token_id: int, shape: tuple[int, ...]
+class _Arrays(NamedTuple):
+    """Arrays of a batch and facts about it, in the order in which the extension gives them."""
+
+    table: IntArray
+    documents: IntArray
+    input_ids: IntArray
+    labels: IntArray
+    text_positions: npt.NDArray[np.int32]
+    cu_seqlens: npt.NDArray[np.int32]
+    attention_mask: IntArray | None
+    grid_thw: IntArray
+    image_spans: IntArray
+    feature_spans: IntArray
+    audio_spans: IntArray | None
+    audio_feature_spans: IntArray | None
+    row_length: int  # tokens of every document if all have as many, else 0
+    scheme: str | None  # of all documents, if it is one
+    fractional: bool
+    pixels: bool  # whether any example has patches
+
+
+_READ = (
+    *("sequence", "labels", "input_ids", "token_type_ids", "image_spans", "grid_thw", "patches", "positions"),
+    *("table", "documents", "num_tokens", "scheme", "fractional"),
+)
+"""Names of what the extension reads of an example, its sequence and the positions there."""
+
+_MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
+
+
+def _collate(
+    examples: Examples,
+    collator: PackedCollator | PaddedCollator,
+    side: Side | None,
+    sizes: Callable[[Sequence[Example]], tuple[list[int], int]],
 ) -> Batch:
-    """Make the batch whose documents begin at these columns of dense(); with two dimensions if it is padded."""
-    tokens, edges = positions.num_tokens, positions.cu_seqlens.tolist()
-    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
-    text_positions = np.zeros(tokens, np.int32)
-    attention_mask = np.zeros(tokens, np.int64) if len(shape) == 2 else None
-    types = np.zeros(tokens, np.uint8)
-    for example, start, stop in zip(examples, starts.tolist(), edges[1 : len(examples) + 1], strict=True):
-        sequence, here = example.sequence, slice(start, start + example.num_tokens)
-        input_ids[here], labels[here] = sequence.input_ids, example.labels
-        labels[start] = IGNORE_INDEX  # nothing predicts the first token
-        text_positions[start:stop] = np.arange(stop - start)
-        if attention_mask is not None:
-            attention_mask[here] = 1
-        types[here] = sequence.token_type_ids
-    rest = edges[len(examples)]  # where a document of padding alone begins, or the end
-    text_positions[rest:] = np.arange(tokens - rest)
-    first = np.concatenate([example.sequence.image_spans[:, 0] for example in examples])
-    first += starts.repeat([len(example.sequence.grid_thw) for example in examples])
-    images = torch.from_numpy(true_runs(types == PATCH, first))
-    audio = torch.from_numpy(true_runs(types == AUDIO_TOKEN))
-    patches = _patches(examples)
-    return Batch(
-        keys=tuple(example.key for example in examples),
-        positions=positions,
-        device_positions=DevicePositions.from_table(positions),
-        input_ids=torch.from_numpy(input_ids).view(shape),
-        labels=torch.from_numpy(labels).view(shape),
-        text_positions=torch.from_numpy(text_positions).view(shape),
-        cu_seqlens=torch.from_numpy(positions.cu_seqlens),
-        attention_mask=None if attention_mask is None else torch.from_numpy(attention_mask).view(shape),
-        patches=None if patches is None else torch.from_numpy(patches),
-        grid_thw=torch.from_numpy(np.concatenate([example.sequence.grid_thw for example in examples])),
-        image_spans=images,
-        feature_spans=_feature_rows(images),
-        audio_spans=audio if len(audio) else None,
-        audio_feature_spans=_feature_rows(audio) if len(audio) else None,
+    """Collate examples into rows of one length that are padded on a side, or into one row, if the side is None."""
+    flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
+    layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
+    made = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
+    arrays = _Arrays._make(made or _write(flattened, sizes, side, collator.pad_token_id))
+    scheme = arrays.scheme
+    if scheme is None:
+        scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
+    tokens, table = arrays.input_ids.size, arrays.table.copy()
+    arrays.table.setflags(write=False)
+    arrays.documents.setflags(write=False)
+    mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
+    patches = _patches(flattened) if arrays.pixels else None
+    return Batch.of(
+        keys=tuple([example.key for example in flattened]),
+        positions=PositionTable(arrays.table, arrays.documents, tokens, arrays.fractional, scheme),
+        device_positions=DevicePositions(tensor(table), tokens, arrays.row_length, arrays.fractional),
+        input_ids=tensor(arrays.input_ids),
+        labels=tensor(arrays.labels),
+        text_positions=tensor(arrays.text_positions),
+        cu_seqlens=tensor(arrays.cu_seqlens),
+        attention_mask=None if mask is None else tensor(mask),
+        patches=None if patches is None else tensor(patches),
+        grid_thw=tensor(arrays.grid_thw),
+        image_spans=tensor(arrays.image_spans),
+        feature_spans=tensor(arrays.feature_spans),
+        audio_spans=None if audio is None else tensor(audio),
+        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
+        shifted=False,
+        world_size=1,
     )
 
 
-def _feature_rows(spans: Tensor) -> Tensor:
+def _write(
+    examples: Sequence[Example],
+    sizes_of: Callable[[Sequence[Example]], tuple[list[int], int]],
+    side: Side | None,
+    pad_token_id: int,
+) -> _Arrays:
+    """Write the arrays document by document, as the extension does, or raise for what does not fit."""
+    _check_fit(examples)
+    sizes, rest = sizes_of(examples)
+    positions = PositionTable.concatenate([example.sequence.positions for example in examples])
+    positions = positions.pad(sizes, side or "right")
+    if rest:
+        positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
+    tokens = positions.num_tokens
+    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
+    text_positions, attention_mask = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
+    types, images_begin = np.zeros(tokens, np.uint8), []
+    stop = 0
+    for example, size in zip(examples, sizes, strict=True):
+        start, stop = stop + (size - example.num_tokens if side == "left" else 0), stop + size
+        sequence, here = example.sequence, slice(start, start + example.num_tokens)
+        input_ids[here], labels[here], types[here] = sequence.input_ids, example.labels, sequence.token_type_ids
+        labels[start] = IGNORE_INDEX  # nothing predicts the first token
+        text_positions[start:stop] = np.arange(stop - start)
+        attention_mask[here] = 1
+        images_begin.append(sequence.image_spans[:, 0] + start)
+    text_positions[stop:] = np.arange(rest)
+    images, audio = true_runs(types == PATCH, np.concatenate(images_begin)), true_runs(types == AUDIO_TOKEN)
+    shape = (tokens,) if side is None else (len(examples), sizes[0])
+    return _Arrays(
+        positions.table,
+        positions.documents,
+        input_ids.reshape(shape),
+        labels.reshape(shape),
+        text_positions.reshape(shape),
+        positions.cu_seqlens,
+        None if side is None else attention_mask.reshape(shape),
+        np.concatenate([example.sequence.grid_thw for example in examples]),
+        images,
+        _feature_rows(images),
+        audio if len(audio) else None,
+        _feature_rows(audio) if len(audio) else None,
+        row_length=row_length_of(positions),
+        scheme=positions.scheme,
+        fractional=positions.fractional,
+        pixels=True,
+    )
+
+
+def _feature_rows(spans: IntArray) -> IntArray:
     """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
     lengths = spans[:, 1] - spans[:, 0]
-    stops = lengths.cumsum(0)
-    return torch.stack([stops - lengths, stops], dim=1)
+    stops = lengths.cumsum()
+    return np.stack([stops - lengths, stops], axis=1)
 
 
-def _read(examples: object) -> Sequence[Example]:
-    """Return the examples of a list, of a Pack or of several, checked to fit one batch."""
+def _flatten(examples: object) -> list[Example]:
+    """Return the examples of a list, of a Pack or of several."""
     entries = [examples] if isinstance(examples, Pack) else examples
     if not isinstance(entries, list | tuple):
         raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
     flattened: list[Example] = []
     for i, one in enumerate(entries):
-        if not isinstance(one, Example | Pack):
+        if isinstance(one, Example):
+            flattened.append(one)
+        elif isinstance(one, Pack):
+            flattened += one.examples
+        else:
             raise InvalidInputError(f"examples[{i}]: got {type(one).__name__}, want an Example or a Pack")
-        flattened += one.examples if isinstance(one, Pack) else [one]
     if not flattened:
         raise InvalidInputError("examples: got none, want at least one")
-    axes = flattened[0].sequence.positions.axes
-    for i, example in enumerate(flattened):
+    return flattened
+
+
+def _check_fit(examples: Sequence[Example]) -> None:
+    """Raise for the first example without tokens, or with other axes than the first."""
+    axes = examples[0].sequence.positions.axes
+    for i, example in enumerate(examples):
         if not example.num_tokens:
-            raise InvalidInputError(f"{_name(flattened, i)}: got no tokens, want at least one")
+            raise InvalidInputError(f"{_name(examples, i)}: got no tokens, want at least one")
         if example.sequence.positions.axes != axes:
             got = example.sequence.positions.axes
             raise InvalidInputError(
-                f"{_name(flattened, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
+                f"{_name(examples, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
             )
-    return flattened
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:

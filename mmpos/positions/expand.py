@@ -22,7 +22,9 @@ def dense_dtype(fractional: bool) -> type[np.int32 | np.float64]:
 def dense(table: IntArray, num_tokens: int, fractional: bool) -> Array:
     """Expand all axes into a new (axes, tokens) array of int32, or of float64 where ids may be fractions."""
     ids: Array = np.empty(((len(table) - AXES) // 4, num_tokens), dense_dtype(fractional))
-    expand(table, num_tokens, fractional, ids, range(len(ids)))
+    core = native.core
+    if core is None or not core.expand(table, num_tokens, fractional, ids, None, True):
+        expand(table, num_tokens, fractional, ids, range(len(ids)))
     return ids
 
 

@@ -14,21 +14,23 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
 from mmpos.positions.table_rows import (
     AXES,
+    DECODE,
     DELTA,
     DENOMINATOR,
     FIRST_SEGMENT,
     FIRST_TOKEN,
     HEIGHT,
+    LENGTHEN,
     NEXT_POSITION,
     NO_POSITION,
     OFFSET,
+    SHARD,
     SKIP,
+    TAKE,
     WIDTH,
-    assemble,
+    WINDOW,
+    CutColumns,
     check_table,
-    cut,
-    padding_column,
-    text_columns,
 )
 from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable, token_types
@@ -47,7 +49,7 @@ from mmpos.support.checks import (
     one_of,
     per_document,
 )
-from mmpos.support.ragged import insert_padding, ragged_arange, true_runs
+from mmpos.support.ragged import ragged_arange, true_runs
 
 __all__ = ["LAYOUTS", "Layout", "PositionTable", "Side"]
 
@@ -85,10 +87,9 @@ class PositionTable:
     scheme: str
 
     def __post_init__(self) -> None:
-        for name in ("table", "documents"):
-            array = getattr(self, name)
-            if array.flags.writeable:
-                array = array.view()
+        if self.table.flags.writeable or self.documents.flags.writeable:
+            for name in ("table", "documents"):
+                array = getattr(self, name).view()
                 array.flags.writeable = False
                 object.__setattr__(self, name, array)
 
@@ -206,7 +207,7 @@ class PositionTable:
     @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether a segment is padding: origin and steps are 0 on every axis."""
-        return (self.table[AXES:] == 0).all(axis=0)
+        return np.logical_not(self.table[AXES:].any(axis=0))
 
     @property
     def is_grid(self) -> npt.NDArray[np.bool_]:
@@ -248,7 +249,8 @@ class PositionTable:
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest document; 0 without documents."""
-        return int(self.lengths.max(initial=0))
+        lengths = self.lengths
+        return int(lengths[lengths.argmax()]) if lengths.size else 0
 
     @property
     def resumable(self) -> npt.NDArray[np.bool_]:
@@ -341,6 +343,9 @@ class PositionTable:
         Raises:
             InvalidInputError: a range leaves the table, runs backwards, or returns to an earlier document.
         """
+        taken = self._cut(TAKE, starts, stops)
+        if taken is not None:
+            return taken
         starts = int_array("starts", starts, (None,))
         stops = int_array("stops", stops, (starts.size,))
         first_bad("starts", starts, minimum=0, maximum=self.num_tokens)
@@ -348,13 +353,20 @@ class PositionTable:
         if (stops < starts).any():
             i = int((stops < starts).argmax())
             raise InvalidInputError(f"stops[{i}]: got {stops[i]}, want >= starts[{i}] = {starts[i]}")
-        columns, segment, owner = cut(self.table, self.num_tokens, starts, stops)
-        document = np.searchsorted(self.documents[FIRST_SEGMENT], segment, side="right") - 1
-        back = np.diff(document) < 0
-        if back.any():
-            i = int(owner[int(back.argmax()) + 1])
-            raise InvalidInputError(f"starts[{i}]: got {starts[i]}, in a document before that of the range before it")
-        return self._assembled(columns, document, self.documents[NEXT_POSITION:])
+        return self._cut(TAKE, starts, stops) or self._take(starts, stops)
+
+    def _take(self, starts: IntArray, stops: IntArray) -> PositionTable:
+        columns, last = CutColumns(self.table, self.num_tokens), 0
+        first, end = self.documents[FIRST_TOKEN], self.documents[FIRST_TOKEN] + self.lengths
+        for i in np.flatnonzero(starts < stops).tolist():
+            start, stop = int(starts[i]), int(stops[i])
+            document = int(first.searchsorted(start, side="right")) - 1
+            if document < last:
+                raise InvalidInputError(f"starts[{i}]: got {start}, in a document before that of the range before it")
+            last = int(first.searchsorted(stop)) - 1
+            for d in range(document, last + 1):
+                columns.put_range(d, max(start, int(first[d])), min(stop, int(end[d])))
+        return self._assembled(columns, self.documents[NEXT_POSITION:])
 
     def keep(self, mask: npt.ArrayLike) -> PositionTable:
         """Keep the tokens of a mask, with their ids, and prune the others for good; documents stay.
@@ -395,30 +407,32 @@ class PositionTable:
         Raises:
             UnsupportedError: a window passes the end of a document without a next position.
         """
+        windows = self._cut(WINDOW, documents, starts, lengths)
+        if windows is not None:
+            return windows
         documents = int_array("documents", documents, (None,))
         first_bad("documents", documents, minimum=0, maximum=self.num_documents - 1)
         starts = int_array("starts", starts, (documents.size,))
         first_bad("starts", starts, minimum=0, maximum=INT32_MAX)
         lengths = int_array("lengths", lengths, (documents.size,))
         first_bad("lengths", lengths, minimum=0, maximum=INT32_MAX)
-        first, known = self.documents[FIRST_TOKEN][documents], self.lengths[documents]
-        stops = starts + lengths
-        columns, _, owner = cut(
-            self.table, self.num_tokens, first + np.minimum(starts, known), first + np.minimum(stops, known)
-        )
+        return self._cut(WINDOW, documents, starts, lengths) or self._window(documents, starts, lengths)
+
+    def _window(self, documents: IntArray, starts: IntArray, lengths: IntArray) -> PositionTable:
+        first, known, stops = self.documents[FIRST_TOKEN, documents], self.lengths[documents], starts + lengths
         header = self.documents[NEXT_POSITION:, documents]
         beyond = np.flatnonzero((stops > known) & (lengths > 0))
         if beyond.size:
+            text = np.minimum(lengths, stops - known)[beyond]
             skipped = np.maximum(starts - known, 0)[beyond]
-            begin = self._next_or_delta("next_positions", NEXT_POSITION, documents[beyond]) + skipped
-            count = np.minimum(lengths, stops - known)[beyond]
-            header[0, beyond] = begin + count
-            _check_last_ids(begin + count - 1, documents[beyond])
-            columns = np.concatenate([columns, text_columns(self.axes, begin, count)], axis=1)
-            owner = np.concatenate([owner, beyond])
-            order = np.argsort(owner, kind="stable")
-            columns, owner = columns[:, order], owner[order]
-        return self._assembled(columns, owner, header)
+            header[0, beyond] = self._next_or_delta("next_positions", NEXT_POSITION, documents[beyond]) + skipped + text
+            _check_last_ids(header[0, beyond] - 1, documents[beyond])
+        columns = CutColumns(self.table, self.num_tokens)
+        for w, (begin, end) in enumerate(zip(np.minimum(starts, known), np.minimum(stops, known), strict=True)):
+            columns.put_range(w, int(first[w] + begin), int(first[w] + end))
+            text = int(lengths[w] - (end - begin))
+            columns.put_run(w, text, int(header[0, w]) - text)
+        return self._assembled(columns, header)
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
         """Place the next tokens of every document, grouped per document: all text, ids equal on all axes.
@@ -429,14 +443,11 @@ class PositionTable:
         Raises:
             UnsupportedError: tokens for a document without a next position.
         """
+        decoded = self._cut(DECODE, steps)
+        if decoded is not None:
+            return decoded
         steps = per_document("steps", steps, self.num_documents, minimum=0)
-        grows = np.flatnonzero(steps)
-        header = self.documents[NEXT_POSITION:].copy()
-        if grows.size:
-            header[0, grows] = self._next_or_delta("next_positions", NEXT_POSITION, grows) + steps[grows]
-            _check_last_ids(header[0, grows] - 1, grows)
-        count = steps[grows]
-        return self._assembled(text_columns(self.axes, header[0, grows] - count, count), grows, header)
+        return self._cut(DECODE, steps) or self._window(np.arange(self.num_documents), self.lengths, steps)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
         """Take the tokens of one context-parallel rank; documents stay, and may become empty.
@@ -451,7 +462,9 @@ class PositionTable:
         Raises:
             InvalidInputError: a document, or all tokens for "…-sequence", are no multiple of 2C (zigzag) or C.
         """
-        return self.take(*self.shard_ranges(rank, world_size, layout))
+        one_of("layout", layout, LAYOUTS)
+        sharded = self._cut(SHARD, rank, world_size, LAYOUTS.index(layout))
+        return sharded or self.take(*self.shard_ranges(rank, world_size, layout))
 
     def shard_ranges(self, rank: int, world_size: int, layout: Layout = "zigzag") -> tuple[IntArray, IntArray]:
         """Give starts and stops of the token ranges that ``shard`` takes, ascending; they may be empty."""
@@ -484,21 +497,25 @@ class PositionTable:
             InvalidInputError: a document is longer than its length.
         """
         one_of("side", side, ("left", "right"))
+        on_the_left = int(side == "left")
+        padded = self._cut(LENGTHEN, length, on_the_left)
+        if padded is not None:
+            return padded
         length = self.max_seqlen if length is None else length
         lengths = per_document("length", length, self.num_documents, minimum=0)
         missing = lengths - self.lengths
         if (missing < 0).any():
             d = int((missing < 0).argmax())
             raise InvalidInputError(f"length: got {lengths[d]}, want >= {self.lengths[d]}, the length of document {d}")
-        none = np.zeros_like(missing)
-        columns = self.table.copy()
-        columns[OFFSET] = self.segment_lengths
-        left, right = (missing, none) if side == "left" else (none, missing)
-        offsets = np.append(self.documents[FIRST_SEGMENT], self.num_segments)
-        pad = padding_column(self.axes)
-        columns, offsets = insert_padding(columns, offsets, left, right, pad, length_rows=(OFFSET, WIDTH))
-        owner = np.repeat(np.arange(self.num_documents), np.diff(offsets))
-        return self._assembled(columns, owner, self.documents[NEXT_POSITION:])
+        return self._cut(LENGTHEN, lengths, on_the_left) or self._pad(missing, side)
+
+    def _pad(self, missing: IntArray, side: Side) -> PositionTable:
+        columns = CutColumns(self.table, self.num_tokens)
+        for d, (first, length, pad) in enumerate(zip(self.documents[FIRST_TOKEN], self.lengths, missing, strict=True)):
+            columns.put_run(d, int(pad) if side == "left" else 0)
+            columns.put_range(d, int(first), int(first + length))
+            columns.put_run(d, int(pad) if side == "right" else 0)
+        return self._assembled(columns, self.documents[NEXT_POSITION:])
 
     def padded(
         self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
@@ -513,10 +530,14 @@ class PositionTable:
         Returns:
             (axes, batch, length) ids and (batch, length) int64 attention_mask, 0 on padding; new arrays.
         """
-        length = self.max_seqlen if length is None else integer("length", length, minimum=0)
-        table, shape = self.pad(length, side), (self.num_documents, length)
-        ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
-        return ids, table.per_token(~table.is_padding).reshape(shape)
+        length = None if length is None else integer("length", length, minimum=0)
+        table, batch = self.pad(length, side), self.num_documents
+        shape = batch, table.num_tokens // max(batch, 1) if length is None else length
+        mask = np.empty(shape, np.int64)
+        core = native.core
+        if core is None or not core.mask(table.table, mask.reshape(-1)):
+            mask[:] = table.per_token(~table.is_padding).reshape(shape)
+        return table.dense(dtype=dtype).reshape(self.axes, *shape), mask
 
     def explain(self, token: int, segments: SegmentTable | None = None) -> str:
         """Explain in one sentence where a token lies and why its position is what it is.
@@ -571,17 +592,35 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         tokens, axes = counted(self.num_tokens, "token"), counted(self.axes, "axis")
         return f"PositionTable({documents}, {segments}, {tokens}, {axes}, scheme={self.scheme!r})"
 
-    def _assembled(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
-        return PositionTable(*assemble(columns, document, header), self.fractional, self.scheme)
+    def _cut(self, rule: int, first: object, second: object = None, third: object = None) -> PositionTable | None:
+        """Cut a table from this one by a rule in C; None where Python must do it, or say what is wrong."""
+        core = native.core
+        cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
+        if cut is None:
+            return None
+        table, documents, tokens = cut
+        rows, made = len(self.table), object.__new__(PositionTable)
+        vars(made).update(
+            table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
+            documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
+            num_tokens=tokens,
+            fractional=self.fractional,
+            scheme=self.scheme,
+        )
+        return made
+
+    def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
+        return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
         """Give a row of ``documents``, of these or of all, which must have a next position."""
-        resumable = self.resumable if documents is None else self.resumable[documents]
-        if not resumable.all():
-            d = int(resumable.argmin()) if documents is None else documents[resumable.argmin()]
+        header = self.documents if documents is None else self.documents[:, documents]
+        worst = int(header[NEXT_POSITION].argmin()) if header.size else 0
+        if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # the least number there is
+            d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
             raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
-        return self.documents[row] if documents is None else self.documents[row, documents]
+        return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:
         """Raise for documents that cannot be those of the table."""
@@ -713,9 +752,9 @@ _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CRO
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:
-    gaps = np.empty_like(firsts)
-    gaps[:-1] = firsts[1:] - firsts[:-1]
-    gaps[-1:] = stop - firsts[-1:]
+    gaps = np.empty(firsts.size, np.int64)
+    gaps[:-1], gaps[-1:] = firsts[1:], stop
+    gaps -= firsts
     return gaps
 
 

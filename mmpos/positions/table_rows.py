@@ -10,13 +10,15 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
-from mmpos.support.ragged import ragged_arange
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
 """Rows of the table; from AXES on, every axis has four: origin, step_frame, step_row, step_col."""
 
 FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
+
+TAKE, SHARD, WINDOW, DECODE, LENGTHEN = range(5)
+"""Rules by which C cuts a table from another, see csrc/cut.c."""
 
 NO_POSITION = int(np.iinfo(np.int64).min)
 """Stands for the next position and the delta of schemes that have none."""
@@ -39,56 +41,54 @@ def axis_names(axes: int) -> tuple[str, ...]:
     return _AXIS_NAMES.get(axes) or tuple(f"axis {axis}" for axis in range(axes))
 
 
-class Cut(NamedTuple):
-    """Pieces of segments inside token ranges.
-
-    Args:
-        columns: (5 + 4·axes, pieces), whose OFFSET row holds lengths.
-        segment: (pieces,) index of the segment that each piece is cut from.
-        owner: (pieces,) index of the range that each piece lies in.
-    """
-
-    columns: IntArray
-    segment: IntArray
-    owner: IntArray
-
-
-def cut(table: IntArray, num_tokens: int, starts: IntArray, stops: IntArray) -> Cut:
-    """Cut segments to token ranges, in the order of the ranges.
-
-    Args:
-        table: (5 + 4·axes, segments).
-        num_tokens: tokens of the table.
-        starts: (ranges,) first token, within the table.
-        stops: (ranges,) one past the last token, never before its start.
-    """
-    offset = table[OFFSET]
-    ends = np.append(offset[1:], num_tokens)
-    first = np.searchsorted(offset, starts, side="right") - 1
-    last = np.searchsorted(offset, stops, side="left")
-    owner, segment = ragged_arange(np.where(stops > starts, last - first, 0), first)
-    begin = np.maximum(offset[segment], starts[owner])
-    columns = table.take(segment, axis=1)
-    columns[SKIP] += begin - offset[segment]
-    columns[OFFSET] = np.minimum(ends[segment], stops[owner]) - begin
-    return Cut(columns, segment, owner)
-
-
-def text_columns(axes: int, first: IntArray, lengths: IntArray) -> IntArray:
-    """Make (5 + 4·axes, runs) columns of text from id ``first`` on every axis; the OFFSET row holds lengths."""
-    columns = np.zeros((AXES + 4 * axes, first.size), np.int64)
-    columns[OFFSET] = columns[WIDTH] = lengths
-    columns[[HEIGHT, DENOMINATOR]] = 1
-    columns[AXES::4] = first
-    columns[AXES + 3 :: 4] = 1
-    return columns
-
-
 def padding_column(axes: int) -> IntArray:
     """Make a (5 + 4·axes,) column of padding: id 0 on every axis."""
     column = np.zeros(AXES + 4 * axes, np.int64)
     column[[HEIGHT, WIDTH, DENOMINATOR]] = 1
     return column
+
+
+class CutColumns:
+    """Columns of a table that is cut from another, put one after the other: what C does in one pass.
+
+    Args:
+        table: (5 + 4·axes, segments) that is cut.
+        num_tokens: tokens of it.
+    """
+
+    def __init__(self, table: IntArray, num_tokens: int) -> None:
+        self.table, self.ends = table, np.append(table[OFFSET, 1:], num_tokens)
+        self.columns: list[IntArray] = []
+        self.document: list[int] = []
+
+    def put_range(self, document: int, start: int, stop: int) -> None:
+        """Put the segments of a document, cut to tokens start to stop of the table."""
+        offset = self.table[OFFSET]
+        first = int(offset.searchsorted(start, side="right")) - 1
+        for s in range(first, int(offset.searchsorted(stop)) if start < stop else first):
+            begin, end = max(start, int(offset[s])), min(stop, int(self.ends[s]))
+            column = self.table[:, s].copy()
+            column[SKIP] += begin - offset[s]
+            column[OFFSET] = end - begin
+            self._put(document, column)
+
+    def put_run(self, document: int, tokens: int, first_id: int | None = None) -> None:
+        """Put text from this id on, or padding if it is None; nothing if there are no tokens."""
+        column = padding_column((len(self.table) - AXES) // 4)
+        column[OFFSET] = column[WIDTH] = tokens
+        if first_id is not None:
+            column[AXES::4], column[AXES + 3 :: 4] = first_id, 1
+        if tokens:
+            self._put(document, column)
+
+    def assemble(self, header: IntArray) -> tuple[IntArray, IntArray, int]:
+        """Assemble the table, its documents and its number of tokens; (2, documents) next positions and deltas."""
+        columns = np.stack(self.columns, axis=1) if self.columns else self.table[:, :0].copy()
+        return assemble(columns, np.array(self.document, np.int64), header)
+
+    def _put(self, document: int, column: IntArray) -> None:
+        self.columns.append(column)
+        self.document.append(document)
 
 
 def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[IntArray, IntArray, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, GRID, THUMBNAIL, TILE, rationals
 from mmpos.segments.spans import span_tokens
-from mmpos.support import native
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import (
     INT32_MAX,
     INT32_MIN,
@@ -31,6 +31,9 @@ from mmpos.support.checks import (
 from mmpos.support.ragged import ragged_arange, true_runs
 
 BoolArray = npt.NDArray[np.bool_]
+
+ABSENT = int(np.iinfo(np.int64).min)
+"""In the place of tokens that a model does not have."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,35 @@ class Placeholders:
             if not patches.keys().isdisjoint(astuple(self.crops)):
                 raise InvalidInputError(f"Placeholders.crops: got {self.crops}, want other ids than those of patches")
 
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """All ids in the order of csrc/placeholders.c, ABSENT in the place of those that there are not."""
+        crops = (None,) * 5 if self.crops is None else astuple(self.crops)
+        every = (self.image, self.video, self.audio, *(self.rows or (None, None)), *crops, None, None)
+        return tuple(ABSENT if token is None else token for token in every)
+
     @property
     def framed(self) -> bool:
         """Whether every row of a grid ends in one more placeholder."""
         return self.rows is not None and self.rows[0] in (self.image, self.video)
+
+
+class Merging(NamedTuple):
+    """How grids are read, in the order of csrc/placeholders.c.
+
+    Args:
+        frames: frames merged into one; 0 makes one frame of any number.
+        sides: patches merged along each side.
+        frames_apart: whether every frame of a video is a grid of its own.
+        lenient: whether merging rounds down, and grids that no token is left for are passed over.
+        types: whether tokens are types: 0, 1 and 2.
+    """
+
+    frames: int
+    sides: int
+    frames_apart: bool
+    lenient: bool = False
+    types: bool = False
 
 
 class FoundSpans(NamedTuple):
@@ -136,12 +164,22 @@ class FoundSpans(NamedTuple):
     kind: npt.NDArray[np.uint8]
     extra_tokens: IntArray
 
-    def of_videos(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
-        """Give every span the value of its video; None for images."""
-        videos = int(self.video.max(initial=-1)) + 1
-        if len(values) != videos:
-            raise InvalidInputError(f"{name}: got {len(values)} values, want {videos}, one per video")
-        return [None if video < 0 else values[video] for video in self.video]
+
+def times_of_videos(
+    videos: IntArray | None, seconds_per_frame: Iterable[Fraction | float | None]
+) -> list[Fraction | None]:
+    """Give everything the time of its video.
+
+    Args:
+        videos: (entries,) index of the video of each entry, -1 for none; None where there is no video.
+        seconds_per_frame: one per video.
+    """
+    times = rationals("seconds_per_frame", seconds_per_frame)
+    videos = np.zeros(0, np.int64) if videos is None else videos
+    count = int(videos.max(initial=-1)) + 1
+    if len(times) != count:
+        raise InvalidInputError(f"seconds_per_frame: got {len(times)} values, want {count}, one per video")
+    return [None if video < 0 else times[video] for video in videos]
 
 
 def find_spans(
@@ -165,12 +203,12 @@ def find_spans(
             tokens[kind] = token
         elif given is not None:
             raise InvalidInputError(f"placeholders.{kind}: got None, want the placeholder id of {kind}_grid_thw")
-    runs = dict(zip(tokens, batch.runs(*tokens.values()), strict=True)) if tokens else {}
+    runs = {kind: batch.runs(token) for kind, token in tokens.items()}
     if placeholders.rows is not None and not placeholders.framed:
         runs = {kind: _with_row_ends(batch, own, placeholders.rows) for kind, own in runs.items()}
     sound = None
     if placeholders.audio is not None:
-        (sound,) = batch.runs(placeholders.audio)
+        sound = batch.runs(placeholders.audio)
         if "video" in runs:
             runs["video"], sound = _merged_runs(runs["video"], sound)
     spans = []
@@ -502,27 +540,13 @@ class PackedIds:
             raise InvalidInputError(f"input_ids: got shape {ids.shape}, want at least one token in each document")
         if attention_mask is None or not len(rows):
             return cls(ids.ravel(), starts, starts + rows.shape[1])
-        mask = host_array("attention_mask", attention_mask)
-        left, right = np.empty((2, len(rows)), np.int64)
-        core = native.core if mask.shape == ids.shape else None
-        if core is None or not core.ones(np.atleast_2d(mask), left, right):
-            real = _mask(mask, ids).reshape(rows.shape)
-            left = real.argmax(axis=1)
-            right = rows.shape[1] - left - real.sum(axis=1)
+        real = _mask(host_array("attention_mask", attention_mask), ids).reshape(rows.shape)
+        left = real.argmax(axis=1)
+        right = rows.shape[1] - left - real.sum(axis=1)
         return cls(ids.ravel(), starts + left, starts + rows.shape[1] - right, (left, right))
 
-    def runs(self, *tokens: int) -> list[PlaceholderRuns]:
-        """Find the runs of each of one or two tokens."""
-        if native.core is not None and min(tokens) >= 0:  # the extension takes -1 for no second one
-            quadruples = native.core.runs(self.ids, self.starts, self.stops, *tokens, *[-1] * (2 - len(tokens)))
-            if quadruples is not None:
-                document, first, length, kind = native.int64(quadruples).reshape(-1, 4).T
-                if len(tokens) == 1:
-                    return [PlaceholderRuns(document, first, length)]
-                return [PlaceholderRuns(document[kind == i], first[kind == i], length[kind == i]) for i in (0, 1)]
-        return [self._runs(token) for token in tokens]
-
-    def _runs(self, token: int) -> PlaceholderRuns:
+    def runs(self, token: int) -> PlaceholderRuns:
+        """Find the runs of a token."""
         first, stop = true_runs(self.ids == token, np.append(self.starts, self.stops)).T
         document = self.starts.searchsorted(first, side="right") - 1
         inside = (document >= 0) & (first < self.stops[document])  # and not under padding

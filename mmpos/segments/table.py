@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,9 @@ from mmpos.segments.kinds import (
     Tile,
     rationals,
 )
-from mmpos.segments.placeholders import PackedIds, Placeholders, find_spans
+from mmpos.segments.placeholders import Merging, PackedIds, Placeholders, find_spans, times_of_videos
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
+from mmpos.support.checks import INT32_MAX, Array, IntArray, boolean, counted, first_bad, host_array, int_array, shown
 from mmpos.support.ragged import insert_padding, ragged_arange
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
@@ -104,8 +104,7 @@ class SegmentTable:
         """
         arrays = None if native.core is None else native.core.documents(documents, Text, Audio, Grid, _FIELDS)
         if arrays is not None:
-            kinds, sides, firsts = arrays
-            return cls(np.frombuffer(kinds, np.uint8), native.int64(sides).reshape(3, -1), native.int64(firsts))
+            return cls._of_bytes(*arrays)
         try:
             items = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
@@ -262,24 +261,53 @@ class SegmentTable:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
                 counts; missing or surplus grids; a mask with holes.
         """
-        batch = PackedIds.of(input_ids, cu_seqlens, attention_mask)
+        arguments = _Tokenised(
+            input_ids, placeholders, image_grid_thw, video_grid_thw, spatial_merge_size, cu_seqlens, attention_mask,
+            frames_apart, audio_lengths,
+        )  # fmt: skip
+        scanned = arguments.scanned()
+        if scanned is None:
+            return cls._matched(arguments, seconds_per_frame)
+        table, videos = scanned
+        if seconds_per_frame is None or not any(times := times_of_videos(videos, seconds_per_frame)):
+            return table
+        return replace(table, seconds_per_frame=spans.seconds_columns(table.kind.size, enumerate(times)))
+
+    @classmethod
+    def _matched(cls, given: _Tokenised, seconds_per_frame: Sequence[Fraction | float | None] | None) -> SegmentTable:
+        """Make the table by matching runs with grids, kind by kind: the reference of the pass in C, and its words."""
+        batch = PackedIds.of(given.input_ids, given.cu_seqlens, given.attention_mask)
         found = find_spans(
             batch,
-            placeholders,
-            image_grid_thw,
-            video_grid_thw,
-            spatial_merge_size=spatial_merge_size,
-            frames_apart=frames_apart,
-            audio_lengths=audio_lengths,
+            given.placeholders,
+            given.image_grid_thw,
+            given.video_grid_thw,
+            spatial_merge_size=given.spatial_merge_size,
+            frames_apart=given.frames_apart,
+            audio_lengths=given.audio_lengths,
         )
-        times = None
-        if seconds_per_frame is not None:
-            times = found.of_videos("seconds_per_frame", rationals("seconds_per_frame", seconds_per_frame))
+        times = None if seconds_per_frame is None else times_of_videos(found.video, seconds_per_frame)
         offsets = found.first - batch.starts[found.document]
         kinds = (None, None) if (found.kind == GRID).all() else (found.kind, found.extra_tokens)
-        lengths, rows = batch.stops - batch.starts, placeholders.rows is not None
+        lengths, rows = batch.stops - batch.starts, given.placeholders.rows is not None
         table = cls._of_spans(lengths, offsets, found.grid_thw, found.document, times, rows, *kinds)
         return table if batch.padding is None else table._with_padding(*batch.padding)
+
+    @classmethod
+    def _of_bytes(
+        cls, kind: bytes, extents: bytes, offsets: bytes, separator: bytes | None = None, extra: bytes | None = None
+    ) -> SegmentTable:
+        """Make the table of what C has made, which needs no check."""
+        table = object.__new__(cls)
+        vars(table).update(
+            kind=np.frombuffer(kind, np.uint8),
+            extents=native.int64(extents).reshape(3, -1),
+            segment_offsets=native.int64(offsets),
+            seconds_per_frame=None,
+            row_separator=None if separator is None else np.frombuffer(separator, np.bool_),
+            extra_tokens=None if extra is None else native.int64(extra),
+        )
+        return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
         optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.extra_tokens, [0]))
@@ -324,6 +352,90 @@ class SegmentTable:
         segments = f"{counted(self.kind.size, 'segment')} ({', '.join(named)})"
         documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
         return f"SegmentTable({documents}, {segments}, {tokens})"
+
+
+def scan(
+    input_ids: Array,
+    tokens: tuple[int, ...],
+    merging: Merging,
+    image_grid_thw: IntArray | None,
+    video_grid_thw: IntArray | None = None,
+    *,
+    cu_seqlens: IntArray | None = None,
+    attention_mask: Array | None = None,
+    audio_lengths: IntArray | None = None,
+    images_per_document: IntArray | None = None,
+) -> tuple[SegmentTable, IntArray | None] | None:
+    """Make the table of a tokenised batch in one pass in C; None where Python must make it, or say what is wrong.
+
+    Args:
+        input_ids: (tokens,) or (batch, seq), contiguous.
+        tokens: as of ``Placeholders.tokens``.
+        merging: how grids are merged.
+        image_grid_thw: (images, 3) before merging.
+        video_grid_thw: (videos, 3) likewise.
+        cu_seqlens: (documents + 1,) first token of each packed document, then the total.
+        attention_mask: (batch, seq) of 0 and 1.
+        audio_lengths: (audios,) tokens of each audio.
+        images_per_document: (documents,) how many of image_grid_thw belong to each, some of which may be left over.
+
+    Returns:
+        the table, and (segments,) index of the video of each segment, -1 for all else; None where no video is given.
+    """
+    core = native.core
+    arrays = None
+    if core is not None:
+        arrays = core.scan(
+            input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths,
+            images_per_document,
+        )  # fmt: skip
+    if arrays is None:
+        return None
+    *of_table, video = arrays
+    return SegmentTable._of_bytes(*of_table), None if video is None else native.int64(video)
+
+
+class _Tokenised(NamedTuple):
+    """What ``from_input_ids`` is given, unchecked."""
+
+    input_ids: npt.ArrayLike
+    placeholders: Placeholders
+    image_grid_thw: npt.ArrayLike | None
+    video_grid_thw: npt.ArrayLike | None
+    spatial_merge_size: int
+    cu_seqlens: npt.ArrayLike | None
+    attention_mask: npt.ArrayLike | None
+    frames_apart: bool
+    audio_lengths: npt.ArrayLike | None
+
+    def scanned(self) -> tuple[SegmentTable, IntArray | None] | None:
+        """Scan the tokens; None likewise."""
+        exact = type(self.spatial_merge_size) is int and type(self.frames_apart) is bool
+        if native.core is None or not exact or not isinstance(self.placeholders, Placeholders):
+            return None
+        mask = self.attention_mask
+        try:
+            ids = host_array("input_ids", self.input_ids)
+            return scan(
+                ids if ids.flags.c_contiguous else np.ascontiguousarray(ids),
+                self.placeholders.tokens,
+                Merging(1, self.spatial_merge_size, self.frames_apart),
+                _integers("image_grid_thw", self.image_grid_thw),
+                _integers("video_grid_thw", self.video_grid_thw),
+                cu_seqlens=_integers("cu_seqlens", self.cu_seqlens),
+                attention_mask=None if mask is None else host_array("attention_mask", mask),
+                audio_lengths=_integers("audio_lengths", self.audio_lengths),
+            )
+        except InvalidInputError:  # whose turn it is to be said the way in Python knows
+            return None
+
+
+def _integers(name: str, values: object) -> IntArray | None:
+    """Read int64 numbers of any shape."""
+    if values is None or (type(values) is np.ndarray and values.dtype == np.int64):
+        return values
+    array = host_array(name, values)
+    return int_array(name, array, array.shape)
 
 
 def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
+from mmpos.rpc.beside import parsed
 from mmpos.rpc.errors import RETRIED, get_token
 from mmpos_server.access import OPEN
 from mmpos_server.call import Call, GoneError
@@ -180,7 +181,7 @@ class ServerContext:
         if len(raw) > _SURELY_FEW:
             check_elements(kind, raw, limits)
         began = perf_counter()
-        message = kind.FromString(raw)
+        message = parsed(kind, raw)
         call.stages.append(("decode", perf_counter() - began))
         return message
 
@@ -197,7 +198,7 @@ class ServerContext:
             size = claimed(request, self.config.limits)
             check("shared_bytes", size, self.config.limits)
             call.hold(size)
-        call.memory = Exchange(self.shared_memory, request)
+        call.memory = Exchange(self.shared_memory, request, raw)
 
     def encode(self, response: Message, call: Call) -> bytes:
         """Serialize an answer.
@@ -282,12 +283,9 @@ class Endpoint:
             else:
                 call.admit(server.admission.checks)
             raw = server.transit.request(requests, context)
-            call.hold(len(raw))
-            request, response = server.parse(method.request, raw, call), method.response()
-            server.share(raw, request, call)
-            method.run(request, response, call)
-            answer = server.encode(response, call)
-            server.transit.send(call, context, len(answer))
+            plain = None if method.plain is None else call.plain(method.plain, raw)
+            answer = self._parsed(raw, call) if plain is None else plain
+            server.transit.send(call, context, len(answer) if plain is None else len(raw) + len(answer))
             status = "OK"
             return Answer(answer, metadata)
         except GoneError:
@@ -308,3 +306,12 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, **sizes)
             if server.logs.requests:
                 server.ended("request", call, method.name, status, context, **sizes)
+
+    def _parsed(self, raw: bytes, call: Call) -> bytes:
+        """Answer a request by way of messages."""
+        server, method = self._server, self.method
+        call.hold(len(raw))
+        request, response = server.parse(method.request, raw, call), method.response()
+        server.share(raw, request, call)
+        method.run(request, response, call)
+        return server.encode(response, call)

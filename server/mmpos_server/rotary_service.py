@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +13,11 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.rotary import get_rotary, get_rotary_positions
-from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
+from mmpos.rpc.tensors import enum, get_torch, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.config import Limits, Profiles
+from mmpos_server.exchange import Views
 from mmpos_server.limits import check, check_answer, check_tensors
 from mmpos_server.position_service import is_small
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
+    from mmpos_server.shared_memory import Data
 
 __all__ = ["RotaryService", "check_head_dim", "demand_torch", "device", "has_torch", "preload"]
 
@@ -96,10 +99,15 @@ class RotaryService:
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _LAYOUTS)
-            check_tensors([holds(message.q), holds(message.k)], self._limits, call)
-            q = get_torch("q", required("", message, "q"), call.memory)
-            k = get_torch("k", message.k, call.memory) if message.HasField("k") else None
-        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate)
+            sizes = [call.memory.holds(x) for x in (message.q, message.k)]
+            check_tensors(sizes, self._limits, call)
+            rooms = call.memory.room(sizes)
+            # What is rotated in its place is a copy.
+            memory = call.memory if rooms is None else Views(call.memory)
+            q = get_torch("q", required("", message, "q"), memory)
+            k = get_torch("k", message.k, memory) if message.HasField("k") else None
+            outs = None if rooms is None else _outs(q, k, rooms)
+        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
         with call.stage("write"):
             put_tensor(answer.q, q, call.memory)
             if k is not None:
@@ -115,19 +123,23 @@ class RotaryService:
         *,
         layout: Layout | None,
         conjugate: bool,
+        outs: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k, on the accelerator if there is one, and in place where it has the memory of the request."""
-        from mmpos.rotary import apply_rotary
+        """Rotate q and k on the accelerator if there is one: into other tensors of this machine, or in their place."""
+        from mmpos.rotary.apply import rotate_into
 
         where = _device_of_torch()
         call.checkpoint()
         with call.stage("rotate"):
-            q, k = q.to(where), None if k is None else k.to(where)
-            rotated: tuple[Tensor, Tensor | None] = apply_rotary(
-                q, k, positions, rotary, layout=layout, inplace=True, conjugate=conjugate, validate=True
-            )
+            q, k = there = q.to(where), None if k is None else k.to(where)
+            into = there if outs is None or where != "cpu" else outs
+            rotate_into(into, q, k, positions, rotary, layout=layout, conjugate=conjugate)
+            if outs is not None and into is not outs:
+                for out, rotated in zip(outs, into, strict=True):
+                    if out is not None and rotated is not None:
+                        out.copy_(rotated)
         call.checkpoint()
-        return rotated
+        return into if outs is None else outs
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
@@ -150,6 +162,14 @@ class RotaryService:
             return positions, positions.num_tokens
         check("tokens", positions.numel(), self._limits)
         return positions, math.prod(positions.shape[1:])
+
+
+def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, Tensor | None]:
+    """View the room for tensors of an answer as tensors like q and k."""
+    import torch
+
+    room_q, room_k = (torch.from_numpy(room) for room in rooms)
+    return room_q.view(q.dtype).view(q.shape), None if k is None else room_k.view(k.dtype).view(k.shape)
 
 
 @lru_cache(maxsize=64)

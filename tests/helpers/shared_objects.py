@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.v1 import tensor_pb2
 
 FOLDER = Path("/dev/shm")
@@ -32,12 +34,32 @@ def shared(data: bytes, name: str = "object") -> Iterator[str]:
         os.unlink(f"{FOLDER}{key}")
 
 
+SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@contextmanager
+def sealed(
+    data: bytes, name: str = "memfd", seals: int = SHRINK, memfd: str | None = None
+) -> Iterator[tuple[str, int]]:
+    """A memfd that holds these bytes, and a link to it; gives its key and its descriptor. memfd: another name of it."""
+    key = f"/{PREFIX}{name}"
+    descriptor = os.memfd_create(key[1:] if memfd is None else memfd, os.MFD_ALLOW_SEALING)
+    os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{FOLDER}{key}")
+    try:
+        os.write(descriptor, data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield key, descriptor
+    finally:
+        os.unlink(f"{FOLDER}{key}")
+        os.close(descriptor)
+
+
 def content(key: str) -> bytes:
     """Read all bytes of an object."""
     return (FOLDER / key[1:]).read_bytes()
 
 
-class Objects:
+class Objects(Beside):
     """All objects as a Memory of the wire: what a client needs to read an answer."""
 
     def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:

@@ -354,7 +354,7 @@ def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntAr
     ids = batch.ids.astype(np.int64)
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)
     ids[at[ids[at - 1] == opening]] = opening
-    runs = replace(batch, ids=ids).runs(image)[0]
+    runs = replace(batch, ids=ids).runs(image)
     row_end = None
     if runs.first.size and (stop := runs.first[0] + runs.tokens[0]) < batch.stops[runs.document[0]]:
         row_end = int(ids[stop])

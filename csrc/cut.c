@@ -1,0 +1,362 @@
+/* Tables that are cut from another: its tokens in ranges, and text or padding beside them, in one pass over the
+ * segments that these touch. mmpos/positions/table_rows.py does the same segment by segment. */
+
+#include "table.h"
+
+enum { LAYOUT_CONTIGUOUS = 1, LAYOUT_SEQUENCE = 2 }; /* bits of the index of a layout */
+
+/* What is asked of every document or range: a number for each, or one for all, whose count is -1. */
+typedef struct {
+    Vector vector; /* without data where nothing was said */
+    int64_t one;
+    PyObject *room; /* what holds the numbers of a list */
+} Numbers;
+
+typedef struct {
+    Matrix table, documents; /* what is cut */
+    Matrix cut, header;      /* the result; without data while its segments are counted */
+    int64_t tokens, segments, length,
+        opened;   /* of what is cut: tokens; of the result so far: segments, tokens, documents */
+    int64_t near; /* the segment that was found last */
+} Cut;
+
+/* The last segment that begins up to this token; looked for from the one before on, as ranges mostly ascend. */
+static int64_t segment_at(Cut *cut, int64_t token) {
+    int64_t low = cut->near, step = 1, count = cut->table.columns;
+    if (entry(&cut->table, OFFSET, low) > token) {
+        low = 0;
+    }
+    while (low + step < count && entry(&cut->table, OFFSET, low + step) <= token) {
+        low += step;
+        step *= 2;
+    }
+    int64_t high = low + step < count ? low + step : count;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (entry(&cut->table, OFFSET, middle) <= token) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    cut->near = low;
+    return low;
+}
+
+static void copy_columns(Cut *cut, int64_t first, int64_t count) {
+    for (int64_t row = 0; row < cut->table.rows; row++) {
+        const char *from = cut->table.data + row * cut->table.row_stride + first * cut->table.column_stride;
+        char *to = cut->cut.data + row * cut->cut.row_stride + cut->segments * 8;
+        if (count > 8 && cut->table.column_stride == 8) {
+            memcpy(to, from, (size_t)(8 * count));
+            continue;
+        }
+        for (int64_t i = 0; i < count; i++, from += cut->table.column_stride) {
+            put_int64(to + 8 * i, int64_at(from));
+        }
+    }
+}
+
+/* Put tokens start to stop of the table; 0 if it does not have them. */
+static int put_range(Cut *cut, int64_t start, int64_t stop) {
+    if (start < 0 || stop < start || stop > cut->tokens || (start < stop && cut->table.columns == 0)) {
+        return 0;
+    }
+    if (start == stop) {
+        return 1;
+    }
+    int64_t first = segment_at(cut, start), count = segment_at(cut, stop - 1) - first + 1, at = cut->segments;
+    if (count < 1) {
+        return 0;
+    }
+    if (cut->cut.data != NULL) {
+        if (at + count > cut->cut.columns) {
+            return 0;
+        }
+        copy_columns(cut, first, count);
+        for (int64_t i = 0; i < count; i++) {
+            put_entry(&cut->cut, OFFSET, at + i, plus(entry(&cut->cut, OFFSET, at + i), minus(cut->length, start)));
+        }
+        int64_t inside = minus(cut->length, entry(&cut->cut, OFFSET, at));
+        put_entry(&cut->cut, SKIP, at, plus(entry(&cut->cut, SKIP, at), inside));
+        put_entry(&cut->cut, OFFSET, at, cut->length);
+    }
+    cut->segments += count;
+    cut->length = plus(cut->length, stop - start);
+    return 1;
+}
+
+/* Put a run of text from an id on, or of padding, whose id and step are 0. */
+static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
+    if (tokens == 0) {
+        return 1;
+    }
+    if (cut->cut.data != NULL) {
+        if (cut->segments >= cut->cut.columns) {
+            return 0;
+        }
+        const Matrix table = cut->cut; /* which no store into it may change, as a compiler sees */
+        put_entry(&table, OFFSET, cut->segments, cut->length);
+        put_entry(&table, SKIP, cut->segments, 0);
+        put_text(&table, cut->segments, tokens, id, step);
+    }
+    cut->segments++;
+    cut->length = plus(cut->length, tokens);
+    return 1;
+}
+
+/* Begin the next document of the result, which goes on as this one of the table does. */
+static void open_document(Cut *cut, int64_t segment, int64_t token, int64_t d) {
+    if (cut->header.data != NULL && cut->opened < cut->header.columns) {
+        put_entry(&cut->header, FIRST_SEGMENT, cut->opened, segment);
+        put_entry(&cut->header, FIRST_TOKEN, cut->opened, token);
+        put_entry(&cut->header, NEXT_POSITION, cut->opened, entry(&cut->documents, NEXT_POSITION, d));
+        put_entry(&cut->header, DELTA, cut->opened, entry(&cut->documents, DELTA, d));
+    }
+    cut->opened++;
+}
+
+static int64_t length_of_document(const Cut *cut, int64_t d) {
+    const Matrix *documents = &cut->documents;
+    int64_t stop = d + 1 < documents->columns ? entry(documents, FIRST_TOKEN, d + 1) : cut->tokens;
+    return minus(stop, entry(documents, FIRST_TOKEN, d));
+}
+
+/* Put tokens start to stop in the documents in which they lie; 0 if one of these is before the last that has tokens. */
+static int put_across(Cut *cut, int64_t start, int64_t stop) {
+    const Matrix *documents = &cut->documents;
+    int64_t segments = cut->segments, length = cut->length;
+    if (start < stop && cut->opened > 0 && start < entry(documents, FIRST_TOKEN, cut->opened - 1)) {
+        return 0;
+    }
+    if (!put_range(cut, start, stop)) {
+        return 0;
+    }
+    while (start < stop && cut->opened < documents->columns) {
+        int64_t first = entry(documents, FIRST_TOKEN, cut->opened);
+        if (first >= stop) {
+            break;
+        }
+        /* The segment of the table that was put last is the last of the result: both are counted back from there. */
+        int64_t behind = minus(plus(cut->near, 1), entry(documents, FIRST_SEGMENT, cut->opened));
+        open_document(cut, first > start ? minus(cut->segments, behind) : segments,
+                      first > start ? minus(cut->length, stop - first) : length, cut->opened);
+    }
+    return 1;
+}
+
+/* Put tokens from start on, counted from the first of a document, and behind its end text at its next position. */
+static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
+    if (d < 0 || d >= cut->documents.columns || start < 0 || tokens < 0 || tokens > INT32_MAX) {
+        return 0;
+    }
+    int64_t first = entry(&cut->documents, FIRST_TOKEN, d), known = length_of_document(cut, d);
+    int64_t next = entry(&cut->documents, NEXT_POSITION, d), left = start < known ? known - start : 0;
+    int64_t inside = tokens < left ? tokens : left, rest = tokens - inside, begin = plus(first, start);
+    open_document(cut, cut->segments, cut->length, d);
+    if (inside > 0 && !put_range(cut, begin, plus(begin, inside))) {
+        return 0;
+    }
+    if (rest == 0) {
+        return 1;
+    }
+    int64_t id = plus(next, start < known ? 0 : minus(start, known));
+    if (next == INT64_MIN || id < INT32_MIN || id > INT32_MAX || id + rest - 1 > INT32_MAX) {
+        return 0;
+    }
+    if (cut->header.data != NULL && cut->opened <= cut->header.columns) {
+        put_entry(&cut->header, NEXT_POSITION, cut->opened - 1, id + rest);
+    }
+    return put_run(cut, rest, id, 1);
+}
+
+static int put_padded(Cut *cut, int64_t d, int64_t length, int on_the_left) {
+    int64_t first = entry(&cut->documents, FIRST_TOKEN, d), known = length_of_document(cut, d);
+    if (known < 0 || length < known || length > INT32_MAX) {
+        return 0;
+    }
+    open_document(cut, cut->segments, cut->length, d);
+    return put_run(cut, on_the_left ? length - known : 0, 0, 0) && put_range(cut, first, plus(first, known)) &&
+           put_run(cut, on_the_left ? 0 : length - known, 0, 0);
+}
+
+/* Put the block, or both, that a rank has of each document, or of all as one sequence. */
+static int put_shard(Cut *cut, int64_t rank, int64_t world_size, int64_t layout) {
+    int64_t blocks = layout & LAYOUT_CONTIGUOUS || world_size == 1 ? 1 : 2, whole = layout & LAYOUT_SEQUENCE;
+    if (world_size < 1 || world_size > INT32_MAX || rank < 0 || rank >= world_size) {
+        return 0;
+    }
+    for (int64_t d = 0; d < (whole ? 1 : cut->documents.columns); d++) {
+        int64_t first = whole ? 0 : entry(&cut->documents, FIRST_TOKEN, d);
+        int64_t tokens = whole ? cut->tokens : length_of_document(cut, d), block = tokens / (world_size * blocks);
+        if (tokens < 0 || tokens % (world_size * blocks) != 0) {
+            return 0;
+        }
+        for (int64_t i = 0; i < blocks; i++) {
+            int64_t start = plus(first, block * (i == 0 ? rank : 2 * world_size - 1 - rank));
+            if (!put_across(cut, start, plus(start, block))) {
+                return 0;
+            }
+        }
+    }
+    return 1;
+}
+
+static int64_t number(const Numbers *numbers, int64_t i) {
+    return item(&numbers->vector, numbers->vector.size < 0 ? 0 : i);
+}
+
+/* Put everything; without data in the result it is counted. */
+static int put_all(Cut *cut, int64_t rule, int64_t count, const Numbers *asked) {
+    int fits = 1;
+    cut->segments = cut->length = cut->opened = cut->near = 0;
+    if (rule == SHARD) {
+        fits = put_shard(cut, number(&asked[0], 0), number(&asked[1], 0), number(&asked[2], 0));
+    }
+    for (int64_t i = 0; fits && rule != SHARD && i < count; i++) {
+        if (rule == TAKE) {
+            fits = put_across(cut, number(&asked[0], i), number(&asked[1], i));
+        } else if (rule == WINDOW) {
+            fits = number(&asked[1], i) <= INT32_MAX &&
+                   put_window(cut, number(&asked[0], i), number(&asked[1], i), number(&asked[2], i));
+        } else if (rule == DECODE) {
+            fits = put_window(cut, i, length_of_document(cut, i), number(&asked[0], i));
+        } else {
+            fits = put_padded(cut, i, number(&asked[0], i), number(&asked[1], i) != 0);
+        }
+    }
+    while (fits && (rule == TAKE || rule == SHARD) && cut->opened < cut->documents.columns) {
+        open_document(cut, cut->segments, cut->length, cut->opened);
+    }
+    return fits;
+}
+
+static int read_int(PyObject *object, int64_t *value) {
+    if (object == NULL || !PyLong_CheckExact(object)) {
+        PyErr_Clear();
+        return 0;
+    }
+    *value = PyLong_AsLongLong(object);
+    int fits = *value != -1 || !PyErr_Occurred();
+    PyErr_Clear();
+    return fits;
+}
+
+/* Take an int, a list of ints, an int64 vector, or None; 0, with no exception but for want of memory, if it is none. */
+static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
+    Py_ssize_t count = length_of(object);
+    if (object == Py_None) {
+        return 1;
+    }
+    if (count < 0 && !PyLong_CheckExact(object)) {
+        return take_vector(buffers, object, 'q', 0, &numbers->vector);
+    }
+    numbers->vector.data = (char *)&numbers->one;
+    if (count < 0) {
+        return read_int(object, &numbers->one);
+    }
+    if (count > PTRDIFF_MAX / 8 || (numbers->room = PyBytes_FromStringAndSize(NULL, 8 * count)) == NULL) {
+        return 0;
+    }
+    numbers->vector.data = PyBytes_AsString(numbers->room);
+    numbers->vector.size = count;
+    numbers->vector.stride = 8;
+    int fits = 1;
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        PyObject *each = PySequence_GetItem(object, i); /* held: another thread may change the list */
+        int64_t value = 0;
+        fits = read_int(each, &value);
+        put(&numbers->vector, i, value);
+        Py_XDECREF(each);
+    }
+    return fits;
+}
+
+/* Whether there are as many numbers of each kind as the rule takes. */
+static int numbers_fit(int64_t rule, int64_t count, const Numbers *asked) {
+    static const int wanted[] = {2, 3, 3, 1, 2}; /* of each rule */
+    int each = rule == TAKE || rule == WINDOW;   /* and not one for all */
+    int fits = rule >= TAKE && rule <= LENGTHEN && (count >= 0 || !each);
+    for (int i = 0; fits && i < wanted[rule]; i++) {
+        const Vector *vector = &asked[i].vector;
+        fits = vector->data != NULL && (vector->size == count || (vector->size < 0 && !each));
+        fits =
+            fits && (vector->size >= 0 || within(asked[i].one, 0, INT32_MAX)); /* also where there are no documents */
+    }
+    return fits;
+}
+
+/* Make the arrays of the result, once it was counted: (table, documents, tokens), or NULL. */
+static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers *asked, int64_t documents) {
+    int64_t segments = cut->segments, rows = cut->table.rows;
+    if (segments > PTRDIFF_MAX / 8 / rows) {
+        return NULL;
+    }
+    PyObject *table = PyBytes_FromStringAndSize(NULL, 8 * rows * segments), *result = NULL;
+    PyObject *header = PyBytes_FromStringAndSize(NULL, 8 * 4 * documents);
+    if (table != NULL && header != NULL) {
+        int fits;
+        cut->cut = (Matrix){PyBytes_AsString(table), rows, segments, 8 * segments, 8, 8, 'q'};
+        cut->header = (Matrix){PyBytes_AsString(header), 4, documents, 8 * documents, 8, 8, 'q'};
+        if (8 * rows * segments < RELEASE_GIL_BYTES) {
+            fits = put_all(cut, rule, count, asked);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+                fits = put_all(cut, rule, count, asked);
+            Py_END_ALLOW_THREADS
+        }
+        if (fits && cut->segments == segments) { /* always, but where another thread writes into what was counted */
+            result = Py_BuildValue("(OOL)", table, header, (long long)cut->length);
+        }
+    }
+    Py_XDECREF(table);
+    Py_XDECREF(header);
+    return result;
+}
+
+/* cut(table, documents, tokens, rule, numbers, numbers, numbers) -> (table, documents, tokens) as bytes, or None.
+ *
+ * The arrays are those of a placed table, and of the one that is cut from it. Numbers that a rule does not have are None:
+ *   TAKE      starts and stops of ranges of tokens
+ *   SHARD     rank, world size, index of the layout
+ *   WINDOW    documents, first tokens counted there, lengths
+ *   DECODE    tokens for each document or for all
+ *   LENGTHEN  length of each document or of all, or None for that of the longest; whether padding goes to the left */
+PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Cut cut;
+    Numbers asked[3];
+    int64_t rule = -1;
+    PyObject *result = NULL;
+    (void)self;
+    if (!arguments("cut", 7, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    memset(&cut, 0, sizeof cut);
+    int fits = take_matrix(&buffers, args[0], 0, &cut.table) && take_matrix(&buffers, args[1], 0, &cut.documents) &&
+               read_int(args[2], &cut.tokens) && read_int(args[3], &rule) && cut.table.rows > AXES &&
+               is_block(&cut.table, AXES + (cut.table.rows - AXES) / 4 * 4) && is_block(&cut.documents, 4);
+    for (int i = 0; i < 3; i++) {
+        asked[i] = (Numbers){{NULL, -1, 0}, 0, NULL};
+        fits = fits && take_numbers(&buffers, args[4 + i], &asked[i]);
+    }
+    if (fits && rule == LENGTHEN && args[4] == Py_None) {
+        asked[0].vector.data = (char *)&asked[0].one;
+        for (int64_t d = 0; d < cut.documents.columns; d++) {
+            int64_t length = length_of_document(&cut, d);
+            asked[0].one = length > asked[0].one ? length : asked[0].one;
+        }
+    }
+    if (fits) {
+        int each = rule == TAKE || rule == WINDOW;
+        int64_t documents = cut.documents.columns, parts = each ? asked[0].vector.size : rule == SHARD ? -1 : documents;
+        if (numbers_fit(rule, parts, asked) && put_all(&cut, rule, parts, asked)) {
+            result = put_result(&cut, rule, parts, asked, rule == WINDOW ? parts : documents);
+        }
+    }
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(asked[i].room);
+    }
+    return answer(&buffers, result);
+}

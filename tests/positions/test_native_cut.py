@@ -1,0 +1,141 @@
+"""Tables cut from tables: C and the plain reference give the same arrays, and the same words for the same mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import Grid, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos.positions.table import LAYOUTS
+from mmpos.segments import Clip
+from mmpos.support import native
+
+Cut = Callable[[PositionTable], object]
+Random = np.random.Generator
+
+SCHEMES = ["rope-tie", "rope-tie-v2", "rope-tie-fractional", "mrope", "flatten", "tmrope-qwen3", "v2pe"]
+BEYOND = [-(2**63), -1, 2**31 - 1, 2**31, 2**62, 2**63 - 1]
+LIMIT = 400
+"""Tokens above which a program begins with another table."""
+
+
+def random_table(random: Random) -> PositionTable:
+    """Place a few documents, some of which end between two ids, or at the last one there is."""
+    scheme = random.choice(SCHEMES)
+    documents: list[list[Any]] = []
+    for _ in range(random.integers(0, 4)):
+        grid = Grid(*random.integers(1, 5, 2).tolist(), frames=int(random.integers(1, 3)) if scheme == "mrope" else 1)
+        parts = [Text(int(random.integers(1, 9))), grid, Text(int(random.integers(1, 4)))][: random.integers(1, 4)]
+        if scheme == "tmrope-qwen3":
+            parts.append(Clip(1, 2, frames=2, audio=1, seconds_per_frame=Fraction(1, int(random.choice([13, 26])))))
+        documents.append(parts)
+    start = int(random.choice([0, 7, -3, 2**31 - 60]))
+    return place(SegmentTable.from_documents(documents), scheme, start, strict=False)
+
+
+def numbers(random: Random, count: int, most: int) -> Any:
+    """Draw integers, rarely outside of 0 to most, in one of the forms in which users have them."""
+    values = random.integers(0, max(most, 0) + 1, count).tolist()
+    if count and random.random() < 0.04:
+        values[random.integers(count)] = int(random.choice([*BEYOND, most + 1]))
+    forms: list[Callable[[list[int]], Any]] = [
+        list,
+        tuple,
+        np.array,
+        lambda v: np.array(v, np.int64),
+        lambda v: np.array(v + v, np.int64)[: len(v)][::-1],
+    ]
+    return forms[random.integers(len(forms))](values)
+
+
+def ranges(random: Random, tokens: int) -> tuple[Any, Any]:
+    """Draw token ranges, most of them ascending."""
+    edges = random.integers(0, tokens + 1, 2 * int(random.integers(0, 4)))
+    edges = edges if random.random() < 0.1 else np.sort(edges)
+    return edges[::2], edges[1::2] if random.random() < 0.5 else edges[1::2].tolist()
+
+
+def random_cut(random: Random, table: PositionTable) -> Cut:
+    """Draw a verb and its arguments, which may be mistaken."""
+    tokens, count, longest = table.num_tokens, table.num_documents, table.max_seqlen
+    start, stop = np.sort(random.integers(-1 if random.random() < 0.05 else 0, tokens + 1, 2)).tolist()
+    windows = int(random.integers(0, 5)) if count else 0
+    of, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
+    lengths, steps, each = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
+    world, layout, one = int(random.integers(1, 4)), random.choice(LAYOUTS), int(random.integers(-1, longest + 4))
+    starts, stops = ranges(random, tokens)
+    mask = random.random(tokens) < 0.7
+    cuts: list[Cut] = [
+        lambda t: t.slice(start, stop),
+        lambda t: t.take(starts, stops),
+        lambda t: t.take(first, lengths),
+        lambda t: t.window(of, first, lengths),
+        lambda t: t.decode(steps),
+        lambda t: t.decode(one % 4 - (one < 0)),
+        lambda t: t.shard(int(random.integers(world)), world, layout),
+        lambda t: t.pad(-(-longest // world) * world).shard(world - 1, world, layout),
+        lambda t: t.pad(2 * world * -(-longest // (2 * world)), "left").shard(0, world, layout),
+        lambda t: t.pad(each, "left" if world == 1 else "right"),
+        lambda t: t.pad(one, "left"),
+        lambda t: t.pad(),
+        lambda t: t.padded(side="left" if world == 1 else "right"),
+        lambda t: t.keep(mask),
+        lambda t: PositionTable.concatenate([t, t.decode(0)]),
+        lambda t: PositionTable(np.asfortranarray(t.table), t.documents[:, :], tokens, t.fractional, t.scheme),
+    ]
+    return cuts[random.integers(len(cuts))]
+
+
+def outcome(cut: Cut, table: PositionTable) -> Any:
+    try:
+        result = cut(table)
+    except MmposError as error:
+        return type(error), str(error)
+    if isinstance(result, PositionTable):
+        assert not result.table.flags.writeable
+        assert not result.documents.flags.writeable
+        result = (result.table, result.documents, np.array(result.num_tokens))
+    assert isinstance(result, tuple)
+    return [(array.dtype, array.shape, array.tobytes()) for array in result]
+
+
+@pytest.mark.parametrize("steps", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_random_programs_give_the_same_in_c_and_in_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, core = np.random.default_rng(0), native.core
+    table, refused, cut_by_c = random_table(random), 0, 0
+    for _ in range(steps):
+        cut, state = random_cut(random, table), random.bit_generator.state
+        monkeypatch.setattr(native, "core", None)
+        want = outcome(cut, table)
+        monkeypatch.setattr(native, "core", core)
+        random.bit_generator.state = state
+        assert outcome(cut, table) == want
+        random.bit_generator.state = state
+        result = None if isinstance(want, tuple) else cut(table)
+        refused += result is None
+        cut_by_c += isinstance(result, PositionTable) and not result.table.flags.owndata
+        again = not isinstance(result, PositionTable) or random.random() < 0.1 or result.num_tokens > LIMIT
+        table = random_table(random) if again else result  # type: ignore[assignment]  # again says it
+    assert steps / 20 < refused < steps / 2
+    assert cut_by_c > steps / 3
+
+
+def test_tables_of_any_numbers_are_never_read_past() -> None:
+    assert native.core is not None
+    random, odd, answers = np.random.default_rng(0), [*BEYOND, *range(6)], 0
+    for _ in range(5_000):
+        axes, segments, documents = (int(n) for n in random.integers([1, 0, 0], [3, 5, 4]))
+        table, header = random.choice(odd, (5 + 4 * axes, segments)), random.choice(odd, (4, documents))
+        if random.random() < 0.7:  # numbers in order, beyond which the table has more or fewer tokens
+            table[0], header[1] = np.sort(random.integers(0, 9, segments)), np.sort(random.integers(0, 9, documents))
+        size = documents if random.random() < 0.5 else int(random.integers(4))
+        forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]
+        asked = [forms[i] for i in random.integers(0, len(forms), 3)]
+        cut = native.core.cut(table, header, int(random.choice(odd)), int(random.integers(-1, 6)), *asked)
+        answers += cut is not None
+        assert cut is None or len(cut[0]) % (8 * len(table)) == len(cut[1]) % 32 == 0
+    assert answers > 200

@@ -1,0 +1,161 @@
+"""Token ids read in one pass in C become the tables that the way in Python makes, and what is refused has its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import fields
+
+from mmpos import MmposError, Placeholders, SegmentTable
+from mmpos.segments import CropMarkers
+from mmpos.segments import table as tables
+from mmpos.support import native
+
+IMAGE, VIDEO, AUDIO, ROW, LAST = 8, 9, 10, 11, 12
+MARKERS = CropMarkers(3, 4, 5, 6, 7)
+KINDS = {
+    "patches": Placeholders(IMAGE, VIDEO),
+    "images": Placeholders(IMAGE),
+    "none": Placeholders(),
+    "negative": Placeholders(-1, -(2**31)),
+    "rows": Placeholders(IMAGE, VIDEO, rows=(ROW, LAST)),
+    "framed": Placeholders(IMAGE, rows=(IMAGE, IMAGE)),
+    "framed by one of two": Placeholders(IMAGE, VIDEO, rows=(VIDEO, VIDEO)),
+    "sound": Placeholders(IMAGE, VIDEO, AUDIO),
+    "sound alone": Placeholders(None, None, AUDIO),
+    "sound and rows": Placeholders(IMAGE, VIDEO, AUDIO, rows=(ROW, LAST)),
+    "crops": Placeholders(IMAGE, VIDEO, crops=MARKERS),
+    "crops with markers that are alike": Placeholders(IMAGE, crops=CropMarkers(3, 4, 5, 4, 4)),
+}
+
+
+class Batch:
+    """Documents of random parts, and the grids before merging."""
+
+    def __init__(self, random: Random, kinds: Placeholders, merge: int, apart: bool) -> None:
+        self.random, self.kinds, self.merge, self.apart = random, kinds, merge, apart
+        self.grids: dict[int | None, list[list[int]]] = {kinds.image: [], kinds.video: []}
+        self.audio: list[int] = []
+        self.videos = 0
+        self.documents = [self.document() for _ in range(random.randint(1, 3))]
+
+    def document(self) -> list[int]:
+        ids = self.text(3)
+        for _ in range(self.random.randint(0, 4)):
+            ids += self.part() + self.text(3)
+        return ids or [0]
+
+    def text(self, most: int) -> list[int]:
+        return [self.random.randint(0, 2) for _ in range(self.random.randint(0, most))]
+
+    def part(self) -> list[int]:
+        token = self.random.choice([self.kinds.image, self.kinds.video, self.kinds.audio])
+        if token is None:
+            return self.text(4)
+        if token == self.kinds.audio:
+            self.audio.append(self.random.randint(1, 5))
+            return [token] * self.audio[-1]
+        if self.kinds.crops is not None:
+            return self.picture(token)
+        frames, height, width = (self.random.randint(1, 3) for _ in range(3))
+        self.grids[token].append([frames, self.merge * height, self.merge * width])
+        if self.kinds.framed:
+            around = self.random.choice([[], [token]])
+            return [0, *around, *[token] * (frames * height * (width + 1)), *around, 0]
+        row = [token] * width + ([self.kinds.rows[0]] if self.kinds.rows else [])
+        grid = row * (frames * height)
+        if self.kinds.rows:
+            grid[-1] = self.kinds.rows[1]
+        if self.kinds.audio is not None and token == self.kinds.video and self.random.random() < 0.5:
+            self.audio.append(self.random.randint(1, 5))
+            grid += [self.kinds.audio] * self.audio[-1]
+            self.random.shuffle(grid)
+            return [1, 2, *grid, 1, 2]
+        if self.apart and token == self.kinds.video:
+            return [id for _ in range(frames) for id in ([token] * (height * width) + self.text(2))]
+        return grid
+
+    def picture(self, token: int) -> list[int]:
+        crops = self.kinds.crops
+        assert crops is not None
+        ids: list[int] = []
+        for i in range(self.random.randint(1, 4)):
+            height, width = self.random.randint(1, 3), self.random.randint(1, 3)
+            self.grids[token].append([1, self.merge * height, self.merge * width])
+            begin, end = (crops.tile_start, crops.tile_end) if i else (crops.thumbnail_start, crops.thumbnail_end)
+            ids += [begin, *[token] * (height * width), end, *[crops.newline] * self.random.randint(0, 1)]
+        return ids
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of from_input_ids, of any form."""
+        random, asked = self.random, {"placeholders": self.kinds, "spatial_merge_size": self.merge}
+        asked["frames_apart"] = self.apart
+        for name, token in (("image_grid_thw", self.kinds.image), ("video_grid_thw", self.kinds.video)):
+            if token is not None and (self.grids[token] or random.random() < 0.3):
+                dtype = random.choice([np.int64, np.int64, np.int32])
+                asked[name] = np.array(self.grids[token], dtype).reshape(-1, 3)
+        if self.kinds.audio is not None and random.random() < 0.5:
+            asked["audio_lengths"] = self.audio
+        if self.kinds.video is not None and random.random() < 0.3:
+            asked["seconds_per_frame"] = [random.choice([None, 0.5, 2]) for _ in self.grids[self.kinds.video]]
+        dtype = random.choice([np.int64, np.int64, np.int32])
+        if random.random() < 0.5:
+            asked["input_ids"] = np.array([token for ids in self.documents for token in ids], dtype)
+            asked["cu_seqlens"] = np.cumsum([0, *map(len, self.documents)])
+        else:
+            self.pad(asked, dtype)
+        return asked
+
+    def pad(self, asked: dict[str, Any], dtype: Any) -> None:
+        width = max(map(len, self.documents)) + self.random.randint(0, 2)
+        filler = self.random.choice([0, IMAGE, AUDIO])
+        ids, mask = np.full((len(self.documents), width), filler, dtype), np.zeros((len(self.documents), width), dtype)
+        for row, document in enumerate(self.documents):
+            left = self.random.choice([0, width - len(document)])
+            ids[row, left : left + len(document)], mask[row, left : left + len(document)] = document, 1
+        asked["input_ids"], asked["attention_mask"] = ids, mask.astype(self.random.choice([dtype, np.bool_, np.uint8]))
+
+
+def damage(random: Random, asked: dict[str, Any]) -> None:
+    """Change one number."""
+    name = random.choice([name for name, value in asked.items() if isinstance(value, np.ndarray) and value.size])
+    array = asked[name] = asked[name].copy()
+    array.flat[random.randrange(array.size)] = random.choice([0, 1, 2, 3, 4, 6, 7, *range(8, 13)])
+
+
+def outcome(asked: dict[str, Any]) -> Any:
+    try:
+        return fields(SegmentTable.from_input_ids(**asked))
+    except MmposError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_pass_gives_what_python_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, answered = Random(name), 0
+    scan: Callable[..., Any] = tables.scan
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal answered
+        made = scan(*arguments, **more)
+        answered += made is not None
+        return made
+
+    monkeypatch.setattr(tables, "scan", counted)
+    core, sound = native.core, 0
+    for _ in range(300):
+        asked = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3).arguments()
+        for _ in range(random.choice([0, 0, 1, 2])):
+            damage(random, asked)
+        got, before = outcome(asked), answered
+        monkeypatch.setattr(native, "core", None)
+        want = outcome(asked)
+        monkeypatch.setattr(native, "core", core)
+        assert got == want, asked
+        assert answered == before
+        sound += isinstance(want, dict)
+    assert answered >= sound * 0.9 - 300 * (name == "sound and rows"), (answered, sound)

@@ -16,16 +16,16 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.diffusers.latents import patch_sides
 from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
 
-__all__ = ["ANATOMIES", "NOT_PATCHED", "Anatomy", "anatomy_of"]
+__all__ = ["ANATOMIES", "NOT_PATCHED", "TransformerAnatomy", "anatomy_of"]
 
 Arguments = dict[str, Any]
 
 
-def _joint_rows(streams: Streams, anatomy: Anatomy, *_: Any) -> object:
+def _joint_rows(streams: Streams, anatomy: TransformerAnatomy, *_: Any) -> object:
     return streams.rows(anatomy.order)
 
 
-def _lumina_rows(streams: Streams, anatomy: Anatomy, hidden_states: Tensor, *_: Any) -> object:
+def _lumina_rows(streams: Streams, anatomy: TransformerAnatomy, hidden_states: Tensor, *_: Any) -> object:
     """Cut latents into patches as Lumina 2 does beside its rotations, and say how long texts and rows are."""
     batch, channels, height, width = hidden_states.shape
     side, rows = anatomy.patch, streams.rows(anatomy.order)
@@ -37,7 +37,7 @@ def _lumina_rows(streams: Streams, anatomy: Anatomy, hidden_states: Tensor, *_: 
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class TransformerAnatomy:
     """Parts of a class of transformers that positions go through.
 
     Args:
@@ -122,19 +122,19 @@ class Anatomy:
 
 _BOTH = ("transformer_blocks", "single_transformer_blocks")
 
-ANATOMIES: Mapping[str, Anatomy] = MappingProxyType(
+ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
     {
-        "FluxTransformer2DModel": Anatomy(
+        "FluxTransformer2DModel": TransformerAnatomy(
             _BOTH, frozenset({"FluxAttnProcessor"}), (TEXT, IMAGE), "pos_embed", ("img_ids", "txt_ids")
         ),
-        "Flux2Transformer2DModel": Anatomy(
+        "Flux2Transformer2DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"}),
             (TEXT, IMAGE),
             "",
             ("img_ids", "txt_ids", "kv_cache", "kv_cache_mode"),
         ),
-        "QwenImageTransformer2DModel": Anatomy(
+        "QwenImageTransformer2DModel": TransformerAnatomy(
             ("transformer_blocks",),
             frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
             (TEXT, IMAGE),
@@ -142,8 +142,10 @@ ANATOMIES: Mapping[str, Anatomy] = MappingProxyType(
             ("img_shapes", "encoder_hidden_states_mask"),
             unlike=("zero_cond_t", True),
         ),
-        "WanTransformer3DModel": Anatomy(("blocks",), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True),
-        "HunyuanVideoTransformer3DModel": Anatomy(
+        "WanTransformer3DModel": TransformerAnatomy(
+            ("blocks",), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True
+        ),
+        "HunyuanVideoTransformer3DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"HunyuanVideoAttnProcessor2_0"}),
             (IMAGE, TEXT),
@@ -153,14 +155,14 @@ ANATOMIES: Mapping[str, Anatomy] = MappingProxyType(
             text_module="context_embedder",
             unlike=("image_condition_type", "token_replace"),
         ),
-        "LTXVideoTransformer3DModel": Anatomy(
+        "LTXVideoTransformer3DModel": TransformerAnatomy(
             ("transformer_blocks",),
             frozenset({"LTXVideoAttnProcessor"}),
             (IMAGE,),
             "rope",
             ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
         ),
-        "Lumina2Transformer2DModel": Anatomy(
+        "Lumina2Transformer2DModel": TransformerAnatomy(
             ("context_refiner", "noise_refiner", "layers"),
             frozenset({"Lumina2AttnProcessor2_0"}),
             (TEXT, IMAGE),
@@ -179,7 +181,7 @@ NOT_PATCHED: Mapping[str, str] = MappingProxyType(
 """Classes that need no patch, with the reason."""
 
 
-def anatomy_of(transformer: Any) -> Anatomy:
+def anatomy_of(transformer: Any) -> TransformerAnatomy:
     """Find the anatomy of a transformer.
 
     Raises:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.diffusers.anatomy import Anatomy, Arguments, anatomy_of
+from mmpos.integrations.diffusers.anatomy import TransformerAnatomy, Arguments, anatomy_of
 from mmpos.integrations.diffusers.rows import Rows, Streams
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
@@ -138,7 +138,7 @@ def unpatch(transformer: Transformer) -> Transformer:
     return transformer
 
 
-def _hooks(transformer: Any, anatomy: Anatomy, hook: TransformerHook) -> Sequence[RemovableHandle]:
+def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Sequence[RemovableHandle]:
     handles = [
         transformer.register_forward_pre_hook(hook, with_kwargs=True),
         transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True),
@@ -170,7 +170,7 @@ class TransformerHook:
         rotary: what turns q and k.
     """
 
-    def __init__(self, transformer: nn.Module, anatomy: Anatomy, rotary: Rotary) -> None:
+    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotary: Rotary) -> None:
         self.anatomy = anatomy
         self.rotary = rotary
         self.names = tuple(inspect.signature(type(transformer).forward).parameters)[1:]
@@ -217,7 +217,7 @@ class RopeForward:
         anatomy: of the transformer.
     """
 
-    def __init__(self, rope: nn.Module, anatomy: Anatomy) -> None:
+    def __init__(self, rope: nn.Module, anatomy: TransformerAnatomy) -> None:
         self.rope = rope
         self.anatomy = anatomy
 
@@ -236,7 +236,7 @@ class TextHook:
         anatomy: of the transformer.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: TransformerAnatomy) -> None:
         self.anatomy = anatomy
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:

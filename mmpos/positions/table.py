@@ -128,6 +128,16 @@ class PositionTable:
         Raises:
             InvalidInputError: no tables, something else, or tables with different axes.
         """
+        core = native.core
+        joined = core and core.concatenate(tables, PositionTable, _READ)
+        columns, documents, tokens = (
+            cls._joined(tables) if joined is None else _from_bytes(len(tables[0].table), *joined)
+        )
+        schemes = " + ".join(dict.fromkeys([table.scheme for table in tables]))
+        return cls(columns, documents, tokens, any(table.fractional for table in tables), schemes)
+
+    @staticmethod
+    def _joined(tables: Sequence[PositionTable]) -> tuple[IntArray, IntArray, int]:
         for i, table in enumerate(tables):
             if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
                 got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
@@ -140,9 +150,7 @@ class PositionTable:
         before = np.cumsum(sizes, axis=1) - sizes
         columns[OFFSET] += before[1].repeat(sizes[0])
         documents[:NEXT_POSITION] += before.repeat([table.num_documents for table in tables], axis=1)
-        schemes = " + ".join(dict.fromkeys(table.scheme for table in tables))
-        fractional = any(table.fractional for table in tables)
-        return cls(columns, documents, int(sizes[1].sum()), fractional, schemes)
+        return columns, documents, int(sizes[1].sum())
 
     @property
     def axes(self) -> int:
@@ -593,15 +601,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        table, documents, tokens = cut
-        rows = len(self.table)
-        return PositionTable(
-            np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
-            np.ndarray((4, len(documents) // 32), np.int64, documents),
-            tokens,
-            self.fractional,
-            self.scheme,
-        )
+        return PositionTable(*_from_bytes(len(self.table), *cut), self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
@@ -742,6 +742,16 @@ class _Location(NamedTuple):
 
 _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
 """Markers before the patches that a segment holds, and as many after them."""
+
+
+_READ = ("table", "documents", "num_tokens")
+"""Names of what the extension reads of a table."""
+
+
+def _from_bytes(rows: int, table: bytes, documents: bytes, num_tokens: int) -> tuple[IntArray, IntArray, int]:
+    """Read what the extension wrote; the arrays are not copied, and read-only."""
+    columns = np.ndarray((rows, len(table) // (8 * rows)), np.int64, table)
+    return columns, np.ndarray((4, len(documents) // 32), np.int64, documents), num_tokens
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -21,10 +22,10 @@ from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError
 from mmpos.data.batch import Batch
-from mmpos.data.collate import PackedCollator, PaddedCollator
+from mmpos.data.collate import _MAKE, _READ, PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
-from mmpos.positions.table import Layout
+from mmpos.positions.table import Layout, PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.segments import Audio
 from mmpos.support import native
@@ -225,6 +226,34 @@ def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.Monk
                         outcomes.append(error)
             same(*outcomes)
     assert watched.answered > 400
+
+
+def test_examples_of_any_numbers_are_never_read_past() -> None:
+    if native.core is None:
+        pytest.skip("the extension was not built")
+    rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
+
+    def array(*shape: int) -> np.ndarray[Any, Any]:
+        numbers = rng.choice(odd[5 if rng.random() < 0.7 else 0 :], shape)
+        return [numbers, numbers[..., ::-1], np.repeat(numbers, 2, axis=0)[::2]][rng.integers(3)]
+
+    for _ in range(2000):
+        tokens, images, segments = (int(n) for n in rng.integers([1, 0, 0], [9, 3, 5]))
+        documents = array(4, 1)
+        documents[:2] *= rng.random() < 0.2
+        spans = np.sort(rng.integers(0, tokens, (images, 2)), axis=0) if rng.random() < 0.7 else array(images, 2)
+        table = PositionTable(array(13, segments), documents, tokens, False, "odd")
+        types = rng.integers(0, 4, tokens).astype(np.uint8)
+        sequence = SimpleNamespace(
+            input_ids=array(tokens), token_type_ids=types, image_spans=spans, grid_thw=array(images, 3)
+        )
+        sequence.positions, sequence.patches = table, None
+        one: Any = SimpleNamespace(sequence=sequence, labels=array(tokens))
+        multiple_of, length = int(rng.choice(odd)), [None, int(rng.choice(odd))][rng.integers(2)]
+        side = [None, "left", "right"][rng.integers(3)]
+        answered += native.core.collate([one, one], _READ, _MAKE, multiple_of, length, 0, side) is not None
+        native.core.concatenate([table, table], PositionTable, ("table", "documents", "num_tokens"))
+    assert answered > 50
 
 
 @pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])

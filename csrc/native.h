@@ -145,6 +145,7 @@ PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count)
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);
 

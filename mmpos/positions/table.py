@@ -130,14 +130,12 @@ class PositionTable:
         """
         core = native.core
         joined = core and core.concatenate(tables, PositionTable, _READ)
-        columns, documents, tokens = (
-            cls._joined(tables) if joined is None else _from_bytes(len(tables[0].table), *joined)
-        )
-        schemes = " + ".join(dict.fromkeys([table.scheme for table in tables]))
-        return cls(columns, documents, tokens, any(table.fractional for table in tables), schemes)
+        if joined is None:
+            return cls._joined(tables)
+        return _of_bytes(joined, len(tables[0].table), *_sort_of(tables))
 
-    @staticmethod
-    def _joined(tables: Sequence[PositionTable]) -> tuple[IntArray, IntArray, int]:
+    @classmethod
+    def _joined(cls, tables: Sequence[PositionTable]) -> PositionTable:
         for i, table in enumerate(tables):
             if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
                 got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
@@ -150,7 +148,7 @@ class PositionTable:
         before = np.cumsum(sizes, axis=1) - sizes
         columns[OFFSET] += before[1].repeat(sizes[0])
         documents[:NEXT_POSITION] += before.repeat([table.num_documents for table in tables], axis=1)
-        return columns, documents, int(sizes[1].sum())
+        return cls(columns, documents, int(sizes[1].sum()), *_sort_of(tables))
 
     @property
     def axes(self) -> int:
@@ -215,7 +213,7 @@ class PositionTable:
     @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether a segment is padding: origin and steps are 0 on every axis."""
-        return (self.table[AXES:] == 0).all(axis=0)
+        return np.logical_not(self.table[AXES:].any(axis=0))
 
     @property
     def is_grid(self) -> npt.NDArray[np.bool_]:
@@ -257,7 +255,8 @@ class PositionTable:
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest document; 0 without documents."""
-        return int(self.lengths.max(initial=0))
+        lengths = self.lengths
+        return int(lengths[lengths.argmax()]) if lengths.size else 0
 
     @property
     def resumable(self) -> npt.NDArray[np.bool_]:
@@ -537,10 +536,14 @@ class PositionTable:
         Returns:
             (axes, batch, length) ids and (batch, length) int64 attention_mask, 0 on padding; new arrays.
         """
-        length = self.max_seqlen if length is None else integer("length", length, minimum=0)
-        table, shape = self.pad(length, side), (self.num_documents, length)
-        ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
-        return ids, table.per_token(~table.is_padding).reshape(shape)
+        length = None if length is None else integer("length", length, minimum=0)
+        table, batch = self.pad(length, side), self.num_documents
+        shape = batch, table.num_tokens // max(batch, 1) if length is None else length
+        mask = np.empty(shape, np.int64)
+        core = native.core
+        if core is None or not core.mask(table.table, mask.reshape(-1)):
+            mask[:] = table.per_token(~table.is_padding).reshape(shape)
+        return table.dense(dtype=dtype).reshape(self.axes, *shape), mask
 
     def explain(self, token: int, segments: SegmentTable | None = None) -> str:
         """Explain in one sentence where a token lies and why its position is what it is.
@@ -601,19 +604,20 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        return PositionTable(*_from_bytes(len(self.table), *cut), self.fractional, self.scheme)
+        return _of_bytes(cut, len(self.table), self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
         """Give a row of ``documents``, of these or of all, which must have a next position."""
-        resumable = self.resumable if documents is None else self.resumable[documents]
-        if not resumable.all():
-            d = int(resumable.argmin()) if documents is None else documents[resumable.argmin()]
+        header = self.documents if documents is None else self.documents[:, documents]
+        worst = int(header[NEXT_POSITION].argmin()) if header.size else 0
+        if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # the least number there is
+            d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
             raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
-        return self.documents[row] if documents is None else self.documents[row, documents]
+        return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:
         """Raise for documents that cannot be those of the table."""
@@ -748,16 +752,30 @@ _READ = ("table", "documents", "num_tokens")
 """Names of what the extension reads of a table."""
 
 
-def _from_bytes(rows: int, table: bytes, documents: bytes, num_tokens: int) -> tuple[IntArray, IntArray, int]:
-    """Read what the extension wrote; the arrays are not copied, and read-only."""
-    columns = np.ndarray((rows, len(table) // (8 * rows)), np.int64, table)
-    return columns, np.ndarray((4, len(documents) // 32), np.int64, documents), num_tokens
+def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
+    """Tell whether ids of tables side by side may be fractions, and name their schemes."""
+    schemes = dict.fromkeys(table.scheme for table in tables)
+    return any(table.fractional for table in tables), " + ".join(schemes)
+
+
+def _of_bytes(arrays: tuple[bytes, bytes, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
+    """Make a table of this many rows of what the extension wrote, without a copy."""
+    table, documents, num_tokens = arrays
+    made = object.__new__(PositionTable)
+    vars(made).update(
+        table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
+        documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
+        num_tokens=num_tokens,
+        fractional=fractional,
+        scheme=scheme,
+    )
+    return made
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:
-    gaps = np.empty_like(firsts)
-    gaps[:-1] = firsts[1:] - firsts[:-1]
-    gaps[-1:] = stop - firsts[-1:]
+    gaps = np.empty(firsts.size, np.int64)
+    gaps[:-1], gaps[-1:] = firsts[1:], stop
+    gaps -= firsts
     return gaps
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.diffusers.anatomy import TransformerAnatomy, Arguments, anatomy_of
+from mmpos.integrations.diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
 from mmpos.integrations.diffusers.rows import Rows, Streams
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary

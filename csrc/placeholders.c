@@ -133,7 +133,7 @@ static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     }
     int64_t frames = entry(&grids->thw, grids->next, 0), height = entry(&grids->thw, grids->next, 1);
     int64_t width = entry(&grids->thw, grids->next, 2), merge = scan->option[MERGED_SIDES];
-    int64_t merged_frames = scan->option[MERGED_FRAMES];
+    int64_t merged_frames = kind == VIDEO || scan->option[MERGED_FRAMES] == 0 ? scan->option[MERGED_FRAMES] : 1;
     if (frames < 0 || frames > INT32_MAX || height < 1 || width < 1 ||
         (!lenient && (height % merge != 0 || width % merge != 0))) {
         return 0;

@@ -301,8 +301,8 @@ class SegmentTable:
         table = object.__new__(cls)
         vars(table).update(
             kind=np.frombuffer(kind, np.uint8),
-            extents=native.int64(extents).reshape(3, -1),
-            segment_offsets=native.int64(offsets),
+            extents=np.ndarray((3, len(kind)), np.int64, extents),
+            segment_offsets=np.frombuffer(offsets, np.int64),
             seconds_per_frame=None,
             row_separator=None if separator is None else np.frombuffer(separator, np.bool_),
             extra_tokens=None if extra is None else native.int64(extra),

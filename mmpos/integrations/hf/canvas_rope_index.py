@@ -66,7 +66,7 @@ class CanvasRopeIndex:
             InvalidInputError: sizes that do not fit the tokens, a thumbnail or a slice that is not between its markers,
                 a slice apart from its thumbnail, or arguments of other shapes.
         """
-        tensors = check_tensors(
+        check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             target_sizes=target_sizes,
@@ -78,7 +78,9 @@ class CanvasRopeIndex:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
         own = self.crop_markers
         markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
-        ids: Ids = _OPERATOR(*tensors, markers, merge)
+        ids: Ids = _OPERATOR(
+            input_ids, mm_token_type_ids, target_sizes, target_sizes_videos, attention_mask, markers, merge
+        )
         return ids
 
 

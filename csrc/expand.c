@@ -48,8 +48,6 @@ static inline Segment stretched(Segment s, int64_t *steps) {
     return s;
 }
 
-typedef int Expand(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes);
-
 #define V 16
 #define TARGET
 #define W(x) x##_16
@@ -60,13 +58,17 @@ typedef int Expand(const Matrix *table, int64_t num_tokens, const Matrix *out, c
 #define W(x) x##_32
 #include "expand_vectors.h"
 
+int expand_ids(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes, int wide) {
+    return (wide && has_wide() ? expand_32 : expand_16)(table, num_tokens, out, axes);
+}
+
 /* expand(table, num_tokens, fractional, out, axes, wide) -> bool, whether out was filled.
  *
  * table: (5 + 4·axes, segments) int64; out: (rows, num_tokens) of numerators as int32 or int64 (not of fractional
  * tables), or of ids as float64, with any row stride; axes: bytes, the axis of each row, or None for all in
  * order; wide: by the widest vectors of the CPU instead of those that all have. */
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    static const uint8_t all[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    static const uint8_t all[MAX_IDS] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8_t *axes = all;
     Buffers buffers;
     Matrix table, out;
@@ -82,7 +84,7 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
     }
     if (take_matrix(&buffers, args[0], 0, &table) && take_matrix(&buffers, args[3], PyBUF_WRITABLE, &out)) {
         int64_t known = (table.rows - AXES) / 4;
-        int fits = table.format == 'q' && known >= 1 && known <= (int64_t)sizeof all && out.columns == num_tokens &&
+        int fits = table.format == 'q' && known >= 1 && known <= MAX_IDS && out.columns == num_tokens &&
                    (num_tokens < 2 || out.column_stride == out.itemsize) &&
                    (out.format == 'd' || ((out.format == 'i' || out.format == 'q') && args[2] == Py_False));
         if (args[4] == Py_None) {
@@ -94,12 +96,12 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
                 fits = axes[row] < known;
             }
         }
-        Expand *expand = args[5] == Py_True && has_wide() ? expand_32 : expand_16;
+        int wide = args[5] == Py_True;
         if (fits && out.rows * out.columns * out.itemsize < RELEASE_GIL_BYTES) {
-            done = expand(&table, num_tokens, &out, axes);
+            done = expand_ids(&table, num_tokens, &out, axes, wide);
         } else if (fits) {
             Py_BEGIN_ALLOW_THREADS
-                done = expand(&table, num_tokens, &out, axes);
+                done = expand_ids(&table, num_tokens, &out, axes, wide);
             Py_END_ALLOW_THREADS
         }
     }

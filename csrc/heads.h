@@ -17,9 +17,22 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 #define STORE(to, variable) memcpy(to, &(variable), V)
 #define LOW(word) ((NAME(floats))((word) << 16))
 #define HIGH(word) ((NAME(floats))((word) & 0xFFFF0000u))
-/* To the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
+/* Two floats to the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
+#define UPPER(low, high) ((NAME(words))(low) >> 16 | ((NAME(words))(high) & 0xFFFF0000u))
+#if V == \
+    64 /* where three operands of logic are one instruction: both at once are cut, and where what was cut is more */
+typedef uint16_t NAME(halves) __attribute__((vector_size(V))); /* than a half, or one behind an odd number, one more */
+#define LOWER(low, high) (((NAME(words))(low) & 0xFFFFu) | (NAME(words))(high) << 16)
+#define IS_ODD(halves) ((halves) & 1)
+#define PACK(to, low, high)                                                                          \
+    do {                                                                                             \
+        NAME(halves) upper = (NAME(halves))UPPER(low, high), lower = (NAME(halves))LOWER(low, high); \
+        to = (NAME(words))(upper - (NAME(halves))((lower | IS_ODD(upper)) > 0x8000));                \
+    } while (0)
+#else
 #define ROUNDED(bits) ((bits) + 0x7FFFu + (((bits) >> 16) & 1u))
-#define PACKED(low, high) ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
+#define PACK(to, low, high) to = UPPER(ROUNDED((NAME(words))(low)), ROUNDED((NAME(words))(high)))
+#endif
 
 static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs) {
     for (; j + 2 * LANES <= pairs; j += 2 * LANES) {
@@ -32,8 +45,8 @@ static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs
         LOAD(s, head.sin + j);
         LOAD(d, head.cos + j + LANES);
         LOAD(t, head.sin + j + LANES);
-        left = PACKED(a * c - b * s, e * d - f * t);
-        right = PACKED(b * c + a * s, f * d + e * t);
+        PACK(left, a * c - b * s, e * d - f * t);
+        PACK(right, b * c + a * s, f * d + e * t);
         STORE(head.out + 2 * j, left);
         STORE(head.out + 2 * (j + pairs), right);
     }
@@ -48,7 +61,7 @@ static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(Head head, int64_t j, int64_t p
         NAME(floats) a = LOW(both), b = HIGH(both);
         LOAD(c, head.cos + j);
         LOAD(s, head.sin + j);
-        both = PACKED(a * c - b * s, b * c + a * s);
+        PACK(both, a * c - b * s, b * c + a * s);
         STORE(head.out + 4 * j, both);
     }
     return j;
@@ -116,7 +129,10 @@ static ALWAYS_INLINE int64_t fp32_adjacent(Head head, int64_t j, int64_t pairs) 
 #undef STORE
 #undef LOW
 #undef HIGH
+#undef UPPER
+#undef LOWER
+#undef IS_ODD
 #undef ROUNDED
-#undef PACKED
+#undef PACK
 #undef NAME
 #undef V

@@ -8,6 +8,45 @@
 
 enum { HI, LO, ROUNDS, WORDS }; /* rows of words */
 
+const Tensor *tensor_of(PyObject *capsule) {
+    const Tensor *tensor = PyCapsule_GetPointer(capsule, "dltensor");
+    if (tensor == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    int elements = 1; /* if any */
+    for (int i = 0; i < tensor->dimensions; i++) {
+        elements = elements && tensor->shape[i] > 0;
+    }
+    return tensor->device == CPU && tensor->lanes == 1 && (tensor->data != NULL || !elements) ? tensor : NULL;
+}
+
+/* Take integers (rows, columns) or (rows, batch, seq) of a tensor, with contiguous rows that have elements; 0 if they are
+ * anything else. Sets the length of a row of the batch. */
+static int take_integers(PyObject *capsule, Matrix *matrix, int64_t *seq) {
+    const Tensor *tensor = tensor_of(capsule);
+    if (tensor == NULL || tensor->code != INT || (tensor->bits != 32 && tensor->bits != 64) || tensor->dimensions < 2 ||
+        tensor->dimensions > 3) {
+        return 0;
+    }
+    int batched = tensor->dimensions == 3;
+    const int64_t *shape = tensor->shape, *strides = tensor->strides;
+    int64_t batch = batched ? shape[1] : 1, length = batched ? shape[2] : shape[1];
+    if (shape[0] < 1 || batch < 1 || length < 1 || (length > 1 && strides[batched + 1] != 1) ||
+        (batch > 1 && strides[1] != length)) {
+        return 0;
+    }
+    matrix->itemsize = tensor->bits / 8;
+    matrix->data = tensor->data + tensor->byte_offset;
+    matrix->rows = shape[0];
+    matrix->columns = batch * length; /* elements one behind the other: there is memory for them */
+    matrix->row_stride = shape[0] > 1 ? strides[0] * matrix->itemsize : 0;
+    matrix->column_stride = matrix->itemsize;
+    matrix->format = tensor->bits == 32 ? 'i' : 'q';
+    *seq = batched ? length : 0;
+    return 1;
+}
+
 /* A matrix of contiguous rows. */
 static int take_rows(Buffers *buffers, PyObject *object, Matrix *matrix) {
     return take_matrix(buffers, object, 0, matrix) &&
@@ -74,22 +113,31 @@ static int take_constants(PyObject *object, int64_t axes, Source *source) {
 
 static int take_positions(Buffers *buffers, PyObject *tuple, Source *source) {
     Matrix *positions = &source->positions;
-    int64_t kind = PyLong_AsLongLong(PyTuple_GetItem(tuple, 1));
+    PyObject *object = PyTuple_GetItem(tuple, 0);
+    int64_t kind = PyLong_AsLongLong(PyTuple_GetItem(tuple, 1)), row = 0;
+    int capsule = PyCapsule_CheckExact(object);
     source->tokens = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
-    if (!take_rows(buffers, PyTuple_GetItem(tuple, 0), positions) || kind < TABLE_INTEGER || kind > DENSE_FIXED) {
+    source->row = PyLong_AsLongLong(PyTuple_GetItem(tuple, 3));
+    if (PyErr_Occurred() ||
+        !(capsule ? take_integers(object, positions, &row) : take_rows(buffers, object, positions)) ||
+        kind < TABLE_INTEGER || kind > DENSE_FIXED || (row != 0 && kind < DENSE_INTEGER)) {
         return 0;
     }
     source->kind = (int)kind;
+    if (capsule && !is_table(source)) {
+        source->tokens = positions->columns;
+        source->row = row;
+    }
     int64_t axes = is_table(source) ? (positions->rows - AXES) / 4 : positions->rows;
     int fits = is_table(source) ? positions->columns > 0 : positions->columns == source->tokens;
-    return fits && axes >= 1 && axes <= MOST_AXES && take_constants(PyTuple_GetItem(tuple, 3), axes, source) &&
+    return fits && axes >= 1 && axes <= MOST_AXES && take_constants(PyTuple_GetItem(tuple, 4), axes, source) &&
            (positions->format == 'q' || (positions->format == 'i' && kind == DENSE_INTEGER));
 }
 
 int take_source(Buffers *buffers, PyObject *tuple, Source *source) {
     memset(source, 0, sizeof *source);
     Py_ssize_t size = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : 0;
-    return size == 3 ? take_tables(buffers, tuple, source) : size == 4 && take_positions(buffers, tuple, source);
+    return size == 3 ? take_tables(buffers, tuple, source) : size == 5 && take_positions(buffers, tuple, source);
 }
 
 int64_t next_group(const Source *source, int64_t group) {
@@ -103,14 +151,14 @@ int64_t next_group(const Source *source, int64_t group) {
     return next;
 }
 
-int phases_make(Phases *phases, const Source *source, int wide) {
+int phases_make(Phases *phases, const Source *source, int vectors) {
     size_t pairs = (size_t)source->constants.pairs, block = pairs < BLOCK_PAIRS ? BLOCK_PAIRS / pairs : 1;
     char *room = malloc(pairs * (8 + 8 + 4 + 4) + block * pairs * (4 + 4 + 4));
     if (room == NULL) {
         return 0;
     }
     phases->source = source;
-    phases->wide = wide;
+    phases->vectors = vectors;
     phases->block = (int64_t)block;
     phases->order = (int64_t *)room;
     phases->tau = (uint64_t *)(phases->order + pairs);
@@ -193,7 +241,7 @@ static void place_densely(const Source *source, int64_t token, Position *positio
     }
 }
 
-static void turns(const Phases *p, const Position *position, uint32_t *turn) {
+static ALWAYS_INLINE void turns(const Phases *p, const Position *position, uint32_t *turn) {
     const uint64_t *tau = p->tau;
     const int32_t *axes = p->axis;
     int64_t pairs = p->source->constants.pairs;
@@ -233,10 +281,6 @@ static ALWAYS_INLINE void cos_sin(const Source *source, int64_t count, const uin
     }
 }
 
-static void cos_sin_plain(const Phases *p, int64_t count) { cos_sin(p->source, count, p->turn, p->cos, p->sin); }
-
-static WIDE void cos_sin_wide(const Phases *p, int64_t count) { cos_sin(p->source, count, p->turn, p->cos, p->sin); }
-
 static void copy_given(const Phases *p, int64_t first, int64_t count) {
     const Source *source = p->source;
     int64_t pairs = source->constants.pairs, begin = p->group * pairs;
@@ -248,14 +292,10 @@ static void copy_given(const Phases *p, int64_t first, int64_t count) {
     }
 }
 
-void phases_fill(const Phases *p, int64_t first, int64_t count) {
+static ALWAYS_INLINE void fill(const Phases *p, int64_t first, int64_t count) {
     const Source *source = p->source;
     const Matrix *table = &source->positions;
     int64_t pairs = source->constants.pairs;
-    if (source->kind == GIVEN) {
-        copy_given(p, first, count);
-        return;
-    }
     int by_table = is_table(source);
     int64_t column = by_table ? column_of(table, first) : 0;
     Position position = {{0}, {0}};
@@ -270,10 +310,21 @@ void phases_fill(const Phases *p, int64_t first, int64_t count) {
         }
         turns(p, &position, p->turn + i * pairs);
     }
-    (p->wide ? cos_sin_wide : cos_sin_plain)(p, count * pairs);
+    cos_sin(source, count * pairs, p->turn, p->cos, p->sin);
     float factor = source->constants.factor;
     for (int64_t i = 0; factor != 1.0f && i < count * pairs; i++) {
         p->cos[i] *= factor;
         p->sin[i] *= factor;
     }
+}
+
+static void fill_short(const Phases *p, int64_t first, int64_t count) { fill(p, first, count); }
+
+static WIDE void fill_long(const Phases *p, int64_t first, int64_t count) { fill(p, first, count); }
+
+static WIDEST void fill_longest(const Phases *p, int64_t first, int64_t count) { fill(p, first, count); }
+
+void phases_fill(const Phases *p, int64_t first, int64_t count) {
+    void (*const fills[])(const Phases *, int64_t, int64_t) = {fill_short, fill_long, fill_longest};
+    (p->source->kind == GIVEN ? copy_given : fills[p->vectors])(p, first, count);
 }

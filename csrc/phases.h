@@ -26,7 +26,24 @@ typedef struct {
     const char *axes;    /* likewise */
     Constants constants; /* of those given, the numbers alone */
     int64_t tokens;
+    int64_t row; /* how many of them are in one row of a batch; 0 if rows may have any length */
 } Source;
+
+/* A tensor of DLPack 0, as torch.utils.dlpack.to_dlpack has it. */
+typedef struct {
+    char *data;
+    int32_t device, device_id, dimensions;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides; /* in elements */
+    uint64_t byte_offset;
+} Tensor;
+
+enum { CPU = 1 };                        /* of devices */
+enum { INT = 0, FLOAT = 2, BFLOAT = 4 }; /* codes */
+
+/* The tensor of a capsule, if it lies in this memory; NULL, with no exception set, if it is anything else. */
+const Tensor *tensor_of(PyObject *capsule);
 
 /* Take the tuple that rotate describes; 0 if it is anything else. */
 int take_source(Buffers *buffers, PyObject *tuple, Source *source);
@@ -40,7 +57,7 @@ int64_t next_group(const Source *source, int64_t group);
 typedef struct {
     const Source *source;
     int64_t group;    /* of heads, whose phases they are */
-    int wide;         /* whether to use wide vectors */
+    int vectors;      /* SHORT, LONG or LONGEST */
     int64_t block;    /* tokens at a time */
     int64_t *order;   /* (pairs,) which pair stands where; the caller fills it */
     uint64_t *tau;    /* (pairs,) turns per id, in units of 2**-64 */
@@ -51,7 +68,7 @@ typedef struct {
 } Phases;
 
 /* Make room for a block, which the caller frees at `order`; 0 without memory. */
-int phases_make(Phases *phases, const Source *source, int wide);
+int phases_make(Phases *phases, const Source *source, int vectors);
 
 /* Read the frequencies of a group of heads in the order. */
 void phases_read(Phases *phases, int64_t group);

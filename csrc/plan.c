@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "table.h"
+#include "plan.h"
 
 /* Columns of a plan. A slot without frames is empty, and one without a denominator is of a shape that is not affine. */
 enum {
@@ -35,7 +35,9 @@ static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
     }
 }
 
-static int is_plan(const Matrix *plan, int64_t axes) {
+int64_t axes_of(const Matrix *plan) { return (plan->columns - PLAN_AXES) / PLAN_AXIS; }
+
+int is_plan(const Matrix *plan, int64_t axes) {
     return plan->format == 'q' && plan->rows > 0 && (plan->rows & (plan->rows - 1)) == 0 &&
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
@@ -73,14 +75,6 @@ static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t 
     }
     return any != 0;
 }
-
-/* What a batch is made of, and where its cursor stands. */
-typedef struct {
-    Vector kind, offsets, separator;
-    Matrix extents, plan, table, documents;
-    int separated, strict, frames, separators, timed;
-    int64_t token, unknown; /* the first grid of a shape that the plan does not have, or -1 */
-} Batch;
 
 /* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */
 static int put_document(Batch *batch, int64_t d, int64_t start) {
@@ -144,6 +138,17 @@ static int put_document(Batch *batch, int64_t d, int64_t start) {
     return next <= (int64_t)INT32_MAX + 1;
 }
 
+int place_batch(Batch *batch, const Vector *starts, int64_t start) {
+    int fits = 1;
+    batch->token = 0;
+    batch->unknown = -1;
+    for (int64_t d = 0; fits && d < batch->documents.columns; d++) {
+        int64_t first = starts == NULL ? start : item(starts, d);
+        fits = first >= INT32_MIN && first <= INT32_MAX && put_document(batch, d, first);
+    }
+    return fits;
+}
+
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules, table, documents)
  * -> tokens; or -1 - s, where segment s is the first grid of a shape that the plan does not have; or None.
  *
@@ -162,8 +167,6 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     buffers.count = 0;
     batch.separated = args[3] != Py_None;
     batch.timed = args[4] == Py_True;
-    batch.token = 0;
-    batch.unknown = -1;
     int one = PyLong_CheckExact(args[5]);
     if (one) {
         start = PyLong_AsLongLong(args[5]);
@@ -189,11 +192,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     batch.strict = PyTuple_GetItem(args[7], 0) == Py_True;
     batch.frames = PyTuple_GetItem(args[7], 1) == Py_True;
     batch.separators = PyTuple_GetItem(args[7], 2) == Py_True;
-    int fits = 1;
-    for (int64_t d = 0; fits && d < batch.documents.columns; d++) {
-        int64_t first = one ? start : item(&starts, d);
-        fits = first >= INT32_MIN && first <= INT32_MAX && put_document(&batch, d, first);
-    }
+    int fits = place_batch(&batch, one ? NULL : &starts, start);
     int64_t result = fits ? batch.token : -1 - batch.unknown;
     return answer(&buffers, fits || batch.unknown >= 0 ? PyLong_FromLongLong(result) : NULL);
 }
@@ -211,7 +210,7 @@ PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     buffers.count = 0;
     if (!take_matrix(&buffers, args[0], PyBUF_WRITABLE, &plan) || !take_matrix(&buffers, args[1], 0, &rows) ||
         rows.format != 'q' || rows.columns != plan.columns || rows.rows >= plan.rows ||
-        !is_plan(&plan, (plan.columns - PLAN_AXES) / PLAN_AXIS)) {
+        !is_plan(&plan, axes_of(&plan))) {
         return answer(&buffers, NULL);
     }
     for (int64_t i = 0; i < rows.rows; i++) {

@@ -22,7 +22,7 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
     int64_t pairs = kind->pairs, seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
     Phases phases;
     float *weights = malloc((size_t)(count + 1) * (size_t)channels * sizeof *weights);
-    if (weights == NULL || !phases_make(&phases, source, kind->wide)) {
+    if (weights == NULL || !phases_make(&phases, source, kind->vectors)) {
         free(weights);
         return 0;
     }
@@ -65,30 +65,24 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
     return 1;
 }
 
-/* A tensor of DLPack 0, as torch.utils.dlpack.to_dlpack has it. */
+/* Dimensions and dtype of a tensor: whether it is bfloat16, instead of float32. */
 typedef struct {
-    char *data;
-    int32_t device, device_id, dimensions;
-    uint8_t code, bits;
-    uint16_t lanes;
-    const int64_t *shape, *strides; /* in elements */
-    uint64_t byte_offset;
-} Tensor;
+    int dimensions, narrow;
+} Form;
 
-enum { CPU = 1 };               /* of devices */
-enum { FLOAT = 2, BFLOAT = 4 }; /* codes */
+static int alike(Form a, Form b) { return a.dimensions == b.dimensions && a.narrow == b.narrow; }
 
 /* Take (batch, seq, heads, channels), or without a batch, with contiguous channels, and its strides in bytes; NULL if it
  * is anything else. */
-static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int64_t *strides, int *narrow) {
-    const Tensor *tensor = PyCapsule_GetPointer(object, "dltensor");
+static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int64_t *strides, Form *form) {
+    const Tensor *tensor = tensor_of(object);
     if (tensor == NULL) {
-        PyErr_Clear();
         return NULL;
     }
-    *narrow = tensor->code == BFLOAT && tensor->bits == 16;
-    int missing = 4 - tensor->dimensions, known = *narrow || (tensor->code == FLOAT && tensor->bits == 32);
-    if (tensor->device != CPU || !known || tensor->lanes != 1 || missing < 0 || missing > !heads_first) {
+    form->dimensions = tensor->dimensions;
+    form->narrow = tensor->code == BFLOAT && tensor->bits == 16;
+    int missing = 4 - tensor->dimensions, known = form->narrow || (tensor->code == FLOAT && tensor->bits == 32);
+    if (!known || missing < 0 || missing > !heads_first) {
         return NULL;
     }
     shape[BATCH] = 1;
@@ -104,12 +98,17 @@ static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int6
 }
 
 /* Take x and out of one shape and dtype; 0 if they are anything else. */
-static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, int *narrow) {
+static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, Form *form) {
     int64_t shape[4];
-    int other;
-    job->x = take_tensor(x, heads_first, job->shape, job->from, narrow);
+    Form other;
+    job->x = take_tensor(x, heads_first, job->shape, job->from, form);
+    if (job->x != NULL && out == Py_None) {
+        job->out = (char *)job->x;
+        memcpy(job->to, job->from, sizeof job->to);
+        return 1;
+    }
     job->out = job->x == NULL ? NULL : take_tensor(out, heads_first, shape, job->to, &other);
-    return job->out != NULL && *narrow == other && memcmp(shape, job->shape, sizeof shape) == 0;
+    return job->out != NULL && alike(*form, other) && memcmp(shape, job->shape, sizeof shape) == 0;
 }
 
 /* Take eps and, of each tensor, the weights of all its channels or None; 0 if they are anything else. */
@@ -136,13 +135,14 @@ static int take_norm(Buffers *buffers, PyObject *tuple, const Job *jobs, int cou
     return 1;
 }
 
-/* Whether q, k and the phases are of the same tokens and channels, and the range is one of them. */
-static int fit(const Job *jobs, int count, const Source *source, int64_t first, int64_t stop) {
+/* Whether q, k and the phases are of the same tokens and channels. */
+static int fit(const Job *jobs, int count, const Source *source) {
     const Constants *constants = &source->constants;
     int64_t batch = jobs[0].shape[BATCH], seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
     int fits = constants->pairs >= 1 && constants->pairs <= channels / 2 && channels <= INT32_MAX && seq >= 1 &&
-               batch <= source->tokens / seq && batch * seq == source->tokens && 0 <= first && first <= stop &&
-               stop <= source->tokens && (source->kind == GIVEN || constants->channels == channels);
+               batch <= source->tokens / seq && batch * seq == source->tokens &&
+               (source->kind == GIVEN || constants->channels == channels) &&
+               (batch == 1 || source->row == 0 || source->row == seq);
     for (int i = 0; fits && i < count; i++) {
         fits = jobs[i].shape[BATCH] == batch && jobs[i].shape[SEQ] == seq && jobs[i].shape[CHANNELS] == channels &&
                jobs[i].shape[HEADS] % constants->groups == 0;
@@ -171,56 +171,83 @@ static int apart(const Job *jobs, int count, int64_t size) {
     return count == 1 || stops[0] <= jobs[1].out || stops[1] <= jobs[0].out;
 }
 
+#define MOST_PARTS (1 << 20)
+
+/* The first token of a part. */
+static int64_t first_of(const Source *source, int64_t part, int64_t parts) {
+    return source->tokens / parts * part + source->tokens % parts * part / parts;
+}
+
+/* Whether no id is beyond int32. */
+static int within_int32(const Source *source) {
+    const Matrix *ids = &source->positions;
+    int64_t beyond = 0;
+    for (int64_t axis = 0; source->kind == DENSE_INTEGER && ids->itemsize == 8 && axis < ids->rows; axis++) {
+        for (int64_t i = 0; i < ids->columns; i++) {
+            int64_t id = int64_at(ids->data + axis * ids->row_stride + 8 * i);
+            beyond |= id ^ (int32_t)(uint32_t)(uint64_t)id;
+        }
+    }
+    return beyond == 0;
+}
+
 enum {
     ADJACENT = 1,
     CONJUGATE = 2,
     HEADS_FIRST = 4,
     APART = 8,
     NORM_AFTER = 16,
-    SHORT_VECTORS = 32
+    CHECKED = 32,
+    NOT_LONG = 64,
+    NOT_LONGEST = 128
 }; /* see mmpos/rotary/cpu.py */
 
-/* rotate(tensors, source, norm, first, stop, flags) -> bool, whether these tokens were rotated.
+/* rotate(tensors, source, norm, part, parts, flags) -> bool, whether the tokens of a part were rotated.
  *
  * tensors: (q, q_out, k, k_out) or (q, q_out), capsules of DLPack, each (batch, seq, heads, head_dim) or (tokens, heads,
- * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from. first, stop: tokens of
- * batch * seq.
- * source: (positions, kind, tokens, constants): a table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or int64,
- * or int64 in units of 2**-32, as the kind says; constants as bytes, see Constants. Or (cos, sin, groups): both
- * (tokens, groups * pairs) float32.
+ * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from, or None, which is
+ * the same. part, parts: which of so many parts of about as many tokens.
+ * source: (positions, kind, tokens, row, constants): a table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or
+ * int64, or int64 in units of 2**-32, as the kind says; tokens in a row of a batch, 0 for any number; constants as bytes,
+ * see Constants. Positions are a buffer, or a capsule; then ids may be (axes, batch, seq), and say tokens and row
+ * themselves. Or (cos, sin, groups): both (tokens, groups * pairs) float32.
  * norm: None, or (eps, weight, ...), of each of q and k (head_dim,) contiguous float32 or None: first its heads x become
  * x / sqrt(mean(x^2) + eps) * weight.
  * flags: ADJACENT pairs of channels; CONJUGATE angles; HEADS_FIRST, (batch, heads, seq, head_dim); APART declines outs
- * that may share memory; NORM_AFTER, the norm is that of rotated heads; SHORT_VECTORS are those that all CPUs have, instead of the widest; the bits are the same. */
+ * that may share memory; NORM_AFTER, the norm is that of rotated heads; CHECKED declines ids beyond int32; NOT_LONG and
+ * NOT_LONGEST leave vectors out that the CPU has, and the bits are the same. */
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Job jobs[2];
     Source source;
     Norm norm;
-    int narrow[2] = {0, 0}, taken = 0, done = -1;
+    Form forms[2];
+    int taken = 0, done = -1;
     buffers.count = 0;
     (void)self;
     if (count != 6 || !PyTuple_Check(args[0]) || !PyLong_Check(args[3]) || !PyLong_Check(args[4]) ||
         !PyLong_Check(args[5])) {
-        return PyErr_Format(PyExc_TypeError, "rotate takes tensors, a source, a norm, first, stop and flags");
+        return PyErr_Format(PyExc_TypeError, "rotate takes tensors, a source, a norm, a part, parts and flags");
     }
-    int64_t first = PyLong_AsLongLong(args[3]), stop = PyLong_AsLongLong(args[4]), flags = PyLong_AsLongLong(args[5]);
+    int64_t part = PyLong_AsLongLong(args[3]), parts = PyLong_AsLongLong(args[4]), flags = PyLong_AsLongLong(args[5]);
     Py_ssize_t size = PyTuple_Size(args[0]);
-    if (!PyErr_Occurred() && (size == 2 || size == 4) && take_source(&buffers, args[1], &source)) {
+    if (!PyErr_Occurred() && 0 <= part && part < parts && parts <= MOST_PARTS && (size == 2 || size == 4) &&
+        take_source(&buffers, args[1], &source)) {
         int heads_first = (flags & HEADS_FIRST) != 0;
         while (2 * taken < size &&
                take_job(PyTuple_GetItem(args[0], 2 * taken), PyTuple_GetItem(args[0], 2 * taken + 1), heads_first,
-                        &jobs[taken], &narrow[taken])) {
+                        &jobs[taken], &forms[taken])) {
             taken++;
         }
-        Kind kind = {
-            source.constants.pairs, (flags & ADJACENT) != 0,  narrow[0], (flags & SHORT_VECTORS) == 0 && has_wide(),
-            args[2] != Py_None,     (flags & NORM_AFTER) != 0};
-        if (2 * taken == size && (taken == 1 || narrow[0] == narrow[1]) && fit(jobs, taken, &source, first, stop) &&
-            take_norm(&buffers, args[2], jobs, taken, &norm) &&
-            ((flags & APART) == 0 || apart(jobs, taken, narrow[0] ? 2 : 4))) {
+        if (2 * taken == size && (taken == 1 || alike(forms[0], forms[1])) && fit(jobs, taken, &source) &&
+            take_norm(&buffers, args[2], jobs, taken, &norm) && ((flags & CHECKED) == 0 || within_int32(&source)) &&
+            ((flags & APART) == 0 || apart(jobs, taken, forms[0].narrow ? 2 : 4))) {
+            int most = flags & NOT_LONG ? SHORT : flags & NOT_LONGEST ? LONG : LONGEST, vectors = longest();
+            Kind kind = {source.constants.pairs,          (flags & ADJACENT) != 0, forms[0].narrow,
+                         vectors < most ? vectors : most, args[2] != Py_None,      (flags & NORM_AFTER) != 0};
             Py_BEGIN_ALLOW_THREADS
-                done = rotate(jobs, taken, &source, &kind, &norm, first, stop, (flags & CONJUGATE) != 0);
+                done = rotate(jobs, taken, &source, &kind, &norm, first_of(&source, part, parts),
+                              first_of(&source, part + 1, parts), (flags & CONJUGATE) != 0);
             Py_END_ALLOW_THREADS
         }
     }

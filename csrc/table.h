@@ -13,11 +13,16 @@ enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* of its documents *
 enum { TAKE, SHARD, WINDOW, DECODE, LENGTHEN };            /* rules by which a table is cut from another */
 
 #define MAX_AXES 16
+#define MAX_IDS 8                           /* axes of a table whose ids are written */
 #define MAX_NUMERATOR 4611686018427387904.0 /* 2**62 */
 
 static inline int within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
+
+/* Fill out, (rows, num_tokens) of int32, int64 or float64 at any address, with the ids of these axes, which the table
+ * has; 0 if it is none. */
+int expand_ids(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes, int wide);
 
 /* Write what is text from an id on, or padding, whose id and step are 0; 0 if the ids leave int32. Offset and skip stay. */
 static inline int put_text(const Matrix *table, int64_t s, int64_t tokens, int64_t cursor, int64_t step) {

@@ -13,6 +13,9 @@ typedef struct {
 
 #if defined(__GNUC__) && defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define VECTORS
+#define V 64
+#define NAME(x) x##_64
+#include "heads.h"
 #define V 32
 #define NAME(x) x##_32
 #include "heads.h"
@@ -68,19 +71,22 @@ typedef struct {
 } Rows;
 
 /* Rotate the pairs of a head, of a kind that the compiler knows, so that it unrolls its own loop for each. */
-static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, int narrow, int wide) {
+static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, int narrow, int vectors) {
     int64_t size = narrow ? 2 : 4, j = 0;
 #ifdef VECTORS
     if (narrow && adjacent) {
-        j = wide ? bf16_adjacent_32(head, j, pairs) : 0;
+        j = vectors >= LONGEST ? bf16_adjacent_64(head, j, pairs) : j;
+        j = vectors >= LONG ? bf16_adjacent_32(head, j, pairs) : j;
         j = bf16_adjacent_16(head, j, pairs);
     } else if (narrow) {
-        j = wide ? bf16_half_32(head, j, pairs) : 0;
+        j = vectors >= LONGEST ? bf16_half_64(head, j, pairs) : j;
+        j = vectors >= LONG ? bf16_half_32(head, j, pairs) : j;
         j = bf16_half_16(head, j, pairs);
     } else if (adjacent) {
         j = fp32_adjacent(head, j, pairs);
     } else {
-        j = wide ? fp32_half_32(head, j, pairs) : 0;
+        j = vectors >= LONGEST ? fp32_half_64(head, j, pairs) : j;
+        j = vectors >= LONG ? fp32_half_32(head, j, pairs) : j;
         j = fp32_half_16(head, j, pairs);
     }
 #endif
@@ -104,11 +110,13 @@ static ALWAYS_INLINE float folded(float *sums, int64_t half) {
 
 /* Multiply a head by 1 / sqrt(mean(x^2) + eps) and by weights. Squares are added in one order on every CPU: channel c goes
  * to the partial sum of c mod 16; then those of channels 8 apart are added, 4 apart, 2 apart and 1 apart. */
-static ALWAYS_INLINE void normalise(float *x, int64_t channels, float eps, const float *weight, int wide) {
+static ALWAYS_INLINE void normalise(float *x, int64_t channels, float eps, const float *weight, int vectors) {
     float sums[16] = {0};
     int64_t c = 0;
 #ifdef VECTORS
-    c = wide ? fp32_squares_32((const char *)x, channels, sums) : fp32_squares_16((const char *)x, channels, sums);
+    c = vectors == LONGEST ? fp32_squares_64((const char *)x, channels, sums)
+        : vectors == LONG  ? fp32_squares_32((const char *)x, channels, sums)
+                           : fp32_squares_16((const char *)x, channels, sums);
 #endif
     for (; c < channels; c++) {
         sums[c % 16] += x[c] * x[c];
@@ -119,11 +127,11 @@ static ALWAYS_INLINE void normalise(float *x, int64_t channels, float eps, const
     }
 }
 
-static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int narrow, int wide) {
+static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int narrow, int vectors) {
     int64_t rotated = 2 * pairs * (narrow ? 2 : 4), rest = r.channels - 2 * pairs;
     for (; r.count > 0; r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {
         Head head = {r.x, r.out, r.cos, r.sin};
-        rotate_head(head, pairs, adjacent, narrow, wide);
+        rotate_head(head, pairs, adjacent, narrow, vectors);
         if (rest > 0 && r.x != r.out) {
             memmove(r.out + rotated, r.x + rotated, (size_t)(rest * (narrow ? 2 : 4)));
         }
@@ -131,7 +139,7 @@ static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int nar
 }
 
 /* Rotate heads as float32, normalise those with weights before or after, and round once. */
-static ALWAYS_INLINE void rotate_normed(Rows r, const Kind *kind, int narrow, int wide) {
+static ALWAYS_INLINE void rotate_normed(Rows r, const Kind *kind, int narrow, int vectors) {
     int64_t size = narrow ? 2 : 4, channels = r.channels;
     for (; r.count > 0; r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {
         Head head = {(const char *)r.room, (char *)r.room, r.cos, r.sin};
@@ -139,11 +147,11 @@ static ALWAYS_INLINE void rotate_normed(Rows r, const Kind *kind, int narrow, in
             r.room[c] = load(r.x + c * size, narrow);
         }
         if (r.weight != NULL && !kind->after) {
-            normalise(r.room, channels, r.eps, r.weight, wide);
+            normalise(r.room, channels, r.eps, r.weight, vectors);
         }
-        rotate_head(head, kind->pairs, kind->adjacent, 0, wide);
+        rotate_head(head, kind->pairs, kind->adjacent, 0, vectors);
         if (r.weight != NULL && kind->after) {
-            normalise(r.room, channels, r.eps, r.weight, wide);
+            normalise(r.room, channels, r.eps, r.weight, vectors);
         }
         for (int64_t c = 0; c < channels; c++) {
             store(r.out + c * size, r.room[c], narrow);
@@ -151,28 +159,31 @@ static ALWAYS_INLINE void rotate_normed(Rows r, const Kind *kind, int narrow, in
     }
 }
 
-static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int wide) {
+static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int vectors) {
     if (kind->normed) {
-        kind->narrow ? rotate_normed(rows, kind, 1, wide) : rotate_normed(rows, kind, 0, wide);
+        kind->narrow ? rotate_normed(rows, kind, 1, vectors) : rotate_normed(rows, kind, 0, vectors);
     } else if (kind->narrow && kind->adjacent) {
-        rotate_as(rows, kind->pairs, 1, 1, wide);
+        rotate_as(rows, kind->pairs, 1, 1, vectors);
     } else if (kind->narrow) {
-        rotate_as(rows, kind->pairs, 0, 1, wide);
+        rotate_as(rows, kind->pairs, 0, 1, vectors);
     } else if (kind->adjacent) {
-        rotate_as(rows, kind->pairs, 1, 0, wide);
+        rotate_as(rows, kind->pairs, 1, 0, vectors);
     } else {
-        rotate_as(rows, kind->pairs, 0, 0, wide);
+        rotate_as(rows, kind->pairs, 0, 0, vectors);
     }
 }
 
-static void rotate_plain(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 0); }
+static void rotate_short(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, SHORT); }
 
-static WIDE void rotate_wide(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 1); }
+static WIDE void rotate_long(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, LONG); }
+
+static WIDEST void rotate_longest(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, LONGEST); }
 
 void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t tokens, const float *cos,
                    const float *sin) {
     int64_t batch = first / job->shape[SEQ], place = first % job->shape[SEQ], heads = job->shape[HEADS];
     int by_head = job->to[SEQ] < job->to[HEADS];
+    void (*const rotate[])(const Rows *, const Kind *) = {rotate_short, rotate_long, rotate_longest};
     Rows rows = {job->x + batch * job->from[BATCH] + place * job->from[SEQ],
                  job->out + batch * job->to[BATCH] + place * job->to[SEQ],
                  cos,
@@ -192,7 +203,7 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
         rows.phase = kind->pairs;
     }
     for (int64_t i = 0; i < (by_head ? heads : tokens); i++) {
-        (kind->wide ? rotate_wide : rotate_plain)(&rows, kind);
+        rotate[kind->vectors](&rows, kind);
         rows.x += by_head ? job->from[HEADS] : job->from[SEQ];
         rows.out += by_head ? job->to[HEADS] : job->to[SEQ];
         rows.cos += by_head ? 0 : kind->pairs;
@@ -203,7 +214,7 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
 void order_of(const Kind *kind, int64_t *order) {
     int64_t j = 0;
 #ifdef VECTORS
-    for (int64_t group = kind->wide ? 16 : 8; kind->narrow && !kind->normed && !kind->adjacent && group >= 8;
+    for (int64_t group = 8 << kind->vectors; kind->narrow && !kind->normed && !kind->adjacent && group >= 8;
          group /= 2) {
         for (; j + group <= kind->pairs; j += group) {
             for (int64_t i = 0; i < group / 2; i++) {

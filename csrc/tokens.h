@@ -19,8 +19,8 @@ typedef struct {
 /* How to rotate it. */
 typedef struct {
     int64_t pairs;
-    int adjacent, narrow, wide; /* narrow: bfloat16; wide: vectors */
-    int normed, after;          /* whether any tensor is normalised, and after the rotation */
+    int adjacent, narrow, vectors; /* narrow: bfloat16; vectors: SHORT, LONG or LONGEST */
+    int normed, after;             /* whether any tensor is normalised, and after the rotation */
 } Kind;
 
 /* Where the vectors want the cos and sin of each pair: (pairs,) the pair that stands there. */

@@ -1,49 +1,18 @@
 /* The size of a message in protobuf's wire format, counted before it is parsed: a parser makes an object of every few
  * bytes, holds the interpreter's lock while it does, and cannot be stopped. */
 
-#include "native.h"
+#include "wire.h"
 
 #define MAX_DEPTH 100 /* of messages and groups in each other, as in protobuf's own parsers */
 
 /* Entries of a schema, see mmpos/rpc/elements.py; an entry > 0 is the type of a submessage, plus one. */
 enum { PLAIN = 0, VARINTS = -1 }; /* VARINTS, -4 and -8: a field whose numbers may be packed, and how */
 
-enum { VARINT, FIXED64, BYTES, BEGIN_GROUP, END_GROUP, FIXED32 }; /* wire types */
-
 typedef struct {
     const uint8_t *end;
     uint32_t group; /* its field, or 0 for a message */
     int32_t type;   /* row of the schema, or -1 where no field is known */
 } Level;
-
-/* Read a varint of at most so many bytes; NULL if there is none. */
-static const uint8_t *varint(const uint8_t *at, const uint8_t *end, int most, uint64_t *value) {
-    *value = 0;
-    for (int i = 0; i < most && at < end; i++) {
-        uint8_t byte = *at++;
-        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the tenth byte of ten loses what does not fit, as in parsers */
-        if (byte < 0x80) {
-            return at;
-        }
-    }
-    return NULL;
-}
-
-/* Packed varints in these bytes; -1 if they are none. */
-static int64_t varints(const uint8_t *at, const uint8_t *end) {
-    int64_t count = 0;
-    int length = 0;
-    for (; at < end; at++) {
-        length++;
-        if (*at < 0x80) {
-            count++;
-            length = 0;
-        } else if (length == 10) {
-            return -1;
-        }
-    }
-    return length == 0 ? count : -1;
-}
 
 /* Numbers that are packed in these bytes, -1 if they are broken; anything beyond `room` if there are more. */
 static int64_t packed(const uint8_t *at, int64_t size, int32_t entry, int64_t room) {
@@ -168,10 +137,6 @@ PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t coun
 
 #define MAX_LISTS 16
 
-typedef struct {
-    const uint8_t *begin, *end; /* NULL until it was found */
-} Span;
-
 /* Find the bytes of packed fields among those of a message; 0 for what no encoder writes. */
 static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *numbers, int64_t count, Span *found) {
     while (at < end) {
@@ -208,17 +173,6 @@ static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *num
         }
     }
     return 1;
-}
-
-/* The varints of these bytes, which have so many, as int64. */
-static void unpack(const Span *span, char *out) {
-    for (const uint8_t *at = span->begin; at < span->end; out += 8) {
-        uint64_t value = *at++;
-        if (value >= 0x80) {
-            at = varint(at - 1, span->end, 10, &value);
-        }
-        put_int64(out, (int64_t)value);
-    }
 }
 
 /* The numbers of a packed field as a bytes object; NULL without an exception if they are broken. */

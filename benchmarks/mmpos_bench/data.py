@@ -11,7 +11,7 @@ import numpy as np
 from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import SequenceBuilder
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import IntArray, counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.proofs import equal, holds
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
@@ -72,7 +72,11 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
 
 
 def _collating(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield a batch of a training step."""
+    """Yield a few documents, and a batch of a training step."""
+    for documents in (1, 4) if options.quick else (1, 4, 16):
+        name = f"{counted(documents, 'document')} of 1,024 tokens, 2 images of 16×16 each"
+        make = partial(evenly, documents, 1024, 2, 16)
+        yield Comparison("small, collate", name, partial(_collated, make, options), "documents")
     documents, tokens, images, side = (4, 64, 2, 4) if options.quick else (32, 8192, 16, 16)
     name = f"{documents} documents of {tokens:,} tokens, {images} images of {side}×{side} each"
     make = partial(evenly, documents, tokens, images, side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,17 +10,18 @@ import numpy.typing as npt
 
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import Grid
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
-from mmpos.support.checks import IntArray, counted
+from mmpos.support.checks import Array, IntArray, counted
 from mmpos_bench.peers.positions import engine_loop, load_rope_index
 from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
-from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
+from mmpos_bench.workloads import SMALL, WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
 Dtype = type[np.int32 | np.int64 | np.float64]
 LineUp = Callable[[list[Document]], Lineup]
+Derive = Callable[[PositionTable], PositionTable | tuple[Array, IntArray]]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
 _SHORT = Budget(0.25, 11)
@@ -28,6 +29,7 @@ _SHORT = Budget(0.25, 11)
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the workloads are no smaller when it is quick."""
+    yield from small(options)
     groups: list[tuple[str, LineUp]] = [
         ("from lists to dense ids", partial(from_lists, options=options)),
         ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32)),
@@ -37,6 +39,61 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
     for group, line_up in groups:
         yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in WORKLOADS.items())
     yield from grown(options)
+
+
+def small(options: SuiteOptions) -> Iterator[Comparison]:
+    """Yield single requests, and what follows from the table of one, where a call costs more than its tokens."""
+    groups: list[tuple[str, LineUp]] = [
+        ("small, from lists to dense ids", partial(from_lists, options=options)),
+        ("small, from token ids to dense ids", partial(from_ids, options=options)),
+    ]
+    for group, line_up in groups:
+        yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in SMALL.items())
+    request = workload(1, 1024, 2, 16)
+    for name, (derive, columns) in _DERIVED.items():
+        yield Comparison("small, from a table", name, partial(derived, request, derive, columns))
+    sequences, token = workload(256, 64, 0, 1), [*range(64, 256 * 65, 65)]
+    line_up_all = partial(derived, sequences, PositionTable.decode, token)
+    yield Comparison("small, from a table", "decode of 256 sequences", line_up_all)
+
+
+def derived(documents: list[Document], derive: Derive, columns: Sequence[int]) -> Lineup:
+    """Line up what is derived from a table, against a copy of the arrays that come out.
+
+    Args:
+        documents: of the table.
+        derive: makes a table, or what ``padded`` gives.
+        columns: the tokens that come out, counted over the documents if each went on by a token of text; 0 is padding
+            where it is behind the last of these.
+    """
+    table = place(SegmentTable.from_documents(documents), "rope-tie")
+    longer = loop_ids([[*document, Text(1)] for document in documents], "rope-tie")
+    want = np.concatenate([longer, np.zeros((2, max(columns)))], axis=1)[:, columns]
+    made = derive(table)
+    arrays = (made.table, made.documents) if isinstance(made, PositionTable) else made
+
+    def read(made: PositionTable | tuple[Array, IntArray]) -> Array:
+        return made.dense() if isinstance(made, PositionTable) else made[0][:, 0]
+
+    contestants = [
+        limit("copy of the result", lambda: [array.copy() for array in arrays]),
+        giving("mmpos", partial(derive, table), want, read=read),
+    ]
+    return Lineup(contestants, counts(documents) | {"bytes": sum(array.nbytes for array in arrays)})
+
+
+_PADDED = [*range(1024), *range(1025, 1101)]
+
+_DERIVED: Mapping[str, tuple[Derive, Sequence[int]]] = {
+    "slice": (lambda table: table.slice(100, 900), range(100, 900)),
+    "take, two ranges": (lambda table: table.take([0, 600], [100, 900]), [*range(100), *range(600, 900)]),
+    "window": (lambda table: table.window([0], [256], [256]), range(256, 512)),
+    "shard, one of two": (lambda table: table.shard(0, 2), [*range(256), *range(768, 1024)]),
+    "pad": (lambda table: table.pad(1100), _PADDED),
+    "padded, ids and mask": (lambda table: table.padded(1100), _PADDED),
+    "decode": (PositionTable.decode, [1024]),
+}
+"""What follows from the table of 1,024 tokens, and which tokens these are."""
 
 
 def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
@@ -89,8 +146,9 @@ def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
         giving("mmpos, mrope", partial(ours, "mrope"), mrope),
         giving("mmpos, rope-tie", partial(ours, "rope-tie"), loop_ids(documents, "rope-tie")),
     ]
-    if rope_index := options.peer("Transformers", load_rope_index):
-        contestants.append(giving("Transformers", rope_index(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
+    if rope_indexes := options.peer("Transformers", load_rope_index):
+        for name, call in rope_indexes(input_ids, _IMAGE, grid_thw).items():
+            contestants.append(giving(name, call, mrope, Role.OURS if name == "rope_index" else Role.PEER))
     return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
 
 
@@ -111,6 +169,8 @@ def grown(options: SuiteOptions) -> Iterator[Comparison]:
     def case(group: str, name: str, line_up: Callable[..., Lineup], *sizes: int) -> Comparison:
         return Comparison(group, name, lambda: line_up(workload(*sizes), options), budget=_SHORT)
 
+    for n in [4**i for i in range(11)][:most]:
+        yield case("from lists, over tokens", counted(n, "token", ","), lists_or_spans, 1, n, n // 320, 16)
     for n in [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22][:most]:
         yield case("from token ids, over tokens", f"{n:,} tokens", from_ids, 1, n, n // 320, 16)
     for n in [0, 1, 10, 100, 1000, 10_000][:most]:

@@ -25,6 +25,12 @@ def workload(documents: int, tokens: int, images: int, side: int) -> list[Docume
     return [document] * documents
 
 
+SMALL: dict[str, list[Document]] = {
+    "64 tokens of text": workload(1, 64, 0, 1),
+    "1,024 tokens, 2 images of 16×16": workload(1, 1024, 2, 16),
+    "4,096 tokens, 4 images of 24×24": workload(1, 4096, 4, 24),
+}
+
 WORKLOADS: dict[str, list[Document]] = {
     "a: 1 × 4k tokens, 4 images of 24×24": workload(1, 4096, 4, 24),
     "b: 32 × 8k tokens, 16 images of 16×16 each": workload(32, 8192, 16, 16),

@@ -42,6 +42,7 @@ _ORDER = (
     "serve",
     "remote",
     "preprocess",
+    "data",
     "bench",
 )
 

@@ -96,6 +96,7 @@ class ServerInfo:
         profiles: all profiles; the first is the default.
         device: where it rotates: "cuda", "cpu", or empty if it does not.
         shared_memory_prefix: how names of shared memory objects must begin; empty if it takes none.
+        shared_memory_processes: the link /proc/self/ns/pid of the server; likewise.
     """
 
     version: str
@@ -104,6 +105,7 @@ class ServerInfo:
     profiles: tuple[ProfileInfo, ...]
     device: str
     shared_memory_prefix: str
+    shared_memory_processes: str
 
 
 def get_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -115,6 +117,7 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
         profiles=tuple(map(_profile, message.profiles)),
         device=message.device,
         shared_memory_prefix=message.shared_memory_prefix,
+        shared_memory_processes=message.shared_memory_processes,
     )
 
 

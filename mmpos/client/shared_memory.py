@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.rpc.errors import RETRIED, OutputError
+from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import tensor_pb2 as pb
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ LEAST = 65_536
 
 
 class SharedObject:
-    """POSIX shared memory object, which is a file of /dev/shm on Linux, mapped; only its user may open it.
+    """Shared memory object with a name in /dev/shm, as Linux has it, mapped; only its user may open it.
 
     It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
     that has opened it meanwhile keeps its mapping.
@@ -39,23 +41,29 @@ class SharedObject:
     Args:
         prefix: how its name begins.
         size: its bytes.
+        sealed: whether it is a memfd that cannot shrink, which a server that sees this process may map, and its name a
+            link to it; otherwise it is a file.
 
     Raises:
         LimitExceededError: the machine does not give as many.
     """
 
-    def __init__(self, prefix: str, size: int) -> None:
+    def __init__(self, prefix: str, size: int, *, sealed: bool = False) -> None:
         self.key, self.size = f"/{prefix}{os.getpid()}-{secrets.token_hex(8)}", size
+        path = f"/dev/shm{self.key}"
         try:
-            descriptor = os.open(f"/dev/shm{self.key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            # The name goes away also if what follows fails.
-            self.remove = finalize(self, _remove, self.key, os.getpid())
-            try:
-                # All pages now: a machine without room says so, instead of ending who writes to the map (SIGBUS).
-                os.posix_fallocate(descriptor, 0, size)
-                pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            finally:
-                os.close(descriptor)
+            if sealed:
+                descriptor = os.memfd_create(self.key[1:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            else:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            # What is there goes away also if what follows fails.
+            self.remove = finalize(self, _remove, path, descriptor, os.getpid())
+            # All pages now: a machine without room says so, instead of ending who writes to the map (SIGBUS).
+            os.posix_fallocate(descriptor, 0, size)
+            pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            if sealed:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+                os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", path)
         except OSError as error:
             raise LimitExceededError(
                 f"shared_memory: got no object of {size} bytes ({error.strerror}), want a machine with room for it"
@@ -63,10 +71,11 @@ class SharedObject:
         self.data = np.frombuffer(pages, np.uint8)
 
 
-def _remove(key: str, process: int) -> None:
+def _remove(path: str, descriptor: int, process: int) -> None:
+    os.close(descriptor)
     if os.getpid() == process:  # a forked child has a copy of all this, and no say in it
         with suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm{key}")
+            os.unlink(path)
 
 
 class SharedObjects:
@@ -75,10 +84,11 @@ class SharedObjects:
     Args:
         prefix: how their names begin.
         budget: most bytes of all of them.
+        sealed: as for SharedObject.
     """
 
-    def __init__(self, prefix: str, budget: int) -> None:
-        self._prefix, self._budget = prefix, budget
+    def __init__(self, prefix: str, budget: int, *, sealed: bool = False) -> None:
+        self._prefix, self._budget, self._sealed = prefix, budget, sealed
         self._lock = threading.Lock()
         self._idle: list[SharedObject] = []
         self._used = 0
@@ -136,7 +146,7 @@ class SharedObjects:
         size = min(-(-size // step) * step, self._budget - self._used)
         while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
             self._idle.pop(0).remove()
-        return SharedObject(self._prefix, size)
+        return SharedObject(self._prefix, size, sealed=self._sealed)
 
 
 GUESS = 4 * 2**20
@@ -258,7 +268,8 @@ class Pool:
             raise UnsupportedError(
                 "shared_memory: got a server that takes none, want one on this machine, started with --shared-memory"
             )
-        self.regions = SharedObjects(info.shared_memory_prefix, budget)
+        sealed = info.shared_memory_processes == process_space() != ""
+        self.regions = SharedObjects(info.shared_memory_prefix, budget, sealed=sealed)
         self.expected: dict[type[WithOutput] | None, int] = {}
 
     def leases(self) -> Iterator[Lease]:

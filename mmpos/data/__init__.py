@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
+    from mmpos.data.planner.cost import Cost, Headers
+    from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
+    from mmpos.data.planner.plan import TrainingPlan, plan
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
@@ -43,10 +46,12 @@ __all__ = [
     "Batcher",
     "Chat",
     "ChatTemplate",
+    "Cost",
     "Document",
     "Energon",
     "Example",
     "HFImages",
+    "Headers",
     "Images",
     "LLaVA",
     "Location",
@@ -58,6 +63,8 @@ __all__ = [
     "PaddedCollator",
     "Pairs",
     "Piece",
+    "PlannedPack",
+    "PlannedPacks",
     "Preprocess",
     "ProcessedInputs",
     "Progress",
@@ -68,12 +75,16 @@ __all__ = [
     "SequenceWriter",
     "Summary",
     "TokenizerTemplate",
+    "TrainingPlan",
     "Turn",
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
+    "plan",
+    "read_headers",
     "read_quarantine",
     "shards",
+    "write_index",
     "write_sequences",
 ]
 
@@ -88,6 +99,9 @@ _ROOMS = {
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
+    "planner.cost": ("Cost", "Headers"),
+    "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
+    "planner.plan": ("TrainingPlan", "plan"),
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.positions import expand
 from mmpos.positions.table import Layout, PositionTable
 from mmpos.positions.table_rows import FIRST_SEGMENT
 from mmpos.rotary.device import DevicePositions
@@ -148,15 +149,19 @@ class Batch(metaclass=_WholeType):
         Returns:
             (axes, tokens) or (axes, batch, seq), with text_row one row more.
         """
-        ids = self.device_positions.dense()
+        table = self.positions
+        if self.input_ids.is_cpu:  # where the table is at hand
+            ids = torch.from_numpy(expand.dense(table.table, table.num_tokens, table.fractional))
+        else:
+            ids = self.device_positions.dense()
         if dtype is not None:
-            kinds = (torch.float64,) if self.positions.fractional else (torch.int32, torch.int64, torch.float64)
+            kinds = (torch.float64,) if table.fractional else (torch.int32, torch.int64, torch.float64)
             ids = ids.to(one_of("dtype", dtype, kinds))
         if not self.packed:
             ids = ids.view(-1, *self.input_ids.shape)
-        if not boolean("text_row", text_row):
-            return ids
-        return torch.cat([self.text_positions[None].to(ids.dtype), ids])
+        if boolean("text_row", text_row):
+            ids = torch.cat([self.text_positions[None].to(ids.dtype), ids])
+        return ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
         """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.

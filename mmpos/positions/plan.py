@@ -16,7 +16,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support import native
 from mmpos.support.checks import IntArray
 
-__all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan"]
+__all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan", "plan_of"]
 
 MAX_SHAPES = 4096
 """Most shapes of grids that the plan of a scheme keeps; with more, it begins anew."""
@@ -58,6 +58,16 @@ class Plan:
         self.table = table  # at once, for threads that read the one before
 
 
+def plan_of(scheme: Scheme) -> Plan | None:
+    """Return the plan of a scheme, one for all that are equal; None for a scheme without one."""
+    if not vars(type(scheme)).get("by_shape"):
+        return None
+    try:
+        return _plan_of(scheme)
+    except TypeError:  # a scheme of somebody's own that cannot be hashed
+        return None
+
+
 @lru_cache(maxsize=64)
 def _plan_of(scheme: Scheme) -> Plan:
     return Plan(scheme)
@@ -77,12 +87,8 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         start: as for ``place``, unchecked.
         strict: whether grids must not touch.
     """
-    core = native.core
-    if core is None or not vars(type(scheme)).get("by_shape") or type(start) not in (int, np.ndarray):
-        return None
-    try:
-        plan = _plan_of(scheme)
-    except TypeError:  # a scheme of somebody's own that cannot be hashed
+    core, plan = native.core, plan_of(scheme)
+    if core is None or plan is None or type(start) not in (int, np.ndarray):
         return None
     table = np.empty((AXES + 4 * scheme.axes, segments.kind.size), np.int64)
     header = np.empty((4, segments.segment_offsets.size - 1), np.int64)

@@ -22,7 +22,7 @@ from mmpos.rotary.device import (
     number_of,
     rotation_of,
 )
-from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written
+from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written, shown
 from mmpos.rotary.paged import Cache, Scales, Stored
 from mmpos.rotary.reference import (
     FLOATS,
@@ -33,7 +33,7 @@ from mmpos.rotary.reference import (
 )
 from mmpos.support.checks import boolean, instance, one_of
 
-__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store"]
+__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_into"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
@@ -92,11 +92,11 @@ def apply_rotary(
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
         UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
     """
-    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
-    if norm is None and cos_sin is None and implementation == "auto" and not validate:
+    if norm is None and cos_sin is None and implementation == "auto" and validate is False:
         turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if turned is not None:
             return turned
+    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
@@ -106,6 +106,25 @@ def apply_rotary(
         return q, k
     q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
+
+
+def rotate_into(
+    outs: tuple[Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor | None,
+    positions: Positions,
+    rotary: Rotary,
+    *,
+    layout: Layout | None = None,
+    conjugate: bool = False,
+) -> None:
+    """Rotate q and k into other tensors of their shapes, dtypes and device, which may be q and k, without gradients.
+
+    Arguments and errors are those of ``apply_rotary``, with ``validate``.
+    """
+    q4, k4 = _views(q, k, layout)
+    rotation = _arguments(q4, k4, positions, rotary, None, conjugate, "auto", True)
+    operators.run(q4, k4, *_views(*outs, layout), NO_NORM, rotation)
 
 
 def rotate_and_store(
@@ -313,7 +332,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_SHAPES[layout]}")
         check_no_tangent(name, x)
-    q4 = _as_bshd(q, layout)
+    q4 = _as_bshd(shown(q), layout)
     if k is None:
         return q4, q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
@@ -321,7 +340,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
             f"want {q.dtype} on {q.device} with {q.dim()} as q"
         )
-    k4 = _as_bshd(k, layout)
+    k4 = _as_bshd(shown(k), layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
         before = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
         hint = '; heads before seq are layout="bhsd"' if before else ""
@@ -354,7 +373,7 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
             f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
             f"want {k.dtype} on {k.device} with {k.dim()} as k"
         )
-    v4 = _as_bshd(v, layout)
+    v4 = _as_bshd(shown(v), layout)
     if v4.shape[:3] != k4.shape[:3]:
         raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want that of k, {tuple(k.shape)}, but for head_dim")
     return v4

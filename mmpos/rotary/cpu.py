@@ -7,11 +7,10 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import cache, lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +21,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions, frequencies_of, row_length_of
-from mmpos.rotary.memory import has_tangent, is_plain, mark_written
+from mmpos.rotary.memory import has_tangent, is_unseen, mark_written
 from mmpos.rotary.reference import Norm, RotationArguments
 from mmpos.support import native
 
@@ -32,7 +31,7 @@ Source: TypeAlias = tuple[Any, ...]
 THREAD_BYTES = 1 << 19
 """Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
 
-ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER = 1, 2, 4, 8, 16
+ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER, CHECKED = 1, 2, 4, 8, 16, 32
 """Flags of the extension's rotate."""
 
 FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
@@ -47,45 +46,62 @@ def rotated_at_once(
     Returns:
         As ``apply_rotary``; None for all that goes the long way, mistakes too, and then nothing was written.
     """
+    if native.core is None or type(rotary) is not Rotary or not (type(inplace) is type(conjugate) is bool):
+        return None
     tensors = (q,) if k is None else (q, k)
-    if native.core is None or type(rotary) is not Rotary or not is_plain(*tensors) or not q.is_cpu:
+    if not is_unseen(*tensors) or not q.is_cpu or has_tangent(q) or (k is not None and has_tangent(k)):
         return None
-    shape, heads_first = q.shape, layout == "bhsd"
-    if (layout, len(shape)) not in FORMS or tensors[-1].dim() != len(shape):
+    dimensions, constants = q.dim(), _constants_of(rotary.text)
+    if (layout, dimensions) not in FORMS or constants is None:
         return None
-    batch, seq = (1, shape[0]) if len(shape) == 3 else (shape[0], shape[2 if heads_first else 1])
-    source = _source_at_once(positions, rotary, batch, seq)
-    if source is None or any(map(has_tangent, tensors)):
+    q_out, k_out = (q, k) if inplace else (torch.empty_like(q), None if k is None else torch.empty_like(k))
+    try:
+        source = _source_at_once(positions, constants, q if dimensions == 4 else None)
+        capsules: tuple[Any, ...] = to_dlpack(q), None if inplace else to_dlpack(q_out)
+        if k is not None and k_out is not None:
+            capsules = *capsules, to_dlpack(k), None if inplace else to_dlpack(k_out)
+    except (BufferError, RuntimeError):  # of what has no memory, as in vmap and other transforms
         return None
-    flags = ADJACENT * (rotary.pairing == "adjacent") | CONJUGATE * conjugate
-    outs = tensors if inplace else tuple(map(torch.empty_like, tensors))
-    if not _turn(tensors, outs, source, None, flags | HEADS_FIRST * heads_first | APART * inplace, batch * seq):
+    flags = CHECKED
+    if rotary.pairing == "adjacent":
+        flags |= ADJACENT
+    if conjugate:
+        flags |= CONJUGATE
+    if layout == "bhsd":
+        flags |= HEADS_FIRST
+    if inplace:
+        flags |= APART
+    size = q.nbytes if k is None else q.nbytes + k.nbytes
+    if source is None or not _turn(capsules, source, None, flags, size):
         return None
     if inplace:
         mark_written(*tensors)
-    return outs[0], None if k is None else outs[1]
+    return q_out, k_out
 
 
-def _source_at_once(positions: object, rotary: Rotary, batch: int, seq: int) -> Source | None:
-    """Return positions as the extension takes them, if no check is left but its own."""
-    ids: Any
-    constants, tokens = _constants_of(rotary.text), batch * seq
-    if constants is None:
-        return None
-    if isinstance(positions, PositionTable):
-        ids, mode, tokens = positions.table, int(positions.fractional), positions.num_tokens
-        row = row_length_of(positions) if batch > 1 else seq
-    elif isinstance(positions, DevicePositions) and is_plain(positions.table) and positions.table.is_cpu:
-        ids, mode, tokens = positions.table.numpy(), int(positions.fractional), positions.num_tokens
-        row = positions.row_length
-    elif not isinstance(positions, Tensor) or positions.dtype != torch.int32:  # others may hold more than ids
-        return None
-    elif is_plain(positions) and positions.is_cpu and positions.dim() in (2, 3):
-        ids, mode = positions.flatten(1).numpy(), reference.DENSE_INTEGER
-        row = positions.shape[2] if positions.dim() == 3 else seq
+def _source_at_once(positions: object, constants: bytes, batched: Tensor | None) -> Source | None:
+    """Return positions as the extension takes them, if no check is left but its own.
+
+    Args:
+        positions: as they came.
+        constants: of the rotary.
+        batched: what begins with a batch, in which tables have rows of one length; None for no batch.
+    """
+    if type(positions) is Tensor:
+        ids, tokens, row, mode = to_dlpack(positions), 0, 0, reference.DENSE_INTEGER
+    elif isinstance(positions, PositionTable):
+        ids, tokens, mode = positions.table, positions.num_tokens, int(positions.fractional)
+        row = 0 if batched is None or batched.shape[0] == 1 else row_length_of(positions) or NO_ROW
+    elif isinstance(positions, DevicePositions):
+        ids, tokens, mode = to_dlpack(positions.table), positions.num_tokens, int(positions.fractional)
+        row = positions.row_length or NO_ROW
     else:
         return None
-    return (ids, mode, tokens, constants) if batch == 1 or row == seq else None
+    return ids, mode, tokens, row, constants
+
+
+NO_ROW = -1
+"""Of documents that have not one length: no batch has such rows."""
 
 
 @lru_cache(maxsize=1 << 10)
@@ -126,7 +142,8 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
     tensors, outs, weights = zip(*with_heads, strict=True)
     scaling = None if norm.is_none else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     flags = ADJACENT * rotation.adjacent | CONJUGATE * rotation.conjugate | NORM_AFTER * norm.after
-    return _turn(tensors, outs, source_of(rotation, tokens, q.shape[3]), scaling, flags, tokens)
+    capsules = tuple([to_dlpack(x) for pair in zip(tensors, outs, strict=True) for x in pair])
+    return _turn(capsules, source_of(rotation, tokens, q.shape[3]), scaling, flags, sum(x.nbytes for x in tensors))
 
 
 def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source:
@@ -135,37 +152,40 @@ def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source
         cos, sin = (x.flatten(1).numpy() for x in reference.cos_sin(rotation, tokens))
         return cos, sin, rotation.head_groups or 1
     constants = rotation.frequencies, rotation.pair_axis, rotation.axes, head_dim, rotation.attention_factor
-    return rotation.positions.numpy(), rotation.mode, tokens, _packed(*constants)
+    return rotation.positions.numpy(), rotation.mode, tokens, 0, _packed(*constants)
 
 
-def _turn(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor], source: Source, scaling: tuple[Any, ...] | None, flags: int,
-    tokens: int,
-) -> bool:  # fmt: skip
-    """Turn q and k by the extension, in threads where they are worth it; False, and nothing written, if it declines."""
+def _turn(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:
+    """Turn q and k by the extension, in threads where they are worth it; False, and nothing written, if it declines.
+
+    Args:
+        capsules: of q, where it goes or None, k, and where it goes or None.
+        source: what they turn by.
+        scaling: of the norm.
+        flags: of the extension's rotate.
+        size: bytes of q and k.
+    """
     core = native.core
     assert core is not None
-    capsules = tuple([to_dlpack(x) for pair in zip(tensors, outs, strict=True) for x in pair])
+    workers = size // THREAD_BYTES
+    if workers > 1:
+        workers = min(workers, threads := torch.get_num_threads())  # asked once: another thread may set it
+    if workers <= 1:
+        return core.rotate(capsules, source, scaling, 0, 1, flags)
+    count = 4 * workers  # more parts than threads, since a thread may come late
+    turn = partial(core.rotate, capsules, source, scaling)
+    return _turn_in_threads(lambda part: turn(part, count, flags), count, workers, _pool(os.getpid(), threads - 1))
 
-    def turn(first: int, stop: int) -> bool:
-        return core.rotate(capsules, source, scaling, first, stop, flags)
 
-    threads = torch.get_num_threads()  # asked once: another thread may set it
-    workers = min(threads, sum(x.nbytes for x in tensors) // THREAD_BYTES, tokens)
-    return turn(0, tokens) if workers <= 1 else _turn_in_threads(turn, tokens, workers, _pool(os.getpid(), threads - 1))
-
-
-def _turn_in_threads(turn: Callable[[int, int], bool], tokens: int, workers: int, pool: ThreadPoolExecutor) -> bool:
-    """Turn all tokens in this thread and others; in this one alone once the main thread has ended."""
-    # More parts than threads, since a thread may come late; what one takes, no other does.
-    count = min(4 * workers, tokens)
-    parts = deque(pairwise(tokens * i // count for i in range(count + 1)))
+def _turn_in_threads(turn: Callable[[int], bool], count: int, workers: int, pool: ThreadPoolExecutor) -> bool:
+    """Turn all parts in this thread and others; in this one alone once the main thread has ended."""
+    parts = deque(range(count))  # what one thread takes, no other does
 
     def work() -> bool:
         done = True
         with suppress(IndexError):
             while True:
-                done = turn(*parts.popleft()) and done
+                done = turn(parts.popleft()) and done
         return done
 
     others: list[Future[bool]] = []

@@ -22,22 +22,38 @@ def is_plain(*tensors: Tensor) -> bool:
 
     Nobody else sees the call: no graph is traced, no mode is on, no gradient goes through, and tensors are in memory.
     """
+    if not is_unseen(*tensors):
+        return False
+    try:
+        return all(x.data_ptr() or not x.numel() for x in tensors)
+    except RuntimeError:  # those of vmap and other transforms have no address
+        return False
+
+
+def is_unseen(*tensors: Tensor) -> bool:
+    """Check for plain tensors as ``is_plain`` does, but not whether they are in memory."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
     grad = torch.is_grad_enabled()
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, Parameter) or (grad and x.requires_grad) or not (x.data_ptr() or not x.numel()):
-                return False
-    except RuntimeError:  # those of vmap and other transforms have no address
-        return False
+    for x in tensors:  # noqa: SIM110  # all(…) would take longer
+        if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
+            return False
     return True
+
+
+_TYPES = (Tensor, Parameter)
+
+
+def shown(x: Tensor) -> Tensor:
+    """Return a tensor whose memory is what it shows, which a view of the negative has with the other sign."""
+    return x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x
 
 
 def has_tangent(x: Tensor) -> bool:
     """Check for a gradient in forward mode, which the operators would leave out."""
-    return forward_ad.unpack_dual(x).tangent is not None
+    # Outside of any level there are none; where torch does not tell the level, it unpacks all tensors.
+    return getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_no_tangent(name: str, x: Tensor) -> None:
@@ -48,7 +64,7 @@ def check_no_tangent(name: str, x: Tensor) -> None:
 
 def mark_written(*tensors: Tensor) -> None:
     """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+    torch.autograd.graph.increment_version(tensors)  # not of those of inference mode, which have no version
 
 
 def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
@@ -81,6 +97,8 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
     # Where there are no addresses, there may still be the same tensor twice.
     memory = {name: _memory_of(x) for name, x in tensors.items()} if _has_address(tensors[written[0]]) else {}
     for name in written:
+        if memory and tensors[name].is_neg():
+            raise UnsupportedError(f"{name}: got a view of the negative, want {want or 'what it is a view of'}")
         if memory and not _nested(memory[name].steps):
             raise InvalidInputError(
                 f"{name}: got a tensor whose elements share memory, want {want or 'each by itself'}"

@@ -30,6 +30,7 @@ __all__ = [
     "rotate_and_store",
     "rotate_and_store_",
     "rotate_backward",
+    "run",
 ]
 
 _ROTATION = (
@@ -53,12 +54,12 @@ then Scales."""
 
 def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _run(q, k, q_out, k_out, *_norm_and_rotation(arguments))
+    run(q, k, q_out, k_out, *_norm_and_rotation(arguments))
     return q_out, k_out
 
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    _run(q, k, q, k, *_norm_and_rotation(arguments))
+    run(q, k, q, k, *_norm_and_rotation(arguments))
     mark_written(q, k)
 
 
@@ -67,7 +68,8 @@ def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArgument
     return Norm(*arguments[:count]), RotationArguments(*arguments[count:])
 
 
-def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
+def run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
+    """Normalise and rotate q and k into q_out and k_out, which may be q and k, without gradients."""
     batch, seq = q.shape[:2]
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
@@ -190,7 +192,7 @@ def _run_store(
         kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
     elif scales.are_none:
         turned = k_out if stored.return_k else torch.empty_like(k)
-        _run(q, k, q_out, turned, norm, rotation)
+        run(q, k, q_out, turned, norm, rotation)
         paged.write(stored.caches, (turned, stored.v), stored.slots)
     else:
         q_wanted, turned = _store_scaled(q, k, stored, norm, rotation)

@@ -192,7 +192,7 @@ def counted(count: int, noun: str, style: str = "") -> str:
     ('1 document', '0 axes', '2 properties', '4,096 tokens')
     """
     if count != 1:
-        endings = {"y": (1, "ies"), "is": (2, "es"), "s": (0, "es"), "": (0, "s")}
+        endings = {"y": (1, "ies"), "is": (2, "es"), "s": (0, "es"), "ch": (0, "es"), "": (0, "s")}
         cut, plural = next(change for ending, change in endings.items() if noun.endswith(ending))
         noun = noun[: len(noun) - cut] + plural
     return f"{count:{style}} {noun}"

@@ -149,6 +149,8 @@ class Rates:
 
     def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
         self._per_second, self._clock = limits.requests_per_second, clock
+        self.limited = self._per_second > 0
+        """Whether clients have a rate."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and when; oldest first
         self._lock = Lock()
@@ -162,7 +164,7 @@ class Rates:
         Raises:
             ServiceOverloadedError: it comes too early, with the seconds until it may come.
         """
-        if not self._per_second:
+        if not self.limited:
             return
         with self._lock:
             now = self._clock()

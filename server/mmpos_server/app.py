@@ -116,7 +116,7 @@ class Server:
         self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
         self._server: grpc.Server | None = None
         self._threads: list[ThreadPoolExecutor] = list(threads)
-        self._tasks = [self._context.transit.look]
+        self._tasks = [self._context.transit.look, self.metrics.settle]
         self._files: list[Callable[[], None]] = [] if self._context.tokens is None else [self._context.tokens.refresh]
         self._last_round = -math.inf
         self._ended = Event()
@@ -209,6 +209,7 @@ class Server:
                     break
         self._ended.set()
         self._admission.close()
+        self.metrics.settle()
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
         if self._own_logs:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from mmpos_server.admission import Admission, Gate, PoolName
+    from mmpos_server.methods import Answering
 
 __all__ = ["Call", "GoneError", "Recipient"]
 
@@ -125,6 +126,11 @@ class Call:
         """Whether the server has announced that it stops."""
         return self._admission.announced
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for the answer."""
+        return (self._deadline is None or not self.late) and self._context.is_active()
+
     def checkpoint(self) -> None:
         """Raise if nobody waits for the answer any more.
 
@@ -146,6 +152,22 @@ class Call:
         for name, number in (("documents", documents), ("tokens", tokens), ("images", images)):
             if number:
                 self.counts[name] = self.counts.get(name, 0) + number
+
+    def plain(self, way: Answering, raw: bytes) -> bytes | None:
+        """Return the answer to a plain request; None where it must be parsed.
+
+        Raises:
+            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+        """
+        began = perf_counter()
+        plain = way(raw)
+        if plain is None:
+            return None
+        answer, documents, tokens, images = plain
+        self.stages.append(("place", perf_counter() - began))
+        self.count(documents=documents, tokens=tokens, images=images)
+        self.checkpoint()
+        return answer
 
     def run(self, pool: PoolName, function: Callable[..., T], *arguments: object) -> T:
         """Run a function in a thread of a pool.

@@ -282,12 +282,9 @@ class Endpoint:
             else:
                 call.admit(server.admission.checks)
             raw = server.transit.request(requests, context)
-            call.hold(len(raw))
-            request, response = server.parse(method.request, raw, call), method.response()
-            server.share(raw, request, call)
-            method.run(request, response, call)
-            answer = server.encode(response, call)
-            server.transit.send(call, context, len(answer))
+            plain = None if method.plain is None else call.plain(method.plain, raw)
+            answer = self._parsed(raw, call) if plain is None else plain
+            server.transit.send(call, context, len(answer) if plain is None else len(raw) + len(answer))
             status = "OK"
             return Answer(answer, metadata)
         except GoneError:
@@ -308,3 +305,12 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, **sizes)
             if server.logs.requests:
                 server.ended("request", call, method.name, status, context, **sizes)
+
+    def _parsed(self, raw: bytes, call: Call) -> bytes:
+        """Answer a request by way of messages."""
+        server, method = self._server, self.method
+        call.hold(len(raw))
+        request, response = server.parse(method.request, raw, call), method.response()
+        server.share(raw, request, call)
+        method.run(request, response, call)
+        return server.encode(response, call)

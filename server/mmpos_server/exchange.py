@@ -5,10 +5,13 @@ from __future__ import annotations
 import secrets
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor
 
 from mmpos.errors import LimitExceededError
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from mmpos_server.config import Limits
 
-__all__ = ["LEAST_BYTES", "NO_MEMORY", "Exchange", "claimed", "mentions"]
+__all__ = ["LEAST_BYTES", "NO_MEMORY", "Exchange", "Views", "claimed", "mentions"]
 
 LEAST_BYTES = 2**16
 """Least size of a large tensor."""
@@ -53,6 +56,7 @@ class Exchange:
         self._memory = memory or _NONE
         self._output: Region | None = None
         self._name, self._end = "", 0
+        self._mapped: Data | None = None  # first bytes of the output, where they are mapped
         self._large: list[Data] = []  # large tensors of the answer, outside its message
         if request is not None and (output := _output(request)) is not None:
             self._name, shared = output
@@ -76,6 +80,32 @@ class Exchange:
         finally:
             region.close()
 
+    def view(self, name: str, shared: pb.SharedMemory) -> Data:
+        """Map the bytes of a tensor of the request, for reading them once: the client may change them; or copy them.
+
+        Raises:
+            UnsupportedError, InvalidInputError: as ``get`` does.
+        """
+        region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
+        try:
+            data = region.map(name, shared.byte_size) if shared.byte_size >= LEAST_BYTES else None
+            return region.read(name, 0, shared.byte_size) if data is None else data
+        finally:
+            region.close()
+
+    def room(self, sizes: Sequence[int]) -> list[Data]:
+        """Make room for the first tensors of the answer: where the client wants them, if that can be mapped.
+
+        Args:
+            sizes: bytes of each, which ``expect`` has seen.
+        """
+        begins = list(accumulate(sizes[:-1], lambda begin, size: aligned(begin + size), initial=0))
+        if self._output is not None and sum(sizes) >= LEAST_BYTES:
+            self._mapped = self._output.map(self._name, begins[-1] + sizes[-1])
+        if self._mapped is None:
+            return [np.empty(size, np.uint8) for size in sizes]
+        return [self._mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
     def put(self, message: pb.Tensor, data: Data) -> bool:
         """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.
 
@@ -91,7 +121,8 @@ class Exchange:
         begin = aligned(self._end)
         self._end = begin + data.size
         if self._end <= self._output.byte_size:
-            self._output.write(self._name, begin, data.data)
+            if self._mapped is None or not np.may_share_memory(self._mapped, data):
+                self._output.write(self._name, begin, data.data)
             shared = message.shared
             shared.key, shared.offset, shared.byte_size = self._output.key, self._output.offset + begin, data.size
         return True
@@ -131,6 +162,21 @@ class Exchange:
         if self._output is not None and end > self._output.byte_size:
             got = self._output.byte_size
             raise OutputError(f"{self._name}.byte_size: got {got}, want >= {end} for the answer", end)
+
+
+@dataclass(frozen=True)
+class Views:
+    """Memory of an exchange whose tensors come as ``view`` has them; implements ``mmpos.rpc.tensors.Memory``."""
+
+    exchange: Exchange
+
+    def get(self, name: str, shared: pb.SharedMemory) -> Data:
+        """View the bytes of a tensor of the request."""
+        return self.exchange.view(name, shared)
+
+    def put(self, message: pb.Tensor, data: Data) -> bool:
+        """Take a tensor of the answer."""
+        return self.exchange.put(message, data)
 
 
 NO_MEMORY = Exchange()

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from mmpos_server.call import Call
 
 __all__ = [
+    "Answering",
     "Failure",
     "Method",
     "NotFoundError",
+    "Plain",
     "Run",
     "Twin",
     "answering",
@@ -48,6 +50,13 @@ Run = Callable[[Any, Any, "Call"], None]
 """Function that reads the request and fills the response; an exception becomes the status."""
 
 
+Plain = tuple[bytes, int, int, int]
+"""Answer of a plain request, and its numbers of documents, tokens and images."""
+
+Answering = Callable[[bytes], Plain | None]
+"""Function from the bytes of a request to its answer; None where the request must be parsed."""
+
+
 @dataclass(frozen=True)
 class Twin:
     """The stream form of a method.
@@ -59,6 +68,7 @@ class Twin:
         run: function from an item to its answer.
         refuse: function from a failed item and its error to the answer.
         side_by_side: whether several items of a stream are at work at once, since an item may take long.
+        plain: shorter way of plain items, if there is one.
     """
 
     name: str
@@ -67,6 +77,7 @@ class Twin:
     run: Run
     refuse: Callable[[Any, Any, MmposError], None]
     side_by_side: bool = False
+    plain: Answering | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Method:
         run: function from the request to the response.
         twin: stream form of the method.
         admitted: whether a call takes a slot; liveness and readiness are answered under any load.
+        plain: shorter way of plain requests, if there is one.
     """
 
     service: str
@@ -90,6 +102,7 @@ class Method:
     run: Run
     twin: Twin | None = None
     admitted: bool = True
+    plain: Answering | None = None
 
 
 def queried(run: Run, field: str) -> Run:

@@ -23,23 +23,17 @@ from mmpos_server.limits import (
     check_view,
     dense_bytes,
 )
+from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
 
 __all__ = [
-    "SMALL_ANSWER",
-    "SMALL_BYTES",
-    "SMALL_SEGMENTS",
     "PositionService",
     "complete",
     "is_small",
     "segments_at_work",
 ]
-
-SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
-"""Largest request, shared memory included, most segments and largest dense answer in bytes of small work, which is done
-where the call is; larger work waits for one of few threads."""
 
 
 class PositionService:

@@ -16,6 +16,7 @@ from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.config import Limits, Profiles
+from mmpos_server.exchange import Exchange, Views
 from mmpos_server.limits import check, check_answer, check_tensors
 from mmpos_server.position_service import is_small
 
@@ -97,13 +98,15 @@ class RotaryService:
             positions, _ = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _LAYOUTS)
             check_tensors([holds(message.q), holds(message.k)], self._limits, call)
-            q = get_torch("q", required("", message, "q"), call.memory)
-            k = get_torch("k", message.k, call.memory) if message.HasField("k") else None
-        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate)
+            views = Views(call.memory)
+            q = get_torch("q", required("", message, "q"), views)
+            k = get_torch("k", message.k, views) if message.HasField("k") else None
+            outs = _outs(q, k, call.memory)
+        self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
         with call.stage("write"):
-            put_tensor(answer.q, q, call.memory)
-            if k is not None:
-                put_tensor(answer.k, k, call.memory)
+            put_tensor(answer.q, outs[0], call.memory)
+            if outs[1] is not None:
+                put_tensor(answer.k, outs[1], call.memory)
 
     def turn(
         self,
@@ -115,19 +118,23 @@ class RotaryService:
         *,
         layout: Layout | None,
         conjugate: bool,
+        outs: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k, on the accelerator if there is one, and in place where it has the memory of the request."""
-        from mmpos.rotary import apply_rotary
+        """Rotate q and k on the accelerator if there is one: into other tensors of this machine, or in their place."""
+        from mmpos.rotary.apply import rotate_into
 
         where = _device_of_torch()
         call.checkpoint()
         with call.stage("rotate"):
-            q, k = q.to(where), None if k is None else k.to(where)
-            rotated: tuple[Tensor, Tensor | None] = apply_rotary(
-                q, k, positions, rotary, layout=layout, inplace=True, conjugate=conjugate, validate=True
-            )
+            q, k = there = q.to(where), None if k is None else k.to(where)
+            into = there if outs is None or where != "cpu" else outs
+            rotate_into(into, q, k, positions, rotary, layout=layout, conjugate=conjugate)
+            if outs is not None and into is not outs:
+                for out, rotated in zip(outs, into, strict=True):
+                    if out is not None and rotated is not None:
+                        out.copy_(rotated)
         call.checkpoint()
-        return rotated
+        return into if outs is None else outs
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
@@ -150,6 +157,16 @@ class RotaryService:
             return positions, positions.num_tokens
         check("tokens", positions.numel(), self._limits)
         return positions, math.prod(positions.shape[1:])
+
+
+def _outs(q: Tensor, k: Tensor | None, memory: Exchange) -> tuple[Tensor, Tensor | None]:
+    """Make tensors like q and k in the room for those of the answer."""
+    import torch
+
+    tensors = [q] if k is None else [q, k]
+    rooms = memory.room([x.nbytes for x in tensors])
+    outs = [torch.from_numpy(room).view(x.dtype).view(x.shape) for x, room in zip(tensors, rooms, strict=True)]
+    return outs[0], None if k is None else outs[1]
 
 
 @lru_cache(maxsize=64)

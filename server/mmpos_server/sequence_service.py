@@ -21,7 +21,8 @@ from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
-from mmpos_server.position_service import SMALL_ANSWER, is_small
+from mmpos_server.plain import SMALL_ANSWER
+from mmpos_server.position_service import is_small
 
 if TYPE_CHECKING:
     from mmpos_server.admission import PoolName

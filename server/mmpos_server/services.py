@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
+from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
@@ -14,6 +17,7 @@ from mmpos_server.inference.models import Positions, Sequences
 from mmpos_server.inference.rotate import Rotate
 from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
+from mmpos_server.plain import PlainQueries
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
 from mmpos_server.sequence_service import SequenceService
@@ -42,10 +46,11 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         answer.limits.views = MAX_VIEWS
         for profile in profiles:
             _put_profile(answer.profiles.add(), profile)
-        answer.shared_memory_prefix = memory.prefix or ""
+        if memory.prefix is not None:
+            answer.shared_memory_prefix, answer.shared_memory_processes = memory.prefix, process_space()
 
     return [
-        place_method(positions.place),
+        place_method(positions.place, PlainQueries(profiles, limits)),
         _method("Sequence", "Build", sequences_pb2, queried(sequences.build, "sequences"), stream=True),
         _method("Rotary", "CosSin", rotary_pb2, rotary.cos_sin),
         _method("Rotary", "Rotate", rotary_pb2, rotary.rotate),
@@ -54,9 +59,12 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     ]
 
 
-def place_method(run: Run) -> Method:
-    """Return method Place, with its stream form, of a function from a query to positions."""
-    return _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
+def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
+    """Return method Place, with its stream form: a function from a query to positions, and the way of plain ones."""
+    method = _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
+    if plain is None or method.twin is None:
+        return method
+    return replace(method, plain=plain.answer, twin=replace(method.twin, plain=partial(plain.answer, item=True)))
 
 
 def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = False) -> Method:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from threading import Lock
 from weakref import finalize
 
@@ -30,18 +34,19 @@ MAX_NAME = 256
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MEMFD = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
 class Region:
     """Range of bytes of a client's POSIX shared memory object, which is never removed here.
 
-    The bytes are read and written through a descriptor, and not through a memory map: a client that shrinks its object
-    while the server uses a map would end the server (SIGBUS), and mapped bytes could change after a check. The
-    descriptor is closed when nobody holds the region any more.
+    The bytes are read and written through a descriptor: a client that shrinks its object while the server uses a memory
+    map would end the server (SIGBUS), and mapped bytes could change after a check. ``map`` maps what cannot shrink, for
+    uses that need no check. The descriptor is closed when nobody holds the region any more.
 
     Args:
         name: name of the region in errors.
-        key: name of the object, as shm_open takes it; a file of /dev/shm on Linux.
+        key: name of the object: a file of /dev/shm on Linux, as shm_open takes it, or a link to a memfd of this name.
         offset: first byte of the region.
         byte_size: size of the region.
 
@@ -55,7 +60,7 @@ class Region:
             raise InvalidInputError(f"{name}: got offset {offset} and byte_size {byte_size}, want >= 0 and >= 1")
         self.key, self.offset, self.byte_size = key, offset, byte_size
         try:
-            self._descriptor = os.open(f"/dev/shm{key}", os.O_RDWR | os.O_NOFOLLOW)
+            self._descriptor = _opened(key)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None
@@ -113,6 +118,32 @@ class Region:
                 raise LimitExceededError(f"{name}: got {error.strerror} writing {self.key!r}, want room") from None
             at, rest = at + done, rest[done:]
 
+    def map(self, name: str, byte_size: int) -> Data | None:
+        """Map the first bytes of the region, which its client may change, but not take away, while they are used.
+
+        Args:
+            name: name of the bytes in errors.
+            byte_size: number of bytes.
+
+        Returns:
+            The bytes, to be read and written in place; None where the object is not known to stay.
+
+        Raises:
+            InvalidInputError: the bytes are outside the region, or the object has shrunk.
+        """
+        at = self.within(name, 0, byte_size)
+        if not _stays(self._descriptor, at + byte_size):
+            return None
+        self._check(name)  # after the seals: a size that was compared before could have been changed since
+        begin = at - at % mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(
+                self._descriptor, at + byte_size - begin, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=begin
+            )
+        except OSError:  # as of an object that nobody may write to
+            return None
+        return np.frombuffer(pages, np.uint8, byte_size, at - begin)
+
     def within(self, name: str, offset: int, byte_size: int) -> int:
         """Check that bytes are within the region, and return their offset in the object.
 
@@ -139,6 +170,50 @@ class Region:
             raise InvalidInputError(
                 f"{name}: got bytes {self.offset} to {end} of {self.key!r}, want at most {status.st_size}, its size"
             )
+
+
+def _opened(key: str) -> int:
+    """Open the object of a name.
+
+    Raises:
+        OSError: there is none, or it is neither a file of /dev/shm nor a link to a memfd of the same name.
+    """
+    path = f"/dev/shm{key}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not _MEMFD.fullmatch(target := os.readlink(path)):
+            raise
+        # Only a handle, as to open a device or a FIFO would have effects; what it is of cannot be exchanged afterwards.
+        handle = os.open(target, os.O_PATH)
+        try:
+            if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{key[1:]} (deleted)":
+                raise
+            return os.open(f"/proc/self/fd/{handle}", os.O_RDWR)
+        finally:
+            os.close(handle)
+
+
+def _stays(descriptor: int, size: int) -> bool:
+    """Check that the first bytes of an object stay, whatever its client does: a memfd, sealed, and without holes.
+
+    Pages that its client frees are replaced by the system, unless that promises no more memory than there is.
+    """
+    status = os.fstat(descriptor)
+    if status.st_dev != _device_of_memfd() or 512 * status.st_blocks < size:
+        return False
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    return bool(sealed) and Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
+
+
+@cache
+def _device_of_memfd() -> int:
+    """Return the device of all memfds but those of huge pages, which may run out."""
+    descriptor = os.memfd_create("mmpos")
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition, Event
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from mmpos.errors import (
@@ -49,52 +50,60 @@ class ItemWindow:
     """
 
     def __init__(self, items: int = WINDOW_ITEMS, size: int = WINDOW_BYTES) -> None:
-        self._most, self._items, self._size, self._bytes = items, 0, size, 0
-        self._at_work, self._largest = 0, -1
+        self._most, self._size = items, size
+        # Of what came and of what went, since each number is written by one thread: the reader, and the writer.
+        self._read = self._read_bytes = self._sent = self._sent_bytes = 0
+        # Of answers, which several threads may make at once.
+        self._answered = self._answer_bytes = 0
+        self._largest = -1
         self._changed = Condition()
-        self._closed = False
+        self._waiting = self._closed = False
 
     @property
     def full(self) -> bool:
         """Whether reading pauses; one item alone may always be read."""
-        if self._items and self._largest < 0 and self._items >= _FIRST_ITEMS:
+        items = self._read - self._sent
+        if items and self._largest < 0 and items >= _FIRST_ITEMS:
             return True
-        expected = self._at_work * max(self._largest, 0)
-        return self._items >= self._most or (self._items > 0 and self._bytes + expected >= self._size)
+        size = self._read_bytes + self._answer_bytes - self._sent_bytes
+        expected = (self._read - self._answered) * max(self._largest, 0)
+        return items >= self._most or (items > 0 and size + expected >= self._size)
 
     def room(self) -> bool:
         """Wait until one more item may be read; False if the window was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self.full)
-            return not self._closed
+        if self.full:
+            with self._changed:
+                self._waiting = True
+                self._changed.wait_for(lambda: self._closed or not self.full)
+                self._waiting = False
+        return not self._closed
 
     def close(self) -> None:
         """Let nobody wait for room any more."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._changed.notify()
 
     def enter(self, size: int) -> None:
-        """Note that an item of so many bytes was read and is at work."""
-        with self._changed:
-            self._items += 1
-            self._at_work += 1
-            self._bytes += size
+        """Note that an item of so many bytes was read and is at work; by the thread that reads."""
+        self._read += 1
+        self._read_bytes += size
 
     def answered(self, size: int) -> None:
-        """Note that an item was answered with so many bytes."""
+        """Note that an item was answered with so many bytes; from any thread."""
         with self._changed:
-            self._at_work -= 1
-            self._bytes += size
+            self._answered += 1
+            self._answer_bytes += size
             self._largest = max(self._largest, size)
             self._changed.notify()
 
     def leave(self, size: int) -> None:
-        """Note that an answer was sent; size is the bytes of the answer and of its item."""
-        with self._changed:
-            self._items -= 1
-            self._bytes -= size
-            self._changed.notify()
+        """Note that an answer was sent, by the thread that sends; size is the bytes of the answer and of its item."""
+        self._sent += 1
+        self._sent_bytes += size
+        if self._waiting:  # looked at after the sums, as the reader looks at the sums after it says that it waits
+            with self._changed:
+                self._changed.notify()
 
 
 class StreamEndpoint:
@@ -178,6 +187,28 @@ class StreamEndpoint:
                 server.tracing.end(call, status, items=stream.items)
             if server.logs.requests:
                 server.ended("stream", call, self.name, status, context, items=stream.items)
+
+    def plain(self, raw: bytes, stream: Call) -> bytes | None:
+        """Answer a plain item of a stream that somebody waits for; None for any other."""
+        way = self._twin.plain
+        if way is None or self.server.tracing is not None or not stream.awaited:
+            return None
+        began = perf_counter()
+        plain = way(raw)
+        if plain is None:
+            return None
+        answer, documents, tokens, images = plain
+        seconds = perf_counter() - began
+        counts = {"documents": documents, "tokens": tokens, "images": images}
+        self._metrics.begin()
+        self._metrics.end(
+            "OK",
+            (("place", seconds), ("total", seconds)),
+            counts,
+            request_bytes=len(raw),
+            response_bytes=len(answer),
+        )
+        return answer
 
     def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
         """Answer one item of a stream; an error of the item is in its answer.
@@ -309,14 +340,15 @@ class _Stream:
                     break
                 self.items += 1
                 self._window.enter(len(raw))
-                item = call.of_item(self.items)
-                item.wait_for(partial(endpoint.server.rates.take, call.client))
-                if endpoint.side_by_side:
-                    task = endpoint.workers.submit(endpoint.item, raw, item, call)
+                if endpoint.server.rates.limited:
+                    call.wait_for(partial(endpoint.server.rates.take, call.client))
+                answer = endpoint.plain(raw, call)
+                if answer is None and endpoint.side_by_side:
+                    task = endpoint.workers.submit(endpoint.item, raw, call.of_item(self.items), call)
                     task.add_done_callback(self._done)
                     self._answers.put((task, len(raw)))
                 else:
-                    answer = endpoint.item(raw, item, call)
+                    answer = endpoint.item(raw, call.of_item(self.items), call) if answer is None else answer
                     self._window.answered(len(answer))
                     self._answers.put((answer, len(raw)))
         except BaseException as error:  # of the items, for the writer

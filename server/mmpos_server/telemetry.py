@@ -10,14 +10,15 @@ import re
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from platform import python_version
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep, time
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
@@ -43,6 +44,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(_Settling(self))  # the first to be asked
+        self.noted: deque[_End | None] = deque()
+        """Ends of calls that are not counted yet; None stands for a beginning."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
             "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
@@ -70,6 +74,46 @@ class Metrics:
             registry=registry,
         )
 
+    def settle(self) -> None:
+        """Count what was noted; from any thread. A call only notes, since counting takes longer than a small call."""
+        begun = 0
+        with suppress(IndexError):
+            while True:
+                end = self.noted.popleft()
+                if end is None:
+                    begun += 1
+                else:
+                    begun -= 1
+                    end.method.count(end)
+        self.in_flight.inc(begun)
+
+
+class _Settling(Collector):
+    """Collector without metrics of its own, which counts what was noted before the others are asked."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Count what was noted."""
+        self._metrics.settle()
+        return ()
+
+
+class _End(NamedTuple):
+    """End of a call, or of an item of a stream; the fields are described at ``MethodMetrics.end``."""
+
+    method: MethodMetrics
+    status: str
+    stages: Iterable[tuple[str, float]]
+    counts: dict[str, int]
+    request_bytes: int
+    response_bytes: int
+
+
+_MOST_NOTED = 10_000
+"""Beginnings and ends that wait to be counted, at most."""
+
 
 class MethodMetrics:
     """Metrics of one method, with labels resolved once.
@@ -88,8 +132,8 @@ class MethodMetrics:
         self._bytes_out = metrics.bytes_out.labels(method)
 
     def begin(self) -> None:
-        """Count a call, or an item of a stream, that begins."""
-        self._metrics.in_flight.inc()
+        """Note a call, or an item of a stream, that begins."""
+        self._metrics.noted.append(None)
 
     def end(
         self,
@@ -100,7 +144,7 @@ class MethodMetrics:
         request_bytes: int,
         response_bytes: int,
     ) -> None:
-        """Count its end.
+        """Note its end.
 
         Args:
             status: name of the gRPC status.
@@ -109,20 +153,27 @@ class MethodMetrics:
             request_bytes: bytes of the request.
             response_bytes: bytes of the answer.
         """
-        self._metrics.in_flight.dec()
+        noted = self._metrics.noted
+        noted.append(_End(self, status, stages, counts, request_bytes, response_bytes))
+        if len(noted) > _MOST_NOTED:
+            self._metrics.settle()
+
+    def count(self, end: _End) -> None:
+        """Count an end that was noted."""
+        status = end.status
         requests = self._requests.get(status)
         if requests is None:
             requests = self._requests[status] = self._metrics.requests.labels(self._method, status)
         requests.inc()
-        for stage, seconds in stages:
+        for stage, seconds in end.stages:
             child = self._stages.get(stage)
             if child is None:
                 child = self._stages[stage] = self._metrics.stages.labels(self._method, stage)
             child.observe(seconds)
-        self._bytes_in.inc(request_bytes)
+        self._bytes_in.inc(end.request_bytes)
         if status == "OK":
-            self._bytes_out.inc(response_bytes)
-            for name, count in counts.items():
+            self._bytes_out.inc(end.response_bytes)
+            for name, count in end.counts.items():
                 self._counts[name].inc(count)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
+import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +112,27 @@ def test_regions_are_used_again(client: Client) -> None:
     assert (names(), len(first), len(kept(client))) == (first, 3, 3)
 
 
+def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = tensors()
+    want = apply_rotary(q, k, TABLE, ROTARY)
+    same(client.apply_rotary(q, k, TABLE, ROTARY), want)
+    links = [os.readlink(f"/dev/shm/{name}") for name in names()]
+    assert len(links) == 3
+    for link in links:
+        assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", link)
+        descriptor = int(link.rpartition("/")[2])
+        want_seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == want_seals
+    monkeypatch.setattr(shared_memory, "process_space", lambda: "pid:[1]")
+    before = names()
+    with client.with_options(timeout=50), pickle.loads(pickle.dumps(client)) as other:
+        same(other.apply_rotary(q, k, TABLE, ROTARY), want)
+        files = [Path("/dev/shm", name) for name in names() - before]
+        assert [path.is_symlink() for path in files] == [False] * 3
+
+
 def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
     want = "^shared_memory: got a server that takes none, want one on this machine, started with --shared-memory$"
     with running(CONFIG) as address, opened(kind, address, shared_memory=MIB) as client:
@@ -174,7 +198,7 @@ def test_an_answer_that_never_fits_is_an_error() -> None:
 
 def told() -> Any:
     """Make the info of a server, as far as pools look at it."""
-    return SimpleNamespace(shared_memory_prefix=PREFIX)
+    return SimpleNamespace(shared_memory_prefix=PREFIX, shared_memory_processes="")
 
 
 def rotations_by(wrapped: Callable[[Run], Run]) -> Callable[..., list[Method]]:

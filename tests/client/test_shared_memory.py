@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from shared_objects import FOLDER, PREFIX, content, names, shared
+from shared_objects import FOLDER, PREFIX, SHRINK, content, names, sealed, shared
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, Uds, local
@@ -39,6 +40,13 @@ def descriptors() -> int:
         with suppress(FileNotFoundError):  # that of the listing itself
             count += os.readlink(link).startswith(str(FOLDER / PREFIX))
     return count
+
+
+def descriptors_of_memfds() -> int:
+    """Count the descriptors and maps of memfds of these tests."""
+    fds = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    maps = Path("/proc/self/maps").read_text().split("\n")
+    return sum(f"/memfd:{PREFIX}" in found for found in [*fds, *maps])
 
 
 def shrink(key: str, size: int = 100) -> None:
@@ -235,6 +243,144 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
     with pytest.raises(LimitExceededError, match=r"^region.name: got 257 characters, want at most 256$"):
         regions.register("x" * (MAX_NAME + 1), key, 0, 1)
     assert names() == {key[1:]}
+
+
+def test_a_sealed_memfd_is_read_written_and_mapped_where_it_lies() -> None:
+    with sealed(bytes(5000) + BYTES * 20) as (key, descriptor):
+        before = descriptors_of_memfds()
+        part = opened(key, 5000, 256 * 20)
+        assert part.read("q", 0, 256).tobytes() == BYTES
+        part.write("q", 0, b"new")
+        mapped = part.map("q", 300)
+        assert mapped is not None
+        assert mapped.tobytes() == b"new" + BYTES[3:] + BYTES[:44]
+        mapped[-1] = 99
+        assert (
+            os.pread(descriptor, 5302, 0) == bytes(5000) + b"new" + BYTES[3:] + BYTES[:43] + bytes([99]) + BYTES[44:46]
+        )
+        with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 5121, want 0 to 5120 of its region$"):
+            part.map("q", 5121)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        part.close()
+        assert mapped[:3].tobytes() == b"new"  # as long as somebody holds it
+        del part, mapped
+        assert descriptors_of_memfds() == before
+
+
+def make_hole(descriptor: int) -> None:
+    """Set the size of an object, and give it no memory."""
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, 2**16)
+
+
+UNSURE: dict[str, tuple[int, Callable[[int], object] | None]] = {
+    "not sealed": (0, None),
+    "sealed against growing alone": (fcntl.F_SEAL_GROW, None),
+    "a hole": (0, make_hole),
+    "not to be written to": (SHRINK | fcntl.F_SEAL_WRITE, None),
+}
+
+
+@pytest.mark.parametrize(("seals", "change"), UNSURE.values(), ids=UNSURE)
+def test_an_object_that_may_not_stay_is_not_mapped(seals: int, change: Callable[[int], object] | None) -> None:
+    with sealed(BYTES * 256, seals=seals) as (key, descriptor):
+        if change is not None:
+            change(descriptor)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SHRINK)
+        part = opened(key)
+        assert part.map("q", 256) is None
+        assert part.read("q", 0, 256).tobytes() == (bytes(256) if change else BYTES)
+
+
+def test_a_file_is_not_mapped_nor_anything_where_the_system_may_refuse_memory(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opened(key).map("q", 256) is None
+    with sealed(BYTES) as (other, _):
+        assert opened(other).map("q", 256) is not None
+        monkeypatch.setattr(Path, "read_text", lambda path, **_: "2\n" if path.name == "overcommit_memory" else "")
+        assert opened(other).map("q", 256) is None
+
+
+def test_an_object_that_shrinks_before_it_is_sealed_is_refused() -> None:
+    with sealed(BYTES, seals=0) as (key, descriptor):
+        part = opened(key)
+        os.ftruncate(descriptor, 100)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SHRINK)
+        uses: list[Callable[[], object]] = [lambda: part.map("q", 256), lambda: part.read("q", 0, 1)]
+        for use in uses:
+            with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 256 of .*, want at most 100, its size"):
+                use()
+
+
+LINKS: dict[str, Callable[[int], str]] = {
+    "file": lambda own: "/etc/hostname",
+    "object of another name": lambda own: f"/dev/shm/{PREFIX}object",
+    "descriptor of who asks": lambda own: f"/proc/self/fd/{own}",
+    "way around": lambda own: f"/proc/1/../{os.getpid()}/fd/{own}",
+    "process that is not there": lambda own: f"/proc/4194305/fd/{own}",
+    "memory of the server": lambda own: f"/proc/{os.getpid()}/mem",
+    "nothing": lambda own: "",
+}
+
+
+@pytest.mark.parametrize("target", LINKS.values(), ids=LINKS)
+def test_a_link_to_anything_but_a_descriptor_is_refused(key: str, target: Callable[[int], str]) -> None:
+    with sealed(BYTES) as (link, descriptor):
+        path = FOLDER / link[1:]
+        path.unlink()
+        path.symlink_to(target(descriptor) or "nowhere")
+        before = descriptors_of_memfds(), descriptors()
+        with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '{link}' \(.*want an object that this"):
+            opened(link)
+        assert (descriptors_of_memfds(), descriptors()) == before
+
+
+FOREIGN: dict[str, Callable[[], int]] = {
+    "memfd of another name": lambda: os.memfd_create(f"{PREFIX}other"),
+    "memfd of a longer name": lambda: os.memfd_create(f"{PREFIX}memfd (deleted)"),
+    "object of the prefix": lambda: os.open(FOLDER / f"{PREFIX}object", os.O_RDWR),
+    "device": lambda: os.open("/dev/zero", os.O_RDWR),
+    "file": lambda: os.open("/etc/hostname", os.O_RDONLY),
+    "pipe": lambda: os.pipe()[0],
+    "sink": lambda: os.open("/dev/null", os.O_WRONLY),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+def test_another_descriptor_than_that_of_the_object_is_refused(key: str, make: Callable[[], int]) -> None:
+    """As where the object was closed, and its number has become that of something else."""
+    with sealed(BYTES) as (link, descriptor):
+        other = make()
+        os.close(descriptor)
+        os.dup2(other, descriptor)
+        os.close(other)
+        with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '{link}' \(.*want an object that this"):
+            opened(link)
+        os.dup2(0, descriptor)  # which is closed in the end
+
+
+def test_a_descriptor_that_is_exchanged_after_the_check_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sealed(BYTES) as (link, descriptor):
+        look = os.readlink
+
+        def looked(path: str) -> str:
+            found = look(path)
+            if path.startswith("/proc/self/fd/"):
+                os.dup2(os.open("/etc/hostname", os.O_RDONLY), descriptor)
+            return found
+
+        monkeypatch.setattr(os, "readlink", looked)
+        assert opened(link).read("q", 0, 256).tobytes() == BYTES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_memfd_of_another_user_is_refused() -> None:
+    with sealed(BYTES) as (link, descriptor):
+        os.fchown(descriptor, 12345, -1)
+        with pytest.raises(InvalidInputError, match=r"got .*, want a plain object of this server's user"):
+            opened(link)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,26 @@ def shared(data: bytes, name: str = "object") -> Iterator[str]:
     finally:
         os.close(descriptor)
         os.unlink(f"{FOLDER}{key}")
+
+
+SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@contextmanager
+def sealed(
+    data: bytes, name: str = "memfd", seals: int = SHRINK, memfd: str | None = None
+) -> Iterator[tuple[str, int]]:
+    """A memfd that holds these bytes, and a link to it; gives its key and its descriptor. memfd: another name of it."""
+    key = f"/{PREFIX}{name}"
+    descriptor = os.memfd_create(key[1:] if memfd is None else memfd, os.MFD_ALLOW_SEALING)
+    os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{FOLDER}{key}")
+    try:
+        os.write(descriptor, data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield key, descriptor
+    finally:
+        os.unlink(f"{FOLDER}{key}")
+        os.close(descriptor)
 
 
 def content(key: str) -> bytes:

@@ -36,10 +36,11 @@ CORE = native.core
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRINGS = ("half", "adjacent")
-WIDTHS = pytest.mark.parametrize("wide", [True, False], ids=["wide", "plain"])
+SHORTER = {"longest": 0, "not longest": 128, "short": 64}
+"""Flags of csrc/rotate.c, by the vectors that are left."""
+WIDTHS = pytest.mark.parametrize("vectors", SHORTER)
 NORMED = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 EPS = 1e-5
-SHORT_VECTORS = 32  # see csrc/rotate.c
 
 
 def weight(size: int) -> Tensor:
@@ -82,8 +83,8 @@ def assert_same(got: Tensor | None, want: Tensor | None) -> None:
 
 
 def assert_agrees(
-    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False, wide: bool = True,
-    after: bool = False,
+    x: Tensor, positions: Any, rotary: Rotary, w: Tensor | None = None, *, conjugate: bool = False,
+    vectors: str = "longest", after: bool = False,
 ) -> None:  # fmt: skip
     """(tokens, heads, head_dim) by the extension alone, out of place and in place."""
     want = wanted(x, w, positions, rotary, after, conjugate=conjugate)
@@ -91,12 +92,13 @@ def assert_agrees(
     flags = (
         cpu.ADJACENT * (rotary.pairing == "adjacent")
         | cpu.CONJUGATE * conjugate
-        | SHORT_VECTORS * (not wide)
+        | SHORTER[vectors]
         | cpu.NORM_AFTER * after
     )
     for out in (torch.full_like(x, torch.nan), x.clone()):
         start = x if out.isnan().all() else out
-        assert CORE.rotate((to_dlpack(start), to_dlpack(out)), source(positions, rotary), norm, 0, len(x), flags)
+        goes = None if start is out else to_dlpack(out)
+        assert CORE.rotate((to_dlpack(start), goes), source(positions, rotary), norm, 0, 1, flags)
         assert_same(out, want)
 
 
@@ -109,13 +111,13 @@ def assert_agrees(
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128])
 def test_any_number_of_pairs_and_of_other_channels(
-    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: str, wide: bool
+    rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: str, vectors: str
 ) -> None:
     ids = torch.tensor([[0, 1, -1, 77, INT32_MAX, INT32_MIN, 123_456_789]])
     for rest in (0, 2, 6, 30):
         rotary = Rotary(rotary_dim + rest, rotary_dim=rotary_dim, axes=1, pairing=pairing)
         w = None if normed == "not" else weight(rotary.head_dim)
-        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, wide=wide, after=normed == "after")
+        assert_agrees(heads(7, 3, rotary.head_dim, dtype), ids, rotary, w, vectors=vectors, after=normed == "after")
 
 
 @settled
@@ -131,11 +133,11 @@ def test_any_number_of_pairs_and_of_other_channels(
     pairing=st.sampled_from(PAIRINGS),
     dtype=st.sampled_from(DTYPES),
     conjugate=st.booleans(),
-    wide=st.booleans(),
+    vectors=st.sampled_from(list(SHORTER)),
 )
 def test_any_ids_and_frequencies(
     ids: list[tuple[int, int, int]], inv_freq: list[float], rest: int, form: str, pairing: Any, dtype: torch.dtype,
-    conjugate: bool, wide: bool,
+    conjugate: bool, vectors: str,
 ) -> None:  # fmt: skip
     values = [whole + Fraction(part % bottom, bottom) for whole, part, bottom in ids]
     rotary = Rotary(
@@ -146,12 +148,12 @@ def test_any_ids_and_frequencies(
         kind: Any = getattr(torch, form)
         positions = torch.tensor([[min(max(float(v), INT32_MIN), INT32_MAX) for v in values]], dtype=torch.float64)
         positions = positions if form == "float64" else positions.floor().to(kind)
-    assert_agrees(heads(len(ids), 2, rotary.head_dim, dtype), positions, rotary, conjugate=conjugate, wide=wide)
+    assert_agrees(heads(len(ids), 2, rotary.head_dim, dtype), positions, rotary, conjugate=conjugate, vectors=vectors)
 
 
 @WIDTHS
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_every_sort_of_number(pairing: Any, wide: bool) -> None:
+def test_every_sort_of_number(pairing: Any, vectors: str) -> None:
     every_third = torch.arange(0, 3 << 14, 3, dtype=torch.int32)  # all exponents, all low bits, and no infinity
     bits = torch.cat((every_third, every_third + (1 << 15)))
     bits[:6] = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FFF])
@@ -160,14 +162,14 @@ def test_every_sort_of_number(pairing: Any, wide: bool) -> None:
     for other in (-0.0, 3e38, -1e-39, torch.inf):
         pair = numbers, torch.full_like(numbers, other)
         x = torch.cat(pair, -1) if pairing == "half" else torch.stack(pair, -1).flatten(-2)
-        assert_agrees(x, torch.arange(8)[None], rotary, wide=wide)
-    assert_agrees(x.float(), torch.arange(8)[None], rotary, wide=wide)
+        assert_agrees(x, torch.arange(8)[None], rotary, vectors=vectors)
+    assert_agrees(x.float(), torch.arange(8)[None], rotary, vectors=vectors)
 
 
 @WIDTHS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_every_sort_of_number_is_normalised(pairing: Any, dtype: torch.dtype, wide: bool) -> None:
+def test_every_sort_of_number_is_normalised(pairing: Any, dtype: torch.dtype, vectors: str) -> None:
     numbers = torch.tensor([0.0, -0.0, 1e-40, 1e-30, -3.0, 1e18, -3e38, torch.inf, -torch.inf, torch.nan])
     rotary, ids = Rotary(48, rotary_dim=32, axes=1, pairing=pairing), torch.arange(10)[None]
     among, w = heads(10, 2, 48), weight(48)
@@ -176,7 +178,7 @@ def test_every_sort_of_number_is_normalised(pairing: Any, dtype: torch.dtype, wi
     w[5:7] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # NaN, of all bits
     for x in (numbers[:, None, None].repeat(1, 2, 48), among):
         for each in (weight(48), w):
-            assert_agrees(x.to(dtype), ids, rotary, each, wide=wide)
+            assert_agrees(x.to(dtype), ids, rotary, each, vectors=vectors)
 
 
 @pytest.mark.parametrize("name", ROTARIES)
@@ -249,7 +251,8 @@ def test_every_form_of_positions_goes_by_the_extension(
     rotary = Rotary(24, axes=axes, precision=precision)
     q, k = heads(32, 2, 24, torch.bfloat16), heads(32, 1, 24, torch.bfloat16, seed=1)
     forms: list[Any] = [table, DevicePositions.from_table(table, capacity=64), ids, ids.view(axes, 1, 32)]
-    forms += [ids.floor().to(torch.int32), ids.floor().to(torch.int64), ids.floor().to(torch.int32).T.contiguous().T]
+    whole = ids.floor().to(torch.int32)
+    forms += [whole, whole.long(), whole.view(axes, 1, 32), whole.T.contiguous().T, whole[:1].expand(axes, -1)]
     for positions in forms:
         want = wanted(q, None, positions, rotary), wanted(k, None, positions, rotary)
         with monkeypatch.context() as patch:
@@ -300,13 +303,13 @@ def test_threads_agree_with_one(normed: bool) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_range_writes_its_own_tokens() -> None:
+def test_a_part_writes_its_own_tokens() -> None:
     rotary, ids = Rotary(64, axes=1), torch.arange(20, dtype=torch.int32).repeat(4).view(1, 4, 20)
     q = heads((4, 20), 9, 64, torch.bfloat16)
     want, given = wanted(q, None, ids, rotary), source(ids, rotary)
-    for first, stop in ((0, 0), (15, 31), (80, 80), (60, 61)):
+    for part, parts, first, stop in ((0, 1, 0, 80), (0, 3, 0, 26), (1, 3, 26, 53), (2, 3, 53, 80), (7, 81, 6, 7)):
         out, expected = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan).flatten(0, 1)
-        assert CORE.rotate((to_dlpack(q), to_dlpack(out)), given, None, first, stop, 0)
+        assert CORE.rotate((to_dlpack(q), to_dlpack(out)), given, None, part, parts, 0)
         expected[first:stop] = want.flatten(0, 1)[first:stop]
         assert_same(out.flatten(0, 1), expected)
 
@@ -356,13 +359,20 @@ def test_what_the_extension_declines_in_the_end_goes_by_the_reference(monkeypatc
 X = torch.zeros(1, 4, 2, 16)
 WEIGHT = np.ones(16, np.float32)
 ROTARY = Rotary(16, axes=2)
-CONSTANTS: bytes = source(torch.zeros(2, 4, dtype=torch.int32), ROTARY)[3]
+CONSTANTS: bytes = source(torch.zeros(2, 4, dtype=torch.int32), ROTARY)[4]
 TABLE = packed("rope-tie").take([0], [4]).table
 COS = np.ones((4, 8), np.float32)
 
 
-def dense(ids: Any = None, mode: int = DENSE_INTEGER, tokens: Any = 4, constants: Any = CONSTANTS) -> dict[str, Any]:
-    return {"given": (np.zeros((2, 4), np.int32) if ids is None else ids, mode, tokens, constants)}
+def dense(
+    ids: Any = None, mode: int = DENSE_INTEGER, tokens: Any = 4, row: Any = 0, constants: Any = CONSTANTS
+) -> dict[str, Any]:
+    return {"given": (np.zeros((2, 4), np.int32) if ids is None else ids, mode, tokens, row, constants)}
+
+
+def capsule(*shape: int, dtype: torch.dtype = torch.int32, **options: Any) -> dict[str, Any]:
+    """Ids in a capsule, which say their tokens themselves."""
+    return dense(to_dlpack(torch.zeros(shape, dtype=dtype)), tokens=0, **options)
 
 
 def numbers(**changed: int) -> dict[str, Any]:
@@ -397,15 +407,17 @@ DECLINED: dict[str, dict[str, Any]] = {
     "an out of another dtype": {"out": X.bfloat16()},
     "an out of strided channels": {"out": torch.zeros(1, 4, 2, 32)[..., ::2]},
     "k of another dtype": {"k": X.bfloat16()},
+    "k of fewer dimensions": {"k": X[0]},
     "k of other tokens": {"k": torch.zeros(1, 5, 1, 16)},
     "k of other channels": {"k": torch.zeros(1, 4, 1, 18)},
     "k without an out": {"tensors": tuple(to_dlpack(X) for _ in range(3))},
     "no tensors": {"tensors": ()},
     "too many tensors": {"tensors": tuple(to_dlpack(X) for _ in range(6))},
-    "a first below 0": {"first": -1},
-    "a stop past the end": {"stop": 5},
-    "a stop before the first": {"first": 3, "stop": 2},
-    "a first beyond int64": {"first": 1 << 70},
+    "a part below 0": {"part": -1},
+    "a part past the last": {"part": 2, "parts": 2},
+    "no parts": {"parts": 0},
+    "too many parts": {"parts": (1 << 20) + 1},
+    "a part beyond int64": {"part": 1 << 70},
     "a list for the source": {"given": list(dense()["given"])},
     "a source of other length": {"given": dense()["given"][:2]},
     "ids of other tokens": dense(np.zeros((2, 5), np.int32)),
@@ -413,11 +425,31 @@ DECLINED: dict[str, dict[str, Any]] = {
     "float ids": dense(np.zeros((2, 4))),
     "ids of another axis": dense(np.zeros((3, 4), np.int32)),
     "rows of strided ids": dense(np.zeros((2, 8), np.int32)[:, ::2]),
-    "too many axes": dense(np.zeros((9, 4), np.int32), constants=numbers(axes=9)["given"][3]),
+    "too many axes": dense(np.zeros((9, 4), np.int32), constants=numbers(axes=9)["given"][4]),
     "narrow fixed point": dense(mode=DENSE_FIXED),
     "an unknown mode": dense(mode=4),
     "a mode below 0": dense(mode=-1),
     "tokens in a float": dense(tokens=4.0),
+    "a row in a float": dense(row=4.0),
+    "rows of other tokens": {**dense(row=4), "x": X.view(2, 2, 2, 16)},
+    "ids in a capsule, of other tokens": capsule(2, 5),
+    "ids in a capsule, of rows of other tokens": {**capsule(2, 1, 4), "x": X.view(2, 2, 2, 16)},
+    "ids in a capsule, of one dimension": capsule(8),
+    "ids in a capsule, of four dimensions": capsule(2, 1, 1, 4),
+    "ids in a capsule, of another axis": capsule(3, 4),
+    "no axes in a capsule": capsule(0, 4),
+    "no tokens in a capsule": {**capsule(2, 0), "x": X[:, :0]},
+    "floats in a capsule": capsule(2, 4, dtype=torch.float32),
+    "narrow ids in a capsule": capsule(2, 4, dtype=torch.int16),
+    "rows of strided ids in a capsule": dense(to_dlpack(torch.zeros(2, 8, dtype=torch.int32)[:, ::2])),
+    "a batch of strided ids in a capsule": {
+        **dense(to_dlpack(torch.zeros(2, 2, 4, dtype=torch.int32)[..., :2])),
+        "x": X.view(2, 2, 2, 16),
+    },
+    "narrow fixed point in a capsule": capsule(2, 4, mode=DENSE_FIXED),
+    "a table of a batch in a capsule": dense(to_dlpack(torch.from_numpy(TABLE.copy())[:, None]), TABLE_INTEGER),
+    "ids beyond int32": {**dense(np.full((2, 4), 1 << 31)), "flags": cpu.CHECKED},
+    "ids below int32": {**dense(np.full((2, 4), -(1 << 31) - 1)), "flags": cpu.CHECKED},
     "a narrow table": dense(TABLE.astype(np.int32), TABLE_INTEGER),
     "a table without columns": dense(TABLE[:, :0], TABLE_INTEGER),
     "a table without axes": dense(TABLE[:5], TABLE_INTEGER),
@@ -464,13 +496,13 @@ GIVEN = dense()["given"]
 
 def attempt(
     x: Any = X, out: Any = None, k: Any = None, k_out: Any = None, tensors: Any = None, norm: Any = None,
-    given: Any = GIVEN, first: int = 0, stop: int = 4, flags: int = 0,
+    given: Any = GIVEN, part: int = 0, parts: int = 1, flags: int = 0,
 ) -> bool:  # fmt: skip
     out = torch.full_like(x, 7) if out is None else out
     before = out.clone()
     made = (x, out) if k is None else (x, out, k, out if k_out == "out" else torch.zeros_like(k))
     tensors = tuple(map(to_dlpack, made)) if tensors is None else tensors
-    done = CORE.rotate(tensors, given, norm, first, stop, flags)
+    done = CORE.rotate(tensors, given, norm, part, parts, flags)
     assert done or torch.equal(out, before)
     return done
 
@@ -483,11 +515,17 @@ def test_what_is_declined_is_taken_without_its_flaw() -> None:
     assert attempt(**dense(TABLE, TABLE_INTEGER))
     assert attempt(**dense(TABLE, TABLE_FRACTIONAL))
     assert attempt(**dense(np.zeros((2, 4), np.int64), DENSE_FIXED))
+    assert attempt(**dense(row=4))
+    assert attempt(x=X.view(2, 2, 2, 16), **dense(row=2))
+    assert attempt(**dense(np.full((2, 4), (1 << 31) - 1)), flags=cpu.CHECKED)
+    assert attempt(**capsule(2, 4))
+    assert attempt(x=X.view(2, 2, 2, 16), **capsule(2, 2, 2, dtype=torch.int64))
+    assert attempt(**dense(to_dlpack(torch.from_numpy(TABLE.copy())), TABLE_INTEGER))
     assert attempt(x=X[0])
     assert attempt(x=X.transpose(1, 2).contiguous(), flags=cpu.HEADS_FIRST)
     assert attempt(k=torch.zeros(1, 4, 1, 16), flags=cpu.APART)
     assert attempt(x=X.bfloat16())
-    assert attempt(first=4)
+    assert attempt(part=3, parts=4)
     assert attempt(norm=(1e-6, WEIGHT))
     assert attempt(norm=(1e-6, None, WEIGHT), k=torch.zeros(1, 4, 1, 16))
 
@@ -506,6 +544,6 @@ def test_any_numbers_in_a_table_are_read_without_harm() -> None:
 
 def test_other_arguments_are_a_type_error() -> None:
     given, both = GIVEN, (to_dlpack(X), to_dlpack(X))
-    for arguments in ((), (both, given), ([*both], given, None, 0, 4, 0), (both, given, None, 0, 4.0, 0)):
+    for arguments in ((), (both, given), ([*both], given, None, 0, 1, 0), (both, given, None, 0, 1.0, 0)):
         with pytest.raises(TypeError, match="rotate takes"):
             CORE.rotate(*arguments)

@@ -34,7 +34,7 @@ from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, prin
 from torch import Tensor
 
 import mmpos
-from mmpos import Placeholders, PositionTable, SegmentTable, Text, place
+from mmpos import Placeholders, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, operators
 
 PAIRINGS = ("half", "adjacent")
@@ -409,6 +409,17 @@ def test_inference_tensors_rotate_in_place_too() -> None:
         want = one(q, packed("rope-tie"), Rotary(8))
         apply_rotary(q, None, packed("rope-tie"), Rotary(8), inplace=True)
         assert bits(q) == bits(want)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_a_view_of_the_negative_is_rotated_as_what_it_shows(implementation: Any) -> None:
+    whole = heads(32, 2, 16)
+    negative = torch.view_as_complex(torch.stack((whole, whole), -1)).conj().imag
+    assert negative.is_neg()
+    want = one(-whole, packed("rope-tie"), Rotary(16))
+    assert torch.equal(one(negative, packed("rope-tie"), Rotary(16), implementation=implementation), want)
+    with pytest.raises(UnsupportedError, match="q: got a view of the negative, want inplace=False"):
+        apply_rotary(negative, None, packed("rope-tie"), Rotary(16), inplace=True, implementation=implementation)
 
 
 def walked(call: Callable[[], object]) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, angles, apply_rotary, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, angles, apply_rotary, memory, rerotate, rotate_and_store
 from mmpos.rotary import cos_sin as tables_of
 
 ROTARY = Rotary(head_dim=16)
@@ -498,6 +499,16 @@ def test_forward_mode_gradients_are_refused(name: str) -> None:
         torch.func.jvp(lambda x: FORWARD[name](x)[0], (x,), (x,))
     with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent"), forward_ad.dual_level():
         FORWARD[name](forward_ad.make_dual(x, x.clone()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_tangents_are_seen_where_torch_tells_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(16, 2, 16)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.clone())
+        monkeypatch.setattr(memory, "forward_ad", SimpleNamespace(unpack_dual=forward_ad.unpack_dual))
+        assert memory.has_tangent(dual)
+        assert not memory.has_tangent(x)
 
 
 def test_memory_is_judged_by_the_distance_of_tensors_whose_shapes_and_strides_are_the_same() -> None:

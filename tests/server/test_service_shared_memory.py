@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from message_strategies import tensor
-from shared_objects import PREFIX, content, names, shared
+from shared_objects import PREFIX, SHRINK, content, names, sealed, shared
 from victim import Answer, Victim
 from waiting import eventually
 
@@ -83,7 +85,7 @@ def opened(server: Victim) -> list[str]:
     for path in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
             found.append(os.readlink(path))
-    return [name for name in found if name.startswith("/dev/shm/")]
+    return [name for name in found if name.startswith(("/dev/shm/", f"/memfd:{PREFIX}"))]
 
 
 def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, object]]:
@@ -118,6 +120,89 @@ def test_rotations_come_from_objects_and_go_to_them(server: Victim) -> None:
         assert content(there) == b"." * 100 + want.q.data + want.k.data + b"." * 388
         assert content(key) == Q.tobytes() + b"-" * 8 + k.tobytes()
     assert names() == set()
+
+
+LARGE = np.random.default_rng(2).standard_normal((4096, 3, 8)).astype(np.float32)
+LARGE_TURNS = rotary_pb2.RotaryPositions(ids=tensor(np.arange(4096, dtype=np.int32)[None].repeat(2, 0), "int32"))
+
+
+def rotate_large(key: str, **fields: Any) -> Any:
+    request = rotate(elsewhere(LARGE, key), **fields)
+    request.positions.CopyFrom(LARGE_TURNS)
+    return request
+
+
+@pytest.mark.parametrize("unaligned", [0, 4])
+def test_sealed_objects_are_rotated_from_one_to_the_other(server: Victim, unaligned: int) -> None:
+    plain = rotate(tensor(LARGE, "float32"))
+    plain.positions.CopyFrom(LARGE_TURNS)
+    want = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", plain).data).q.data
+    size, offset = LARGE.nbytes, 64 + unaligned
+    with sealed(bytes(offset) + LARGE.tobytes() * 2) as (key, _), sealed(b"." * (size + 200), "answer") as (there, to):
+        request = rotate_large(key, **output(there, size + 72, offset))
+        request.q.shared.offset = offset
+        for _ in range(2):
+            found = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
+        assert found.q.shared == tensor_pb2.SharedMemory(key=there, offset=offset, byte_size=size)
+        assert os.pread(to, size + 200, 0) == b"." * offset + want + b"." * (200 - offset)
+        assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # into the message
+        # Objects of clients leave no trace in the server.
+        assert eventually(lambda: not opened(server) and f"memfd:{PREFIX}" not in mapped(server)), mapped(server)
+
+
+@pytest.mark.parametrize("seals", [0, SHRINK])
+def test_a_client_that_shrinks_its_objects_meanwhile_harms_nobody(server: Victim, seals: int) -> None:
+    asking, refused = True, 0
+
+    def shrink(descriptors: list[int]) -> int:
+        done = 0
+        while asking:
+            for descriptor in descriptors:
+                with suppress(PermissionError):
+                    os.ftruncate(descriptor, 4096)
+                    done += 1
+                    os.ftruncate(descriptor, LARGE.nbytes)
+        return done
+
+    with sealed(LARGE.tobytes(), "q", seals) as (key, q), sealed(LARGE.tobytes(), "answer", seals) as (there, to):
+        request = rotate_large(key, **output(there, LARGE.nbytes))
+        with ThreadPoolExecutor() as threads:
+            shrinking = threads.submit(shrink, [q, to])
+            for _ in range(50):
+                answer = server.call("RotaryService/Rotate", request)
+                refused += answer.status == "INVALID_ARGUMENT"
+                assert answer.status in ("OK", "INVALID_ARGUMENT"), answer
+            asking = False
+        if seals:
+            assert (shrinking.result(), refused) == (0, 0)
+    with shared(Q.tobytes()) as key:
+        assert server.call("RotaryService/Rotate", rotate(elsewhere(Q, key))).status == "OK"
+
+
+def test_a_client_that_frees_its_memory_meanwhile_harms_nobody(server: Victim) -> None:
+    size = LARGE.nbytes
+
+    def ask() -> set[str]:
+        request = rotate_large(key, **output(there, size))
+        return {server.call("RotaryService/Rotate", request).status for _ in range(50)}
+
+    with (
+        sealed(LARGE.tobytes(), "q") as (key, q),
+        sealed(LARGE.tobytes(), "answer") as (there, to),
+        mmap.mmap(q, size) as one,
+        mmap.mmap(to, size) as two,
+        ThreadPoolExecutor() as threads,
+    ):
+        asking = threads.submit(ask)
+        while not asking.done():
+            one.madvise(mmap.MADV_REMOVE)
+            two.madvise(mmap.MADV_REMOVE)
+        assert asking.result() == {"OK"}
+
+
+def mapped(server: Victim) -> str:
+    """The maps of a server."""
+    return Path(f"/proc/{server.pid}/maps").read_text()
 
 
 def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,9 @@ from mmpos.segments.kinds import Grid
 from mmpos.support.checks import IntArray
 from mmpos_bench.workloads import Document
 
-RopeIndex = Callable[[IntArray, int, IntArray], Callable[[], IntArray]]
-"""From (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging to a call that gives
-(3, batch · seq) ids, row after row."""
+RopeIndexes = Callable[[IntArray, int, IntArray], Mapping[str, Callable[[], IntArray]]]
+"""From (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging to calls, by name, that
+give (3, batch · seq) ids, row after row."""
 
 
 def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
@@ -40,19 +40,31 @@ def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
     return np.concatenate(packed, axis=1), deltas
 
 
-def load_rope_index() -> RopeIndex:
-    """Load the method of Transformers' Qwen2-VL, which is given a configuration, merging by 2, and no weights."""
+def load_rope_index() -> RopeIndexes:
+    """Load the method of Transformers' Qwen2-VL, which is given a configuration, merging by 2, and no weights, and the
+    function that takes its place.
+    """
     import torch
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    from mmpos.integrations.hf.get_rope_index import RopeIndex
 
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
     model.get_vision_position_ids = Qwen2VLModel.get_vision_position_ids.__get__(model)
     # The annotations of Transformers name tensors of one dtype each, which torch's own functions do not return.
     method: Any = partial(Qwen2VLModel.get_rope_index, model)
 
-    def rope_index(input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray) -> Callable[[], IntArray]:
+    def rope_indexes(
+        input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray
+    ) -> Mapping[str, Callable[[], IntArray]]:
         ids, grids = torch.from_numpy(input_ids), torch.from_numpy(image_grid_thw)
         kinds = (ids == image_token_id).int()  # what Transformers' processor hands on costs the method nothing here
-        return lambda: method(ids, kinds, grids)[0].reshape(3, -1).numpy()
+        ways = {"rope_index": RopeIndex(spatial_merge_size=2), "Transformers": method}
+        return {name: partial(_rows, way, ids, kinds, grids) for name, way in ways.items()}
 
-    return rope_index
+    return rope_indexes
+
+
+def _rows(way: Any, *tensors: Any) -> Any:
+    """Call a method, and give its ids as rows of an array."""
+    return way(*tensors)[0].reshape(3, -1).numpy()

@@ -1,6 +1,7 @@
 """Pictures of ids, attention, precision and growth; matplotlib is needed only when one is drawn."""
 
 from mmpos.analysis.plot.attention import Kernel, attention_kernel, plot_attention
+from mmpos.analysis.plot.balance import plot_balance
 from mmpos.analysis.plot.curves import id_growth, phase_errors, plot_growth, plot_phase_error
 from mmpos.analysis.plot.positions import plot_positions
 
@@ -10,6 +11,7 @@ __all__ = [
     "id_growth",
     "phase_errors",
     "plot_attention",
+    "plot_balance",
     "plot_growth",
     "plot_phase_error",
     "plot_positions",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,19 @@ from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import IntArray, counted, text
+from mmpos.support.checks import IntArray, counted, integer, text
 from mmpos.support.files import whole_file
 
-__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "get_example", "to_row"]
+__all__ = [
+    "FORMAT_VERSION",
+    "SCHEMA",
+    "SequenceRows",
+    "SequenceShard",
+    "SequenceWriter",
+    "from_row",
+    "get_example",
+    "to_row",
+]
 
 GROUP_BYTES = 32 * 2**20
 """Size of the arrays of a row group at which the group is closed."""
@@ -186,10 +196,14 @@ class SequenceShard:
     @property
     def lengths(self) -> IntArray:
         """(examples,) tokens of each example; nothing else is read."""
+        lengths: IntArray = self.columns(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+        return lengths
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """Read these columns of ``SCHEMA`` of all examples; nothing else is read."""
         with self._open() as file:
             self._footer(file)
-            lengths: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
-            return lengths
+            return file.read(list(names))
 
     @property
     def source(self) -> str:
@@ -221,6 +235,11 @@ class SequenceShard:
         for index, example in self._rows(start, step):
             yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
+    def rows(self, groups: int) -> SequenceRows:
+        """Open the file to read examples in any order; see SequenceRows."""
+        file = self._open()
+        return SequenceRows(self, file, self._footer(file)["axes"], groups)
+
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
         with self._open() as file:
@@ -230,18 +249,20 @@ class SequenceShard:
                 stop = first + file.metadata.row_group(group).num_rows
                 wanted = [index for index in range(first, stop) if is_chosen(index, start, step)]
                 if wanted:
-                    rows = self._group(file, group)
+                    rows = self.group(file, group)
                     for index in wanted:
-                        yield index, self._example(rows, index - first, Location(self.source, index), axes)
+                        yield index, self.example(rows, index - first, Location(self.source, index), axes)
                 first = stop
 
-    def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
+    def group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
+        """Read a row group, or return why it cannot be read."""
         try:
             return file.read_row_group(group, SCHEMA.names)
         except (OSError, pa.ArrowException) as error:
             return error
 
-    def _example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
+    def example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
+        """Make an example of row i of a row group, or return why it cannot be made."""
         if isinstance(rows, Exception):
             return broken(here, rows)
         try:
@@ -268,6 +289,51 @@ class SequenceShard:
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
         return footer
+
+
+class SequenceRows:
+    """Examples of a SequenceShard in any order; the row groups that were read last stay in memory.
+
+    Args:
+        shard: the shard.
+        file: its open file.
+        axes: axes of its positions.
+        groups: most row groups in memory.
+    """
+
+    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, axes: int, groups: int) -> None:
+        self._shard, self._file, self._axes, self._most = shard, file, axes, groups
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._groups = OrderedDict[int, pa.Table | Exception]()
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def __getitem__(self, row: int) -> Example:
+        """Read an example.
+
+        Raises:
+            InvalidInputError: there is no such row.
+            RecordError: it cannot be read.
+        """
+        row = integer("row", row, minimum=0, maximum=len(self) - 1)
+        group = int(self._ends.searchsorted(row, side="right"))
+        if group not in self._groups:
+            self._groups[group] = self._shard.group(self._file, group)
+            while len(self._groups) > self._most:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(group)
+        first = int(self._ends[group]) - self._file.metadata.row_group(group).num_rows
+        here = Location(self._shard.source, row)
+        example = self._shard.example(self._groups[group], row - first, here, self._axes)
+        if isinstance(example, RecordError):
+            raise example
+        return example
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def get_example(record: Record, location: Location) -> Example:

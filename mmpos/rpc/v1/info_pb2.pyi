@@ -194,12 +194,17 @@ class GetInfoResponse(_message.Message):
     PROFILES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_PREFIX_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_PROCESSES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of mmpos."""
     device: _builtins.str
     """Where Rotate runs: "cuda", "cpu", or empty if this server does not rotate."""
     shared_memory_prefix: _builtins.str
     """How names of shared memory objects must begin after their "/"; empty if this server takes none."""
+    shared_memory_processes: _builtins.str
+    """The link /proc/self/ns/pid of this server: where a client's is the same, its objects may be links to sealed ones, as
+    message SharedMemory says. Empty if this server takes none.
+    """
     @_builtins.property
     def schemes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchemeInfo]:
         """All schemes."""
@@ -221,10 +226,11 @@ class GetInfoResponse(_message.Message):
         profiles: _abc.Iterable[Global___ProfileInfo] | None = ...,
         device: _builtins.str = ...,
         shared_memory_prefix: _builtins.str = ...,
+        shared_memory_processes: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "limits", b"limits", "profiles", b"profiles", "schemes", b"schemes", "shared_memory_prefix", b"shared_memory_prefix", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "limits", b"limits", "profiles", b"profiles", "schemes", b"schemes", "shared_memory_prefix", b"shared_memory_prefix", "shared_memory_processes", b"shared_memory_processes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

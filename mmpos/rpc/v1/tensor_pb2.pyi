@@ -78,6 +78,10 @@ class SharedMemory(_message.Message):
     shared_memory_prefix, and refused with UNIMPLEMENTED by every other one that knows this message; one that does not
     know it ignores it.
 
+    On Linux the object may also be a symbolic link of that name to /proc/PID/fd/N, where process PID of the server's user
+    has a memfd of the same name, without the "/", open as N. One with the seal F_SEAL_SHRINK is not copied where the
+    server need not: it rotates from object to object.
+
     As the output of a request it is where the tensors of the answer go: one after the other, each at a multiple of 64
     bytes from the first byte, and their shared says where; one without numbers has no place there. If they do not fit,
     the request is refused with the bytes they need in the message, and in trailing metadata "mmpos-output-bytes" of a

@@ -1,0 +1,125 @@
+"""The command that plans training: ready sequences in, an index of balanced packs and a report out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+
+from mmpos.cli import report
+from mmpos.cli.commands import group
+from mmpos.cli.options import flat
+from mmpos.support.checks import counted
+from mmpos.support.program import console
+
+if TYPE_CHECKING:
+    from mmpos.data import Headers, TrainingPlan
+
+data = group("data", "Plan the packs of a training run.")
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The options that describe the training run."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a pack.")] = 8192
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1
+    microbatches: Annotated[int, typer.Option(min=1, help="Packs of a rank in a step.")] = 1
+    pipeline: Annotated[int, typer.Option(min=1, help="Stages of a pipeline, for the report.")] = 1
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Model whose config.json says what tokens and patches cost.",
+            show_default="a 7B model",
+        ),
+    ] = None
+    patches_per_token: Annotated[int, typer.Option(min=1, help="Patches that are merged to one token.")] = 4
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """The options that say how packs are shared out."""
+
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="How much more than another a pack of a step may cost, for even labels.")
+    ] = 0.02
+    window: Annotated[int, typer.Option(min=1, help="Examples that are planned together, in their order.")] = 2**16
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of steps.")] = 0
+
+
+@data.command("plan")
+@flat
+def plan_packs(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files of mmpos preprocess.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The index, a .parquet.")],
+    run: RunFlags,
+    flags: PlanFlags,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture of the steps, .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Plan balanced packs of ready sequences, and write the index that PlannedPacks reads.
+
+    No pixel is read: sizes come from the columns of the files.
+    """
+    from mmpos.data import Cost, SequenceShard, plan, read_headers, write_index
+
+    cost = Cost() if run.config is None else Cost.from_hf_config(run.config)
+    headers, shard, row = read_headers(
+        [SequenceShard(path) for path in inputs], patches_per_token=run.patches_per_token
+    )
+    made = plan(
+        headers,
+        max_tokens=run.max_tokens,
+        ranks=run.ranks,
+        microbatches=run.microbatches,
+        cost=cost,
+        tolerance=flags.tolerance,
+        window=flags.window,
+        seed=flags.seed,
+    )
+    write_index(output, made, [str(path) for path in inputs], shard, row)
+    _report(headers, made, cost.of(headers), run)
+    typer.echo(output)
+    if plot is not None:
+        from mmpos.analysis.plot import plot_balance
+
+        plot_balance(made.rank_costs(run.pipeline), made.labels_per_step, plot)
+        typer.echo(plot)
+
+
+def _report(headers: Headers, made: TrainingPlan, costs: np.ndarray, run: RunFlags) -> None:
+    """Print what the plan is, and what packs by tokens alone, in random order, would be."""
+    labels = made.labels_per_step
+    table = report.new_table("", "")
+    table.show_header = False
+    for name, said in (
+        ("examples", f"{len(headers):,} of {headers.tokens.sum():,} tokens, {headers.labels.sum():,} of them labels"),
+        ("steps", f"{made.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"),
+        ("fill", f"{made.fill:.1%} of packs of {run.max_tokens:,} tokens"),
+        ("slowest rank", f"{made.straggling(run.pipeline):.3f} of the mean"),
+        ("packed by tokens", f"{_by_tokens(headers, costs, made):.3f} of the mean"),
+        ("labels of a step", f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average"),
+        ("dummy images", f"{made.needs_image.sum():,} packs"),
+    ):
+        table.add_row(name, said)
+    report.show(console(), table)
+
+
+def _by_tokens(headers: Headers, costs: np.ndarray, made: TrainingPlan) -> float:
+    """Return how much longer the slowest ranks take where packs are filled by tokens and come in random order."""
+    from mmpos.data import first_fit_decreasing
+
+    packs = first_fit_decreasing(headers.tokens, made.max_tokens)
+    of_packs = np.random.default_rng(0).permutation([costs[pack].sum() for pack in packs])
+    whole = of_packs.size // (made.ranks * made.microbatches)
+    if not whole:
+        return float("nan")
+    ranks = of_packs[: whole * made.ranks * made.microbatches].reshape(whole, made.ranks, -1).sum(axis=2)
+    return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())

@@ -1,0 +1,226 @@
+"""Index files of plans: one row for each example of a pack, in the order in which ranks compute them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute, parquet
+
+from mmpos.data.examples import IGNORE_INDEX
+from mmpos.data.packing import Pack
+from mmpos.data.planner.cost import Headers
+from mmpos.data.planner.plan import TrainingPlan
+from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray, int_array, integer
+from mmpos.support.files import whole_file
+from mmpos.support.ragged import ragged_arange
+
+__all__ = ["INDEX_SCHEMA", "PlannedPack", "PlannedPacks", "read_headers", "write_index"]
+
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("microbatch", pa.int32(), nullable=False),
+        pa.field("offset", pa.int32(), nullable=False),  # first token of the example in its pack
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),  # of the example in its shard
+        pa.field("weight", pa.float64(), nullable=False),  # factor of the mean loss of the pack
+        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy, where other ranks run their vision towers
+    ]
+)
+
+_VERSION = 1
+_METADATA = b"mmpos.plan"
+_GROUP_ROWS = 2**16
+
+
+def read_headers(shards: Sequence[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
+    """Read the sizes of ready examples, without their pixels.
+
+    Args:
+        shards: files of ready sequences.
+        patches_per_token: patches that are merged to one token, the square of spatial_merge_size.
+
+    Returns:
+        the headers of all examples, and of each the index of its shard and its row there.
+    """
+    merged = integer("patches_per_token", patches_per_token, minimum=1)
+    tokens, labels, patches, images = [], [], [], []
+    counts = []
+    for shard in shards:
+        columns = shard.columns(["num_tokens", "labels", "grid_thw"])
+        tokens.append(columns["num_tokens"].to_numpy())
+        lists = columns["labels"].combine_chunks()
+        trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy()
+        before = np.append(0, trained.cumsum())
+        ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
+        labels.append(np.diff(before[ends]))
+        grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
+        patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
+        images += [int(grid[:, 0].sum()) for grid in grids]
+        counts.append(len(lists))
+    none = np.zeros(0, np.int64)
+    headers = Headers(
+        np.concatenate([none, *tokens]),
+        np.concatenate([none, *labels]),
+        np.concatenate([none, *patches]),
+        images or none,
+    )
+    shard_of, row = ragged_arange(np.array(counts, np.int64))
+    return headers, shard_of, row
+
+
+def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], shard: object, row: object) -> None:
+    """Write the index of a plan, a Parquet file of ``INDEX_SCHEMA``; it is there when it is whole.
+
+    Args:
+        path: the file.
+        plan: the plan.
+        shards: names of the shards.
+        shard: (examples,) index into ``shards`` of each example of the plan's headers.
+        row: (examples,) number of each example in its shard.
+    """
+    count = plan.members.size
+    shard, row = int_array("shard", shard, (count,)), int_array("row", row, (count,))
+    if count and not 0 <= int(shard.min()) <= int(shard.max()) < len(shards):
+        raise InvalidInputError(f"shard: got {shard.min()} to {shard.max()}, want indices of {len(shards)} shards")
+    sizes = np.diff(plan.pack_offsets)
+    pack = np.arange(plan.num_packs).repeat(sizes)
+    step, place = np.divmod(pack, plan.ranks * plan.microbatches)
+    tokens = plan.member_tokens
+    before = tokens.cumsum() - tokens
+    columns = {
+        "step": step,
+        "rank": place // plan.microbatches,
+        "microbatch": place % plan.microbatches,
+        "offset": before - before[plan.pack_offsets[:-1]].repeat(sizes),
+        "tokens": tokens,
+        "shard": pa.DictionaryArray.from_arrays(shard[plan.members].astype(np.int32), list(map(str, shards))),
+        "row": row[plan.members],
+        "weight": plan.weights[pack],
+        "needs_image": plan.needs_image[pack],
+    }
+    table = pa.table([pa.array(columns[field.name]).cast(field.type) for field in INDEX_SCHEMA], INDEX_SCHEMA)
+    facts = {"version": _VERSION, "ranks": plan.ranks, "microbatches": plan.microbatches, "steps": plan.num_steps}
+    facts["max_tokens"] = plan.max_tokens
+    table = table.replace_schema_metadata({_METADATA: json.dumps(facts)})
+    with whole_file(Path(path)) as file:
+        parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPack:
+    """Pack of a rank in a microbatch of a step.
+
+    Args:
+        pack: its examples, in order.
+        weight: factor of the mean loss of the pack.
+        needs_image: whether the model must see a dummy image, since other ranks have one.
+    """
+
+    pack: Pack
+    weight: float
+    needs_image: bool
+
+
+class PlannedPacks:
+    """Packs of one rank by an index: an iterator gives, step by step, the list of its microbatches.
+
+    It reads shards where they are, in any order, and goes on after a restart from ``state_dict``.
+
+    Args:
+        path: file of ``write_index``, of ready sequences.
+        rank: the rank.
+        groups: most row groups of a shard in memory; a window of the plan should fit, so that each is read once.
+    """
+
+    def __init__(self, path: str | Path, rank: int, *, groups: int = 64) -> None:
+        self._path, self._groups = Path(path), integer("groups", groups, minimum=1)
+        with self._open() as file:
+            facts = self._facts(file)
+        self.ranks, self.microbatches, self.max_tokens, self.num_steps = (
+            int(facts[name]) for name in ("ranks", "microbatches", "max_tokens", "steps")
+        )
+        self.rank = integer("rank", rank, minimum=0, maximum=self.ranks - 1)
+        self._step = 0
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the step that comes next, with what the index must be to go on by it."""
+        return {"step": self._step, "ranks": self.ranks, "microbatches": self.microbatches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a state.
+
+        Raises:
+            InvalidInputError: it is of a plan of other ranks or microbatches, or beyond its end.
+        """
+        for name in ("ranks", "microbatches"):
+            if state.get(name) != getattr(self, name):
+                raise InvalidInputError(f"state.{name}: got {state.get(name)}, want {getattr(self, name)}")
+        self._step = integer("state.step", state.get("step"), minimum=0, maximum=self.num_steps)
+
+    def __iter__(self) -> Iterator[list[PlannedPack]]:
+        shards: dict[str, SequenceRows] = {}
+        try:
+            with self._open() as file:
+                for rows in self._steps(file):
+                    self._step += 1
+                    yield [self._pack(rows, microbatch, shards) for microbatch in range(self.microbatches)]
+        finally:
+            for opened in shards.values():
+                opened.close()
+
+    def _steps(self, file: parquet.ParquetFile) -> Iterator[pa.Table]:
+        """Yield the rows of this rank, step by step, from the next step on."""
+        held = INDEX_SCHEMA.empty_table()
+        for group in range(file.num_row_groups):
+            rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+            last = int(rows["step"][-1].as_py())  # may go on in the next group
+            wanted = compute.and_(
+                compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], self._step)
+            )
+            held = pa.concat_tables([held, rows.filter(wanted)])
+            ended = self.num_steps if group == file.num_row_groups - 1 else last
+            while self._step < ended:
+                mine = compute.equal(held["step"], self._step)
+                step, held = held.filter(mine), held.filter(compute.invert(mine))
+                yield step
+
+    def _pack(self, rows: pa.Table, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
+        mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
+        examples = []
+        for row in mine:
+            name = row["shard"]
+            if name not in shards:
+                shards[name] = SequenceShard(name).rows(self._groups)
+            example = shards[name][row["row"]]
+            if example.num_tokens != row["tokens"]:
+                got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
+                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}: the shard has changed")
+            examples.append(example)
+        return PlannedPack(Pack(tuple(examples), self.max_tokens), mine[0]["weight"], mine[0]["needs_image"])
+
+    def _open(self) -> parquet.ParquetFile:
+        try:
+            return parquet.ParquetFile(self._path)
+        except pa.ArrowException as error:
+            raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
+
+    def _facts(self, file: parquet.ParquetFile) -> dict[str, int]:
+        stored = (file.metadata.metadata or {}).get(_METADATA)
+        facts = {"version": 0} if stored is None else json.loads(stored)
+        if facts["version"] != _VERSION:
+            got = "a Parquet file of others" if stored is None else f"version {facts['version']}"
+            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
+        return dict(facts)

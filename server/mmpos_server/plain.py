@@ -1,0 +1,83 @@
+"""Plain queries: documents as segments of text and grids, placed and answered from bytes to bytes in one pass in C."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from mmpos.errors import MmposError
+from mmpos.positions.plan import Plan, plan_of
+from mmpos.rpc.positions import get_scheme
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.schemes import get_scheme as named_scheme
+from mmpos.support import native
+
+if TYPE_CHECKING:
+    from mmpos_server.config import Limits, Profiles
+    from mmpos_server.methods import Plain
+
+__all__ = ["SMALL_ANSWER", "SMALL_BYTES", "SMALL_SEGMENTS", "PlainQueries"]
+
+SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
+"""Largest request, shared memory included, most segments and largest dense answer in bytes of small work, which is done
+where the call is; larger work waits for one of few threads."""
+
+_MOST_SETTINGS = 64
+"""Most schemes and profiles, as requests name them, that are remembered."""
+
+_Settings = tuple[Plan, bool, bool, bytes]
+"""Plan, whether grids must not touch, whether ids may be fractions, and label, as csrc/served.c reads them."""
+
+
+class PlainQueries:
+    """Answers to plain queries, with the bytes that the way through messages gives.
+
+    Args:
+        profiles: settings of models.
+        limits: limits of one request.
+    """
+
+    def __init__(self, profiles: Profiles, limits: Limits) -> None:
+        self._profiles, self._most_bytes = profiles, min(SMALL_BYTES, limits.request_bytes)
+        self._known: dict[bytes, _Settings | None] = {}
+        segments = min(limits.segments, SMALL_SEGMENTS)
+        most = limits.documents, segments, limits.tokens, limits.images, SMALL_ANSWER, limits.response_bytes
+        self._most = np.array(most, np.int64)
+        self._core: Any = native.core if sys.byteorder == "little" else None
+
+    def answer(self, raw: bytes, *, item: bool = False) -> Plain | None:
+        """Answer a request of Place, or of StreamPlace for an item.
+
+        Returns:
+            None for a query that is not plain, small,
+            within the limits and right, of which the way through messages says what is wrong.
+        """
+        if self._core is None or len(raw) > self._most_bytes:
+            return None
+        served = self._core.served(raw, item, self._known, self._most)
+        if isinstance(served, bytes):
+            self._learn(served)
+            served = self._core.served(raw, item, self._known, self._most)
+        return None if served is None or isinstance(served, bytes) else served
+
+    def _learn(self, key: bytes) -> None:
+        """Remember the settings of a query of these bytes, which has nothing but a profile and a scheme.
+
+        Again where a shape was not known: the plan may have been forgotten, and another one be in use.
+        """
+        if len(self._known) >= _MOST_SETTINGS:
+            self._known = {}
+        try:
+            self._known[key] = self._settings(pb.PositionsQuery.FromString(key))
+        except (DecodeError, MmposError):
+            return
+
+    def _settings(self, query: pb.PositionsQuery) -> _Settings | None:
+        profile = self._profiles.get(query.profile if query.HasField("profile") else None)
+        named = get_scheme("", query.scheme) if query.HasField("scheme") else profile.builder.scheme
+        scheme = named_scheme(named)
+        plan = plan_of(scheme)
+        return None if plan is None else (plan, scheme.strict, scheme.fractional, scheme.label.encode())

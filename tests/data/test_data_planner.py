@@ -1,0 +1,291 @@
+"""Plans: every example once, packs that fit, ranks that finish together, labels that count alike, and index files."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mixed_corpus import mixed_corpus
+from pyarrow import parquet
+
+from mmpos import Grid, InvalidInputError, SequenceBuilder
+from mmpos.__main__ import main
+from mmpos.data import (
+    Cost,
+    Example,
+    Headers,
+    PlannedPacks,
+    SequenceShard,
+    SequenceWriter,
+    TrainingPlan,
+    first_fit_decreasing,
+    plan,
+    read_headers,
+    write_index,
+)
+
+LINEAR = Cost(1, 0, 0, 0)
+
+
+def planned(headers: Headers, **settings: object) -> TrainingPlan:
+    made = plan(headers, **settings)  # type: ignore[arg-type]
+    check(made, headers)
+    return made
+
+
+def check(made: TrainingPlan, headers: Headers) -> None:
+    """Check what every plan must be: each example once, packs that fit and are whole groups, sums that are right."""
+    assert sorted(made.members.tolist()) == list(range(len(headers)))
+    assert made.num_packs % (made.ranks * made.microbatches) == 0
+    packs = [made.members[a:b] for a, b in itertools.pairwise(made.pack_offsets.tolist())]
+    assert min(map(len, packs)) >= 1
+    assert [headers.tokens[pack].sum() for pack in packs] == made.tokens.tolist()
+    assert [headers.labels[pack].sum() for pack in packs] == made.labels.tolist()
+    assert made.tokens.max() <= made.max_tokens
+    assert made.member_tokens.tolist() == headers.tokens[made.members].tolist()
+
+
+def test_the_most_expensive_go_first_each_to_the_cheapest_pack() -> None:
+    made = planned(Headers([5, 4, 3, 3, 1], [5, 4, 3, 3, 1]), max_tokens=8, ranks=2, cost=LINEAR)
+    # Round 1: 5 → A, 4 → B. Round 2: 3 → B (4), 3 → A (5). Round 3: 1 → B (7). Both cost 8.
+    assert sorted(sorted(pack.tolist()) for rank in (0, 1) for step in made.packs(rank) for pack in step) == [
+        [0, 3],
+        [1, 2, 4],
+    ]
+    assert made.costs.tolist() == [8, 8]
+    assert (made.fill, made.straggling(), made.num_steps) == (1.0, 1.0, 1)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=8, max_size=120),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(8, 64),
+    st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_example_is_planned_once_and_fits(
+    tokens: list[int], ranks: int, microbatches: int, window: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 3, len(tokens))
+    headers = Headers(tokens, random.integers(0, np.array(tokens) + 1), random.integers(1, 50, images.sum()), images)
+    arguments = {"max_tokens": 200, "ranks": ranks, "microbatches": microbatches, "window": window, "seed": seed}
+    made = planned(headers, **arguments)
+    again = plan(headers, **arguments)  # type: ignore[arg-type]
+    assert made.members.tolist() == again.members.tolist()
+    assert made.weights.mean() == pytest.approx(1 if headers.labels.any() else 0)
+
+
+def test_a_stream_is_planned_window_by_window() -> None:
+    headers = mixed_corpus(1000)
+    arguments = {"max_tokens": 8192, "ranks": 4}
+    whole = planned(headers, window=250, **arguments)
+    first = planned(headers[:250], **arguments)
+    assert whole.members[:250].tolist() == first.members.tolist()
+
+
+def test_ranks_finish_together_where_packs_by_tokens_do_not() -> None:
+    headers = mixed_corpus(40_000)
+    costs = Cost().of(headers)
+    for ranks, most, by_lengths in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
+        made = planned(headers, max_tokens=8192, ranks=ranks)
+        by_tokens = first_fit_decreasing(headers.tokens, 8192)
+        packs = np.array([costs[pack].sum() for pack in by_tokens])[: len(by_tokens) // ranks * ranks]
+        arrival = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
+        assert made.straggling() < most < by_lengths < arrival.max(axis=1).sum() / arrival.mean(axis=1).sum()
+        assert made.fill > 0.85
+
+
+def test_a_wider_tolerance_makes_labels_more_even_and_stays_within_it() -> None:
+    headers = mixed_corpus(20_000)
+    spreads = []
+    for tolerance in (0.0, 0.05, 0.5):
+        made = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
+        spreads.append(made.labels_per_step.std())
+        assert made.straggling() < 1.01 + tolerance
+    assert spreads == sorted(spreads, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_plans_are_near_the_optimum(seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(1, 100, 8)
+    made = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
+    best = min(np.bincount(hands, tokens, 3).max() for hands in itertools.product(range(3), repeat=8))
+    assert made.num_steps == 1
+    assert made.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
+
+
+def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
+    made = planned(Headers([4, 4, 3, 1], [1] * 4), max_tokens=4, ranks=1, microbatches=4, cost=LINEAR)
+    assert made.rank_costs().tolist() == [[12.0]]
+    assert made.rank_costs(pipeline=3).tolist() == [[20.0]]
+
+
+def test_packs_without_images_are_marked_where_other_ranks_have_some() -> None:
+    made = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
+    assert made.needs_image.sum() == 1
+    (marked,) = np.flatnonzero(made.needs_image)
+    assert made.images[marked] == 0
+    assert made.images[marked ^ 1] == 1
+
+
+def test_weighted_losses_are_the_loss_of_all_labels() -> None:
+    headers = mixed_corpus(500)
+    made = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
+    losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over the labels of each example
+    of_packs = np.add.reduceat(losses[made.members], made.pack_offsets[:-1])
+    means = np.divide(of_packs, made.labels, where=made.labels > 0, out=np.zeros(made.num_packs))
+    assert (made.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
+
+
+def test_the_packs_of_a_rank_resume_in_the_middle() -> None:
+    made = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
+    whole = [[pack.tolist() for pack in step] for step in made.packs(1)]
+    assert [[pack.tolist() for pack in step] for step in made.packs(1, start=7)] == whole[7:]
+
+
+@pytest.mark.slow
+def test_a_million_headers_are_planned_in_twenty_seconds() -> None:
+    headers = mixed_corpus(1_000_000)
+    began = time.process_time()
+    made = plan(headers, max_tokens=8192, ranks=64)
+    assert time.process_time() - began < 20
+    assert made.straggling() < 1.03
+
+
+def test_costs_of_a_config_are_counted_by_hand() -> None:
+    text = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    text |= {"intermediate_size": 18944, "vocab_size": 152064}
+    vision = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "hidden_act": "silu"}
+    vision["fullatt_block_indexes"] = [7, 15, 23, 31]
+    cost = Cost.from_hf_config({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision})
+    attention, mlp = 3584 * 128 * (2 * 28 + 2 * 4), 3 * 3584 * 18944
+    assert cost.language_linear == 2 * (28 * (attention + mlp) + 152064 * 3584)
+    assert cost.language_quadratic == 2 * 28 * 28 * 128
+    assert cost.vision_linear == 2 * 32 * (4 * 1280**2 + 3 * 1280 * 3420)
+    assert cost.vision_quadratic == 4 * 4 * 1280
+
+
+def test_costs_are_fitted_to_measured_times() -> None:
+    headers = mixed_corpus(400)
+    batches = [headers[i : i + 8] for i in range(0, 400, 8)]
+    cost = Cost(3e-6, 2e-10, 4e-7, 1e-11)
+    fitted = Cost.fit(batches, [cost.of(batch).sum() for batch in batches])
+    for name in ("language_linear", "language_quadratic", "vision_linear", "vision_quadratic"):
+        assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
+    text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
+    assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
+
+
+REFUSED = [
+    ({"tokens": [0]}, {}, "tokens[0]: got 0, want >= 1"),
+    ({"labels": [1, 9]}, {}, "labels[1]: got 9, want at most 3, the tokens of the example"),
+    ({"patches": [4]}, {}, "images: got 0 in all, want 1, one for each of patches"),
+    ({}, {"max_tokens": 2}, "headers.tokens[1]: got 3, want <= 2"),
+    ({}, {"ranks": 0}, "ranks: got 0, want >= 1"),
+    (
+        {},
+        {"ranks": 2, "microbatches": 2},
+        "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
+        "or fewer ranks or microbatches",
+    ),
+    ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "arguments", "message"), REFUSED)
+def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, int], message: str) -> None:
+    tokens = sizes.get("tokens", [2, 3])
+
+    def make() -> TrainingPlan:
+        headers = Headers(tokens, sizes.get("labels", [0] * len(tokens)), sizes.get("patches", []))
+        return plan(headers, **{"max_tokens": 8, "ranks": 1, **arguments})  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidInputError) as error:
+        make()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Cost(0), "Cost.language_linear: got 0.0, want > 0: every token costs something"),
+        (lambda: Cost(1, -1), "Cost.language_quadratic: got -1, want a finite number >= 0"),
+        (
+            lambda: Cost.fit([], []),
+            "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
+        ),
+        (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
+    ],
+)
+def test_costs_that_mean_nothing_are_refused(call: object, message: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        call()  # type: ignore[operator]
+    assert str(error.value) == message
+
+
+def shard(path: Path, sizes: list[int]) -> SequenceShard:
+    """Write examples of this many tokens, each with one image of 2×3 tokens."""
+    builder = SequenceBuilder()
+    with SequenceWriter(path) as writer:
+        for i, size in enumerate(sizes):
+            sequence = builder.build(["x" * (size - 8), Grid(2, 3)])
+            labels = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)
+            writer.write(Example(f"{path.stem}-{i}", sequence, labels))
+    return SequenceShard(path)
+
+
+def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
+    shards = [shard(tmp_path / "a.parquet", [10, 12, 14, 20]), shard(tmp_path / "b.parquet", [16, 9, 30])]
+    headers, shard_of, row = read_headers(shards)
+    assert headers.tokens.tolist() == [10, 12, 14, 20, 16, 9, 30]
+    assert headers.labels.tolist() == [4, 6, 8, 14, 10, 3, 24]
+    assert headers.patches.tolist() == [24] * 7
+    assert (shard_of.tolist(), row.tolist()) == ([0, 0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2])
+    made = planned(headers, max_tokens=32, ranks=2)
+    index = tmp_path / "index.parquet"
+    write_index(index, made, [each.source for each in shards], shard_of, row)
+    keys = [f"a-{i}" for i in range(4)] + [f"b-{i}" for i in range(3)]
+    for rank in (0, 1):
+        packs = PlannedPacks(index, rank)
+        got = [[[each.key for each in one.pack.examples] for one in step] for step in packs]
+        assert got == [[[keys[i] for i in pack] for pack in step] for step in made.packs(rank)]
+        resumed = PlannedPacks(index, rank)
+        resumed.load_state_dict({"step": 1, "ranks": 2, "microbatches": 1})
+        assert [[[each.key for each in one.pack.examples] for one in step] for step in resumed] == got[1:]
+    table = parquet.read_table(index)
+    weights = dict(zip(table["row"].to_pylist(), table["weight"].to_pylist(), strict=True))
+    assert set(weights.values()) <= set(made.weights.tolist())
+    with pytest.raises(InvalidInputError, match=r"state.ranks: got 3, want 2"):
+        resumed.load_state_dict({"step": 0, "ranks": 3, "microbatches": 1})
+    shard(tmp_path / "b.parquet", [17, 10, 31])
+    with pytest.raises(InvalidInputError, match="the shard has changed"):
+        [list(PlannedPacks(index, rank)) for rank in (0, 1)]
+
+
+def test_a_file_of_others_is_no_index(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(InvalidInputError, match="got a Parquet file of others, want the index of a plan, version 1"):
+        PlannedPacks(path, 0)
+
+
+def test_the_command_writes_the_index_a_report_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4).source for name in "ab"]
+    index, picture = tmp_path / "index.parquet", tmp_path / "steps.png"
+    words = ["data", "plan", *files, "-o", str(index), "--ranks", "2", "--max-tokens", "128", "--plot", str(picture)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "32 of 1,200 tokens" in said
+    assert "of 2 ranks and 1 microbatch" in said
+    assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
+    assert picture.read_bytes().startswith(b"\x89PNG")

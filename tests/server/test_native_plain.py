@@ -1,0 +1,309 @@
+"""Plain queries, answered from bytes to bytes: the same answers, errors and counts as by way of messages."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from message_strategies import for_each, messages, places
+from mutations import broken
+
+from mmpos import Grid, SegmentTable, Text
+from mmpos.client import Decode, Dense, PositionsQuery
+from mmpos.positions.plan import forget_plans
+from mmpos.rpc.positions import put_query
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
+from mmpos.segments.kinds import Audio, Segment
+from mmpos.support import native
+from mmpos_server.app import Server
+from mmpos_server.config import Limits, Profiles, ServerConfig, load
+from mmpos_server.endpoints import Answer
+from mmpos_server.methods import Method
+from mmpos_server.plain import PlainQueries
+from mmpos_server.services import methods
+from mmpos_server.shared_memory import SharedMemory
+
+PROFILES = '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profiles.rows]\nscheme = "rows"\n'
+CONFIG = ServerConfig.read(PROFILES)
+BATCH: list[list[Segment]] = [[Text(3), Grid(2, 3), Text(2), Grid(4, 4), Text(1)], [Text(300)], [Text(1), Audio(2)]]
+
+THERE: Any = SimpleNamespace(
+    is_active=lambda: True,
+    cancel=lambda: None,
+    add_callback=lambda ended: ended() or True,
+    invocation_metadata=lambda: (("x-request-id", "1"),),
+    peer=lambda: "unix:",
+    auth_context=dict,
+    time_remaining=lambda: None,
+)
+
+
+def by_messages(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
+    """Method Place, with the way through messages alone."""
+    place = methods(profiles, limits, memory)[0]
+    assert place.twin is not None
+    return [replace(place, plain=None, twin=replace(place.twin, plain=None))]
+
+
+class Both:
+    """Two servers, of which one has no way for plain queries."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.servers = Server(config, methods=lambda *of: methods(*of)[:1]), Server(config, methods=by_messages)
+        self.plain = PlainQueries(Profiles.from_config(config), config.limits)
+
+    def answers(self, raw: bytes) -> Answer:
+        """Answer a request in both ways, which must be the same."""
+        found, wanted = (server.unary["Place"].answer(iter([raw]), THERE) for server in self.servers)
+        assert found == wanted
+        return found
+
+    def counts(self) -> list[dict[str, float]]:
+        """Numbers of the metrics of both servers, without times."""
+        return [
+            {
+                f"{sample.name}{sample.labels}": sample.value
+                for metric in server.metrics.registry.collect()
+                for sample in metric.samples
+                if not ("stage_seconds" in sample.name or sample.name.endswith("_created"))
+            }
+            for server in self.servers
+        ]
+
+    def stop(self) -> None:
+        """Stop both."""
+        for server in self.servers:
+            server.stop(0.0)
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    """Servers with the limits of the embedded settings."""
+    made = Both(CONFIG)
+    yield made
+    made.stop()
+
+
+def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **arguments: Any) -> bytes:
+    """A request of Place."""
+    request = pb.PlaceRequest()
+    put_query(request.query, PositionsQuery(SegmentTable.from_documents(documents), **arguments), profile)
+    return request.SerializeToString()
+
+
+PLAIN: dict[str, bytes] = {
+    "the default scheme": query(),
+    "a scheme": query(scheme="mrope-qwen3"),
+    "a scheme with parameters": query(scheme=RopeTieV2(axes=3, rounding="floor")),
+    "a profile": query(profile="video"),
+    "a profile and a scheme": query(profile="rows", scheme="flatten"),
+    "a start": query(start=-7),
+    "a start of each document": query(start=[5, -9, 2**31 - 400]),
+    "frames": query([[Text(1), Grid(2, 2, frames=3), Text(1)]], scheme="mrope"),
+    "grids that touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]], strict=False),
+    "grids that may touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]], scheme="mrope"),
+    "ids": query(dense=Dense()),
+    "ids as int64": query(dense=Dense("int64")),
+    "ids as float64": query(dense=Dense("float64")),
+    "fractions": query([[Text(1), Grid(3, 5), Text(1)]], scheme="rope-tie-fractional"),
+    "ids that are fractions": query([[Text(1), Grid(3, 5), Text(1)]], scheme="rope-tie-fractional", dense=Dense()),
+    "axes": query(dense=Dense(axes=(1, 0, 0, 1))),
+    "many ids": query([[Text(100), Grid(64, 64), Text(5)]] * 9, dense=Dense()),
+    "many documents": query(BATCH * 300),
+}
+
+
+@pytest.mark.parametrize("raw", PLAIN.values(), ids=PLAIN)
+def test_a_plain_query_is_answered_with_the_bytes_that_messages_give(both: Both, raw: bytes) -> None:
+    both.answers(raw)  # which makes the shapes known
+    answer = both.answers(raw)
+    assert answer.failed is None
+    found = both.plain.answer(raw)
+    assert found is not None
+    positions = pb.PlaceResponse.FromString(answer.raw).positions
+    assert (found[0], *found[1:3]) == (answer.raw, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
+    item = pb.StreamPlaceRequest(id=2**40, query=pb.PlaceRequest.FromString(raw).query).SerializeToString()
+    served = both.plain.answer(item, item=True)
+    assert served is not None
+    assert served[0] == pb.StreamPlaceResponse(id=2**40, positions=positions).SerializeToString()
+
+
+def field(number: int, content: bytes, kind: int = 2) -> bytes:
+    """A field of less than 128 bytes, or with another type its bytes as they are."""
+    return bytes([number << 3 | kind]) + (bytes([len(content)]) + content if kind == 2 else content)
+
+
+SEGMENTS = field(1, b"\1") + field(3, b"\1") + field(4, b"\7") + field(5, b"\1")
+"""A document of seven tokens of text."""
+
+NOT_PLAIN: dict[str, bytes] = {
+    "no query": b"",
+    "no documents": field(1, b""),
+    "no segments": field(1, field(1, b"")),
+    "spans": pb.PlaceRequest(query={"spans": {"lengths": [9]}}).SerializeToString(),  # type: ignore[arg-type]
+    "a view": query(views=[Decode()]),
+    "another place for the answer": field(1, field(1, SEGMENTS) + field(11, b"")),
+    "an unknown field": field(1, field(1, SEGMENTS)) + field(15, b"\1", 0),
+    "an unknown field of the query": field(1, field(1, SEGMENTS) + field(12, b"")),
+    "an unknown field of segments": field(1, field(1, SEGMENTS + field(9, b""))),
+    "the query twice": field(1, field(1, SEGMENTS)) + field(1, b""),
+    "a list twice": field(1, field(1, SEGMENTS + field(1, b""))),
+    "numbers one by one": field(1, field(1, field(1, b"\1", 0) + SEGMENTS[3:])),
+    "times": query([[Text(1), Grid(1, 2, frames=2, seconds_per_frame=1)]], scheme="mrope-qwen2.5"),
+    "separators": query([[Text(1), Grid(2, 2, row_separator=True), Text(1)]]),
+    "a scheme without a plan": query(scheme="tmrope"),
+    "an unknown scheme": field(1, field(1, SEGMENTS) + field(5, field(1, b"rope"))),
+    "a scheme that is no message": field(1, field(1, SEGMENTS) + field(5, b"\x0a")),
+    "a profile that is no text": field(1, field(1, SEGMENTS) + field(4, b"\xff")),
+    "an unknown profile": query(profile="audio"),
+    "grids that must not touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]]),
+    "frames that the scheme does not take": query([[Text(1), Grid(2, 2, frames=3), Text(1)]]),
+    "no segments of a document": field(1, field(1, SEGMENTS[:-3] + field(5, b"\1\0"))),
+    "too few segments": field(1, field(1, SEGMENTS[:-3] + field(5, b"\1\1"))),
+    "too many segments": field(
+        1, field(1, field(1, b"\1\1") + field(3, b"\1\1") + field(4, b"\1\1") + field(5, b"\1"))
+    ),
+    "a list that is too short": field(1, field(1, field(1, b"\1\1") + SEGMENTS[3:])),
+    "a kind that is none": field(1, field(1, field(1, b"\0") + SEGMENTS[3:])),
+    "a kind of tomorrow": field(1, field(1, field(1, b"\x09") + SEGMENTS[3:])),
+    "text with rows": field(1, field(1, SEGMENTS[:3] + field(3, b"\2") + SEGMENTS[6:])),
+    "text without tokens": field(1, field(1, SEGMENTS[:6] + field(4, b"\0") + SEGMENTS[9:])),
+    "a start and starts": field(1, field(1, SEGMENTS) + field(6, b"\1", 0) + field(7, b"\1")),
+    "other starts than documents": query(start=[1, 2]),
+    "a start outside int32": field(1, field(1, SEGMENTS) + field(6, b"\x80\x80\x80\x80\x08", 0)),
+    "ids outside int32": query([[Text(2)]], start=2**31 - 1),
+    "an axis that there is not": query(dense=Dense(axes=(2,))),
+    "too many axes": query(dense=Dense(axes=(0,) * 17)),
+    "another type of ids": field(1, field(1, SEGMENTS) + field(10, field(1, b"\6", 0))),
+    "integers of fractions": query([[Text(1), Grid(3, 5)]], scheme="rope-tie-fractional", dense=Dense("int32")),
+    "many frames": query([[Text(1), Grid(1, 1, frames=2**15)]], scheme="mrope"),
+    "more ids than are small": query([[Text(2**18 + 1)]], dense=Dense()),
+}
+
+
+@pytest.mark.parametrize("raw", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_what_is_not_plain_or_is_wrong_goes_by_way_of_messages(both: Both, raw: bytes) -> None:
+    both.answers(raw)
+    assert both.plain.answer(raw) is None
+
+
+@pytest.mark.parametrize("size", range(len(PLAIN["ids"])))
+def test_a_query_that_is_cut_off_goes_by_way_of_messages(both: Both, size: int) -> None:
+    assert both.answers(PLAIN["ids"][:size]).failed is not None
+
+
+LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "request_bytes": 1024, "response_bytes": 1024}
+OVER: dict[str, tuple[bytes, str | None]] = {
+    "at all limits": (query([[Text(3), Grid(2, 3), Text(2)], [Text(9)]]), None),
+    "documents": (query([[Text(1)]] * 3), "documents"),
+    "segments": (query([[Text(1), Grid(1, 1), Text(1)], [Text(1), Text(1)]]), "segments"),
+    "frames as segments": (query([[Text(1), Grid(1, 1, frames=4)]], scheme="mrope"), "segments"),
+    "tokens": (query([[Text(20)]]), None),
+    "one token more": (query([[Text(21)]]), "tokens"),
+    "images": (query([[Grid(1, 1), Text(1), Grid(1, 1)]]), "images"),
+    "bytes of the answer": (query([[Text(20)]], dense=Dense("float64", (0,) * 7)), "response_bytes"),
+    "bytes of the answer with all around the ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
+    "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "request"),
+}
+
+
+def test_what_is_over_a_limit_has_the_words_of_the_limit() -> None:
+    # mmpos_server checks limits of the file, of which these are smaller than any.
+    limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
+    for name, (raw, limit) in OVER.items():
+        limited.answers(raw)  # which makes the shapes known
+        failed = limited.answers(raw).failed
+        assert (None if failed is None else failed.message.partition(":")[0]) == limit, name
+        assert (limited.plain.answer(raw) is None) == (limit is not None), name
+    found, wanted = limited.counts()
+    assert len(found) > 10
+    assert found == wanted
+    limited.stop()
+
+
+@given(places())
+def test_any_query_has_the_answer_that_messages_give(both: Both, request: Any) -> None:
+    both.answers(request.SerializeToString())
+
+
+def test_broken_bytes_have_the_answer_that_messages_give(both: Both) -> None:
+    pieces = [*PLAIN.values(), *NOT_PLAIN.values()]
+    for_each(messages(pb.PlaceRequest), 60, lambda message: pieces.append(message.SerializeToString()))
+    small = [raw for raw in pieces if len(raw) < 500]
+    chance, seen = random.Random(31), {True: 0, False: 0}
+    for turn in range(4000):
+        raw = broken(chance.choice(small), chance, small)
+        if turn % 2:  # one byte of what is plain, which often stays so
+            changed = bytearray(chance.choice([sent for sent in PLAIN.values() if len(sent) < 500]))
+            changed[chance.randrange(len(changed))] = chance.choice([0, 1, 2, 3, 5, 9, 100, 255])
+            raw = bytes(changed)
+        both.answers(raw)
+        seen[both.plain.answer(raw) is None] += 1
+    assert min(seen.values()) > 50
+    assert both.counts()[0] == both.counts()[1]
+
+
+def test_items_of_a_stream_have_the_answers_that_messages_give(both: Both) -> None:
+    requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
+    items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
+    there: Any = SimpleNamespace(**{**vars(THERE), "add_callback": lambda ended: True})
+    found, wanted = (list(server.streams["StreamPlace"].answers(iter(items), there)) for server in both.servers)
+    assert found == wanted
+    assert len(found) == len(items)
+    assert both.counts()[0] == both.counts()[1]
+
+
+def test_shapes_and_settings_are_learnt_and_forgotten() -> None:
+    forget_plans()
+    plain = PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits)
+    new = query([[Text(1), Grid(3, 7), Text(1)]])
+    assert plain.answer(new) is None  # until messages have asked the scheme for its shape
+    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
+    assert plain.answer(new) is not None
+    for stride in range(1, 200):
+        assert plain.answer(query([[Text(1)]], scheme=MRopeQwen25(tokens_per_second=stride))) is not None
+        assert len(plain._known) <= 64
+    assert plain.answer(new) is None  # its plan was forgotten for others
+    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
+    assert plain.answer(new) is not None
+    assert plain.answer(query(scheme=RopeTie(), profile="nobody")) is None
+
+
+def test_without_the_extension_nothing_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "core", None)
+    assert PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits).answer(PLAIN["ids"]) is None
+
+
+def test_arguments_that_are_not_these_are_declined() -> None:
+    served, most = native.core.served, PlainQueries(Profiles.from_config(load()), Limits())._most
+    raw = PLAIN["the default scheme"]
+    assert served(raw, False, {}, most) == b""
+    assert served(raw, False, {b"": None}, most) is None
+    assert served(raw, False, {b"": (1, 2, 3)}, most) is None
+    assert served(raw, False, {}, most[:5]) is None
+    assert served(raw, False, [], most) is None
+    assert served("text", False, {}, most) is None
+
+
+def test_a_plain_call_passes_few_functions(both: Both) -> None:
+    """One that is called for the first time is read from memory, which takes longer than what it does."""
+    both.answers(PLAIN["a scheme"])
+    seen: set[object] = set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and "/mmpos" in frame.f_code.co_filename:
+            seen.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        both.servers[0].unary["Place"].answer(iter([PLAIN["a scheme"]]), THERE)
+    finally:
+        sys.setprofile(None)
+    assert 15 < len(seen) <= 30

@@ -70,8 +70,7 @@ def scan_tensors(
 
     Args are tensors on the host; None for all that the pass does not take, as masks with holes.
     """
-    masked = attention_mask is not None
-    if masked and attention_mask.dtype not in _MASKS:
+    if attention_mask is not None and attention_mask.dtype not in _MASKS:
         return None
     return scan(
         input_ids.contiguous().numpy(),
@@ -79,7 +78,7 @@ def scan_tensors(
         merging,
         None if image_grid_thw is None else image_grid_thw.numpy(),
         None if video_grid_thw is None else video_grid_thw.numpy(),
-        attention_mask=attention_mask.numpy() if masked else None,
+        attention_mask=None if attention_mask is None else attention_mask.numpy(),
         images_per_document=None if images_per_document is None else images_per_document.numpy(),
     )
 

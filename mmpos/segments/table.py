@@ -365,6 +365,7 @@ def scan(
     attention_mask: Array | None = None,
     audio_lengths: IntArray | None = None,
     images_per_document: IntArray | None = None,
+    marker_ids: Array | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Make the table of a tokenised batch in one pass in C; None where Python must make it, or say what is wrong.
 
@@ -378,6 +379,7 @@ def scan(
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) tokens of each audio.
         images_per_document: (documents,) how many of image_grid_thw belong to each, some of which may be left over.
+        marker_ids: the ids of the tokens around crops, where input_ids are types.
 
     Returns:
         the table, and (segments,) index of the video of each segment, -1 for all else; None where no video is given.
@@ -387,7 +389,7 @@ def scan(
     if core is not None:
         arrays = core.scan(
             input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths,
-            images_per_document,
+            images_per_document, marker_ids,
         )  # fmt: skip
     if arrays is None:
         return None

@@ -65,6 +65,7 @@ def scan_tensors(
     video_grid_thw: Tensor | None = None,
     attention_mask: Tensor | None = None,
     images_per_document: Tensor | None = None,
+    marker_ids: Tensor | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Make the table of token ids, or of their types, in one pass in C; see ``mmpos.segments.table.scan``.
 
@@ -80,6 +81,7 @@ def scan_tensors(
         None if video_grid_thw is None else video_grid_thw.numpy(),
         attention_mask=None if attention_mask is None else attention_mask.numpy(),
         images_per_document=None if images_per_document is None else images_per_document.numpy(),
+        marker_ids=None if marker_ids is None else marker_ids.contiguous().numpy(),
     )
 
 

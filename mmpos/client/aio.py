@@ -133,7 +133,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     async def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
+        send = self._channel().unary_unary(call.method.path, None, request.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
             asked = send(request.data, timeout=patience.left, metadata=self._metadata())
@@ -163,7 +163,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> TaskLink:
-        return TaskLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
+        return TaskLink(self._channel().stream_stream(method.path, None, method.response.FromString), self._metadata())
 
 
 def _being_cancelled() -> bool:

@@ -132,7 +132,7 @@ class Client(BaseClient[grpc.Channel]):
     def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
         send: grpc.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
+        send = self._channel().unary_unary(call.method.path, None, request.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
@@ -161,7 +161,9 @@ class Client(BaseClient[grpc.Channel]):
 
     def _link(self, method: Rpc[Answer]) -> ThreadLink:
         try:
-            return ThreadLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
+            return ThreadLink(
+                self._channel().stream_stream(method.path, None, method.response.FromString), self._metadata()
+            )
         except ValueError as error:
             if not was_closed(error):
                 raise

@@ -133,6 +133,6 @@ def test_triton_is_named_by_the_kernels_alone() -> None:
 
 
 def test_the_schemes_are_as_many_as_the_pages_say() -> None:
-    assert len(mmpos.SCHEMES) == 20
-    assert "RoPE-Tie, M-RoPE and eighteen\nother schemes" in PAGES["README.md"]
-    assert "the source of all twenty" in PAGES["README.md"]
+    assert len(mmpos.SCHEMES) == 43
+    assert "RoPE-Tie, M-RoPE and forty-one\nother schemes" in PAGES["README.md"]
+    assert "the source of all forty-three" in PAGES["README.md"]

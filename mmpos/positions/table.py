@@ -119,6 +119,19 @@ class PositionTable:
         return cls(table, documents, num_tokens, fractional, scheme)
 
     @classmethod
+    def of_bytes(
+        cls, table: bytes, documents: bytes, num_tokens: int, axes: int, fractional: bool, scheme: str
+    ) -> PositionTable:
+        """Make the table of what C has made, which needs no check: the bytes of the arrays, and the other fields."""
+        rows = AXES + 4 * axes
+        made = object.__new__(cls)
+        fields = vars(made)
+        fields["table"] = np.ndarray((rows, len(table) // (8 * rows)), native.INT64, table)
+        fields["documents"] = np.ndarray((4, len(documents) // 32), native.INT64, documents)
+        fields["num_tokens"], fields["fractional"], fields["scheme"] = num_tokens, fractional, scheme
+        return made
+
+    @classmethod
     def concatenate(cls, tables: Sequence[PositionTable]) -> PositionTable:
         """Concatenate the documents of several tables to one packed batch.
 
@@ -598,16 +611,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        table, documents, tokens = cut
-        rows, made = len(self.table), object.__new__(PositionTable)
-        vars(made).update(
-            table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
-            documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
-            num_tokens=tokens,
-            fractional=self.fractional,
-            scheme=self.scheme,
-        )
-        return made
+        return PositionTable.of_bytes(*cut, self.axes, self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)

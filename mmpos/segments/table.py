@@ -299,14 +299,13 @@ class SegmentTable:
     ) -> SegmentTable:
         """Make the table of what C has made, which needs no check."""
         table = object.__new__(cls)
-        vars(table).update(
-            kind=np.frombuffer(kind, np.uint8),
-            extents=np.ndarray((3, len(kind)), np.int64, extents),
-            segment_offsets=np.frombuffer(offsets, np.int64),
-            seconds_per_frame=None,
-            row_separator=None if separator is None else np.frombuffer(separator, np.bool_),
-            extra_tokens=None if extra is None else native.int64(extra),
-        )
+        fields = vars(table)
+        fields["kind"] = np.frombuffer(kind, _DTYPES["kind"])
+        fields["extents"] = np.ndarray((3, len(kind)), native.INT64, extents)
+        fields["segment_offsets"] = np.frombuffer(offsets, native.INT64)
+        fields["seconds_per_frame"] = None
+        fields["row_separator"] = None if separator is None else np.frombuffer(separator, np.bool_)
+        fields["extra_tokens"] = None if extra is None else native.int64(extra)
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:

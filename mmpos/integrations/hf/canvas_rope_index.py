@@ -90,6 +90,7 @@ class CanvasRopeIndex:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
         own = self.crop_markers
         markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
+        assert mm_token_type_ids is not None, "checked"
         compute = _compute if is_plain(*given) else _OPERATOR
         ids: Ids = compute(
             input_ids, mm_token_type_ids, target_sizes, target_sizes_videos, attention_mask, markers, merge

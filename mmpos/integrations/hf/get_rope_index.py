@@ -462,9 +462,10 @@ def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> 
         got = f"shape {tuple(intervals.shape)}"
         raise InvalidInputError(f"second_per_grid_ts: got {got}, want at least {videos} values, one per video")
     ids = torch.from_numpy(frame) * intervals[torch.from_numpy(video)]
-    wide = ids.double()
-    if not (good := (wide >= 0) & (wide <= INT32_MAX)).all():
-        v = int(video[int(good.logical_not().int().argmax())])
+    wide = ids.double().numpy()
+    good = (wide >= 0) & (wide <= INT32_MAX)
+    if not good.all():
+        v = int(video[good.argmin()])
         got = f"frames that are {intervals[v].item():g} ids apart"
         raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0, and ids within int32")
     times: IntArray = ids.long().numpy()

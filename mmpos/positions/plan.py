@@ -98,7 +98,8 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         if placed is None:
             return None
         if type(placed) is tuple:
-            return PositionTable.of_bytes(*placed, scheme.axes, scheme.fractional, scheme.label)
+            table, documents, tokens = placed
+            return PositionTable.of_bytes(table, documents, tokens, scheme.axes, scheme.fractional, scheme.label)
         shapes = _new_shapes(segments, plan)
         if shapes.shape[1] > MAX_SHAPES:
             return None

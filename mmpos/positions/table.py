@@ -611,7 +611,8 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        return PositionTable.of_bytes(*cut, self.axes, self.fractional, self.scheme)
+        table, documents, tokens = cut
+        return PositionTable.of_bytes(table, documents, tokens, self.axes, self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)

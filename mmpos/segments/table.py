@@ -42,6 +42,8 @@ from mmpos.support.ragged import insert_padding, ragged_arange
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
 
 
+_UINT8 = np.dtype(np.uint8)
+
 _DTYPES = {
     "kind": np.dtype(np.uint8),
     "extents": np.dtype(np.int64),
@@ -300,7 +302,7 @@ class SegmentTable:
         """Make the table of what C has made, which needs no check."""
         table = object.__new__(cls)
         fields = vars(table)
-        fields["kind"] = np.frombuffer(kind, _DTYPES["kind"])
+        fields["kind"] = np.frombuffer(kind, _UINT8)
         fields["extents"] = np.ndarray((3, len(kind)), native.INT64, extents)
         fields["segment_offsets"] = np.frombuffer(offsets, native.INT64)
         fields["seconds_per_frame"] = None

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import MmposError
-from mmpos.positions.table import PositionTable
+from mmpos.positions.table import PositionTable, of_bytes
+from mmpos.positions.table_rows import AXES
 from mmpos.schemes import Grids, Placement, Scheme
 from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
@@ -98,8 +99,7 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         if placed is None:
             return None
         if type(placed) is tuple:
-            table, documents, tokens = placed
-            return PositionTable.of_bytes(table, documents, tokens, scheme.axes, scheme.fractional, scheme.label)
+            return of_bytes(placed, AXES + 4 * scheme.axes, scheme.fractional, scheme.label)
         shapes = _new_shapes(segments, plan)
         if shapes.shape[1] > MAX_SHAPES:
             return None

@@ -608,6 +608,14 @@ def test_tokens_of_whole_batches_are_read_in_one_pass(name: str, monkeypatch: py
     assert answers[0] is not None
 
 
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
+def test_results_are_on_the_device_of_input_ids_whatever_the_default_one_is(name: str) -> None:
+    function, asked, _, _ = CALLS[name]
+    want = function(**asked)
+    with torch.device("meta"):
+        assert_same(function(**asked), want)
+
+
 class Away(Tensor):
     """Tensor that says that it is on an accelerator, and is on the host."""
 

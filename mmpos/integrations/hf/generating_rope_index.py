@@ -183,13 +183,13 @@ def _scanned(
     markers: tuple[int, int],
 ) -> _Prompts | None:
     """Make the prompts in one pass in C over tokens on the host; None for all that it does not take."""
-    grids = torch.zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
+    grids = input_ids.new_zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
     if not input_ids.is_cpu or grids.dtype != torch.int64 or grids.dim() != 2 or (grids[:, :1] != 1).any():
         return None
     counts = images_per_sample
     if counts is None:
         batch = len(input_ids)
-        counts, grids = torch.full((batch,), len(grids)), grids.repeat(batch, 1)
+        counts, grids = grids.new_full((batch,), len(grids)), grids.repeat(batch, 1)
     tokens = *Placeholders().tokens[:-2], *markers
     scanned = scan_tensors(input_ids, tokens, _MERGING, grids, None, attention_mask, counts)
     if scanned is None or (grids < 1).any():
@@ -207,7 +207,7 @@ def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) ->
         raise InvalidInputError(f"image_grid_thw[{g}, 0]: got {grid_thw[g, 0]} frames, want 1")
     batch = tokens.cu_seqlens.size - 1
     if counts is None:
-        counts, grid_thw = torch.full((batch,), len(grid_thw)), np.tile(grid_thw, (batch, 1))
+        counts, grid_thw = torch.full((batch,), len(grid_thw), device="cpu"), np.tile(grid_thw, (batch, 1))
     grid_thw, per_row = per_sample(grid_thw, counts.numpy(), batch)
     inside, images = _between_markers(tokens.types, tokens.cu_seqlens, per_row)
     owner, index = ragged_arange(per_row)

@@ -98,7 +98,7 @@ def answer(positions: PositionTable, input_ids: Tensor) -> Ids:
         ids, after = moved(numbers, input_ids, axes)
         return ids.to(dtype), after
     exact = dtype in (torch.int64, torch.int32)
-    ids = torch.empty((axes, batch, seq), dtype=dtype if exact else torch.int64)
+    ids = input_ids.new_empty((axes, batch, seq), dtype=dtype if exact else torch.int64)
     positions.dense(out=ids.numpy().reshape(axes, batch * seq))
     deltas = torch.from_numpy(positions.documents[DELTA, :, None].copy())
     return ids if exact else ids.to(dtype), deltas

@@ -138,6 +138,7 @@ PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -12,7 +12,7 @@ import grpc
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import closed, error_of
+from mmpos.client.channel import Connection, closed, error_of
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
 from mmpos.errors import InvalidInputError, MmposError
@@ -112,7 +112,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> None:
         await self.close()
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _connection(self) -> Connection[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
         # Nothing runs between looking and opening, so none is opened twice.
         return self._channels.get(
@@ -133,7 +133,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     async def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
+        send = self._connection().method(call.method.path, call.method.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
             asked = send(request.data, timeout=patience.left, metadata=self._metadata())
@@ -163,7 +163,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> TaskLink:
-        return TaskLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
+        return TaskLink(self._connection().channel.stream_stream(method.path, None, method.parse), self._metadata())
 
 
 def _being_cancelled() -> bool:

@@ -12,7 +12,7 @@ import grpc
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import closed, error_of, was_closed
+from mmpos.client.channel import Connection, closed, error_of, was_closed
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
@@ -115,7 +115,7 @@ class Client(BaseClient[grpc.Channel]):
     ) -> None:
         self.close()
 
-    def _channel(self) -> grpc.Channel:
+    def _connection(self) -> Connection[grpc.Channel]:
         return self._channels.get(
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )
@@ -132,7 +132,7 @@ class Client(BaseClient[grpc.Channel]):
     def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
         send: grpc.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
+        send = self._connection().method(call.method.path, call.method.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
@@ -161,7 +161,9 @@ class Client(BaseClient[grpc.Channel]):
 
     def _link(self, method: Rpc[Answer]) -> ThreadLink:
         try:
-            return ThreadLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
+            return ThreadLink(
+                self._connection().channel.stream_stream(method.path, None, method.parse), self._metadata()
+            )
         except ValueError as error:
             if not was_closed(error):
                 raise

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes import NOT_AFFINE, SCHEMES, Scheme, get_scheme
 from mmpos.segments.kinds import Audio, Clip, Grid, Segment, Text, Thumbnail, Tile
 from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
@@ -110,6 +110,8 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def _known(name: str) -> type[Scheme]:
+    if name in NOT_AFFINE:
+        get_scheme(name)  # which says why there is none
     if name not in SCHEMES:
         raise InvalidInputError(
             f"--scheme: got {name!r}{did_you_mean(name, SCHEMES)}, want one of {', '.join(SCHEMES)}, "

@@ -16,7 +16,7 @@ from mmpos.support.checks import counted
 from mmpos.support.program import console
 
 if TYPE_CHECKING:
-    from mmpos.data import Headers, Plan
+    from mmpos.data import Headers, TrainingPlan
 
 data = group("data", "Plan the packs of a training run.")
 
@@ -94,7 +94,7 @@ def plan_packs(
         typer.echo(plot)
 
 
-def _report(headers: Headers, made: Plan, costs: np.ndarray, run: RunFlags) -> None:
+def _report(headers: Headers, made: TrainingPlan, costs: np.ndarray, run: RunFlags) -> None:
     """Print what the plan is, and what packs by tokens alone, in random order, would be."""
     labels = made.labels_per_step
     table = report.new_table("", "")
@@ -112,7 +112,7 @@ def _report(headers: Headers, made: Plan, costs: np.ndarray, run: RunFlags) -> N
     report.show(console(), table)
 
 
-def _by_tokens(headers: Headers, costs: np.ndarray, made: Plan) -> float:
+def _by_tokens(headers: Headers, costs: np.ndarray, made: TrainingPlan) -> float:
     """Return how much longer the slowest ranks take where packs are filled by tokens and come in random order."""
     from mmpos.data import first_fit_decreasing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ from google.protobuf.message import EncodeError, Message
 from mmpos.client.info import ServerInfo, get_info
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError, UnsupportedError
 from mmpos.rotary.config import Rotary
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.errors import get_error
 from mmpos.rpc.positions import get_result, put_query, put_scheme
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
@@ -59,29 +61,29 @@ class Rpc(Generic[R_co]):
     Args:
         path: its full name.
         request: makes one of its requests.
-        parse: reads one of its responses.
+        response: the type of its responses.
     """
 
     path: str
     request: Callable[..., Message]
-    parse: Callable[[bytes], R_co]
+    response: type[R_co]
 
 
-PLACE = Rpc("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse.FromString)
+PLACE = Rpc("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse)
 STREAM_PLACE = Rpc(
     "/mmpos.rpc.v1.PositionService/StreamPlace",
     positions_pb2.StreamPlaceRequest,
-    positions_pb2.StreamPlaceResponse.FromString,
+    positions_pb2.StreamPlaceResponse,
 )
-BUILD = Rpc("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse.FromString)
+BUILD = Rpc("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse)
 STREAM_BUILD = Rpc(
     "/mmpos.rpc.v1.SequenceService/StreamBuild",
     sequences_pb2.StreamBuildRequest,
-    sequences_pb2.StreamBuildResponse.FromString,
+    sequences_pb2.StreamBuildResponse,
 )
-COS_SIN = Rpc("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse.FromString)
-ROTATE = Rpc("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse.FromString)
-GET_INFO = Rpc("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse.FromString)
+COS_SIN = Rpc("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse)
+ROTATE = Rpc("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse)
+GET_INFO = Rpc("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse)
 
 
 def _raise(error: MmposError) -> NoReturn:
@@ -94,10 +96,12 @@ class Prepared(Generic[T_co]):
 
     Args:
         data: its bytes.
-        read: reads the response to it.
+        parse: parses the response to it.
+        read: reads that.
     """
 
     data: bytes
+    parse: Callable[[bytes], Message]
     read: Read[T_co]
 
 
@@ -107,14 +111,14 @@ class ServiceCall(Generic[T_co]):
 
     Args:
         method: the method; its stream takes the same call as an item.
-        put: fills a request, and gives what reads the response; tensors go into the shared memory, if there is any.
+        put: fills a request, and gives what reads the response; large tensors go beside it or into shared memory.
         shares: whether its tensors may lie in shared memory.
         refused: makes a result of the error of the whole call.
         waits: whether it waits for a server that is gone.
     """
 
     method: Rpc[Message]
-    put: Callable[[Any, Lease | None], Read[T_co]]
+    put: Callable[[Any, Beside], Read[T_co]]
     shares: bool = False
     refused: Callable[[MmposError], T_co] = _raise
     waits: bool = True
@@ -131,13 +135,13 @@ class ServiceCall(Generic[T_co]):
             LimitExceededError: 2 GiB or more, which no message may have.
         """
         message = self.method.request() if message is None else message
-        read = self.put(message, memory)
+        beside = Beside() if memory is None else memory
+        read = self.put(message, beside)
         try:
-            return Prepared(message.SerializeToString(), read)
+            return Prepared(beside.serialize(message), partial(beside.parse, self.method.response), read)
         except (EncodeError, ValueError) as error:
-            raise LimitExceededError(
-                f"request: got {message.ByteSize()} bytes, want less than 2 GiB ({error})"
-            ) from None
+            size = message.ByteSize() + beside.size
+            raise LimitExceededError(f"request: got {size} bytes, want less than 2 GiB ({error})") from None
 
 
 Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
@@ -217,10 +221,10 @@ def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsRe
 
 
 def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> ServiceCall[T]:
-    def put(request: PlaceRequest, memory: Lease | None) -> Read[T]:
+    def put(request: PlaceRequest, memory: Beside) -> Read[T]:
         request.query.SetInParent()
         put_query(request.query, query, profile, memory)
-        if memory is not None and query.dense is not None:
+        if query.dense is not None:
             memory.answer(request.query)
 
         def read(response: PlaceResponse) -> T:
@@ -265,9 +269,9 @@ class BuildSettings:
             put_scheme(request.query.scheme, self.scheme)
         request.query.start, request.query.patches = self.start, self.patches
 
-    def share(self, request: BuildRequest, memory: Lease | None) -> None:
+    def share(self, request: BuildRequest, memory: Beside) -> None:
         """Have the answer put into what shared memory the documents have left."""
-        if memory is not None and self.patches:
+        if self.patches:
             memory.answer(request.query)
 
 
@@ -297,7 +301,7 @@ def build(
     """
     settings = BuildSettings(profile, scheme, start, patches)
 
-    def put(request: BuildRequest, memory: Lease | None) -> Read[InterleavedSequence]:
+    def put(request: BuildRequest, memory: Beside) -> Read[InterleavedSequence]:
         settings.put(request)
         sent = put_parts(request.query.documents.add(), parts, memory)
         if sent.error is not None and not sent.names:
@@ -343,7 +347,7 @@ def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], e
     if not isinstance(documents, list | tuple):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
 
-    def put(request: BuildRequest, memory: Lease | None) -> Read[Built]:
+    def put(request: BuildRequest, memory: Beside) -> Read[Built]:
         settings.put(request)
         sent: list[Sent] = []
         for parts in documents:
@@ -369,7 +373,7 @@ def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.Sequ
 
 
 def _outcome(
-    document: int, result: sequences_pb2.SequenceResult, sent: Sent, memory: Lease | None, errors: Errors
+    document: int, result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside, errors: Errors
 ) -> InterleavedSequence | MmposError:
     try:
         with naming(f"documents[{document}]", joint="."):
@@ -380,7 +384,7 @@ def _outcome(
         return error
 
 
-def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) -> InterleavedSequence:
     """Read the sequence of one document, or raise its first error, both in terms of the caller's parts."""
     if result.WhichOneof("outcome") == "error":
         error = get_error(result.error)
@@ -447,15 +451,15 @@ def cos_sin(
     one_of("layout", layout, tuple(_TABLES))
 
     def put(
-        request: rotary_pb2.CosSinRequest, memory: Lease | None
+        request: rotary_pb2.CosSinRequest, memory: Beside
     ) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
         request.layout = _TABLES[layout]
         _put_rotation(request, profile, rotary, positions)
         if layout == "torchtitan":
-            return lambda response: _tensor("cache", response.cache, positions)
+            return lambda response: _tensor("cache", response.cache, positions, memory)
         return lambda response: (
-            _tensor("cos", response.cos, positions),
-            _tensor("sin", response.sin, positions),
+            _tensor("cos", response.cos, positions, memory),
+            _tensor("sin", response.sin, positions, memory),
         )
 
     return ServiceCall(COS_SIN, put)
@@ -478,10 +482,10 @@ def angles(
         ServiceError: no answer.
     """
 
-    def put(request: rotary_pb2.CosSinRequest, memory: Lease | None) -> Read[torch.Tensor]:
+    def put(request: rotary_pb2.CosSinRequest, memory: Beside) -> Read[torch.Tensor]:
         request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
         _put_rotation(request, profile, rotary, positions)
-        return lambda response: _tensor("cache", response.cache, positions)
+        return lambda response: _tensor("cache", response.cache, positions, memory)
 
     return ServiceCall(COS_SIN, put)
 
@@ -519,14 +523,13 @@ def apply_rotary(
     _check_tensors(q, k)
     conjugate = boolean("conjugate", conjugate)
 
-    def put(request: rotary_pb2.RotateRequest, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
+    def put(request: rotary_pb2.RotateRequest, memory: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
         request.layout, request.conjugate = _LAYOUTS[layout], conjugate
         _put_rotation(request, profile, rotary, positions)
         put_tensor(request.q, q, memory)
         if k is not None:
             put_tensor(request.k, k, memory)
-        if memory is not None:
-            memory.answer(request, sum(aligned(x.nbytes) for x in (q, k) if x is not None))
+        memory.answer(request, sum(aligned(x.nbytes) for x in (q, k) if x is not None))
 
         def read(response: rotary_pb2.RotateResponse) -> tuple[torch.Tensor, torch.Tensor | None]:
             rotated = _tensor("q", response.q, q, memory)
@@ -571,7 +574,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
         raise InvalidInputError(f"k: got a tensor on {k.device}, want {q.device} as q")
 
 
-def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Lease | None = None) -> torch.Tensor:
+def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:
     """Read a tensor of an answer, to the device of the caller's tensor if that is one."""
     import torch
 
@@ -598,7 +601,7 @@ def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
     if not isinstance(service, str):
         raise InvalidInputError(f"service: got {service!r}, want a name")
 
-    def put(request: health.HealthCheckRequest, memory: Lease | None) -> Read[bool]:
+    def put(request: health.HealthCheckRequest, memory: Beside) -> Read[bool]:
         request.service = service
         serving = health.HealthCheckResponse.SERVING
         return lambda response: bool(response.status == serving)
@@ -608,5 +611,5 @@ def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
             return False
         raise error
 
-    check = Rpc("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse.FromString)
+    check = Rpc("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse)
     return ServiceCall(check, put, refused=refused, waits=False)

@@ -65,12 +65,12 @@ class Connection(Generic[C]):
         self.channel = channel
         self._methods: dict[str, Any] = {}
 
-    def method(self, path: str, parse: Callable[[bytes], object]) -> Any:
-        """Return what calls the method of this path, whose answers are parsed so."""
+    def method(self, path: str) -> Any:
+        """Return what calls the method of this path, from bytes to bytes."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
-            method = self._methods[path] = channel.unary_unary(path, None, parse)
+            method = self._methods[path] = channel.unary_unary(path)
         return method
 
 
@@ -224,6 +224,11 @@ def closed() -> ServiceError:
 def was_closed(error: ValueError) -> bool:
     """Check whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
     return str(error).startswith(_CLOSED)
+
+
+def unreadable() -> MmposError:
+    """Return the error of an answer that is no message, in the words in which gRPC says it of streams."""
+    return from_status("INTERNAL", "Exception deserializing response!")
 
 
 def error_of(error: grpc.RpcError) -> MmposError:

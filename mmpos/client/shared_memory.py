@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.rpc.beside import Beside, WithOutput
 from mmpos.rpc.errors import RETRIED, OutputError
 from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import tensor_pb2 as pb
@@ -156,15 +157,7 @@ TRIES = 3
 """Most times that a call is made because its answer did not fit: weighed before work is done, then exactly."""
 
 
-class WithOutput(Protocol):
-    """A request that says where the tensors of its answer go."""
-
-    @property
-    def output(self) -> pb.SharedMemory:
-        """The region for them."""
-
-
-class Lease:
+class Lease(Beside):
     """Shared memory of one call; a Memory of the wire, and a context manager around the call.
 
     Objects go back to be used again if the call succeeds. After any failure they are given up: nobody knows whether
@@ -177,6 +170,7 @@ class Lease:
     """
 
     def __init__(self, pool: Pool, needed: int = 0, *, last: bool) -> None:
+        super().__init__()
         self._pool, self.needed, self._last = pool, needed, last
         self._taken: list[SharedObject] = []
         self._output: SharedObject | None = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
-    from mmpos.data.planner.plan import Plan, plan
+    from mmpos.data.planner.plan import TrainingPlan, plan
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
@@ -63,7 +63,6 @@ __all__ = [
     "PaddedCollator",
     "Pairs",
     "Piece",
-    "Plan",
     "PlannedPack",
     "PlannedPacks",
     "Preprocess",
@@ -76,6 +75,7 @@ __all__ = [
     "SequenceWriter",
     "Summary",
     "TokenizerTemplate",
+    "TrainingPlan",
     "Turn",
     "dataset_shards",
     "first_fit_decreasing",
@@ -101,7 +101,7 @@ _ROOMS = {
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
     "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
-    "planner.plan": ("Plan", "plan"),
+    "planner.plan": ("TrainingPlan", "plan"),
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),

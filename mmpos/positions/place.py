@@ -154,8 +154,10 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
     is_text = (kind == TEXT) | (kind == AUDIO)
     (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
-    runs = TextRuns(extents[2, text], text, document, start)
-    of_grids = _grids(extents[:, grid], start[document[grid]], document, segments, grid)
+    lengths = extents[2, text]
+    text_tokens = np.bincount(document[text], lengths, minlength=start.size).astype(np.int64)
+    of_grids = _grids(extents[:, grid], start, document, segments, grid, text_tokens)
+    runs = TextRuns(lengths, text, document, start, grids=of_grids)
     return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids)
 
 
@@ -211,15 +213,20 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
     raise InvalidInputError(f"scheme {scheme.name!r}: got {name} {got}, want integers")
 
 
-def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
+def _grids(
+    extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray, text: IntArray
+) -> Grids:
+    """Make the grids with these indices, for schemes; start and text are (documents,) first ids and tokens of text."""
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
+    owner = document[grid]
+    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner])
     kind = segments.kind[grid]
     if kind.max(initial=GRID) == GRID:
-        return Grids(extents, start, document[grid], separator, time)
+        return grids
     extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]
-    return Grids(extents, start, document[grid], separator, time, kind, extra)
+    return replace(grids, kind=kind, extra_tokens=extra)
 
 
 def _placed(

@@ -47,7 +47,8 @@ from mmpos.rpc.tensors import (
 )
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes import RATIONAL_PARAMETERS, SCHEMES, Scheme
+from mmpos.schemes import get_scheme as named_scheme
 from mmpos.schemes.base import changed_parameters
 from mmpos.segments.kinds import CLIP, TILE, rationals
 from mmpos.segments.placeholders import CropMarkers, Placeholders
@@ -80,9 +81,6 @@ def parameters(scheme: type[Scheme]) -> list[str]:
     return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
 
 
-_RATIONALS = {"tokens_per_second", "seconds_per_chunk"}
-
-
 def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
     """Fill a message with a scheme.
 
@@ -96,7 +94,7 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES in a call of a service")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
-        if name in _RATIONALS:
+        if name in RATIONAL_PARAMETERS:
             put_rational(getattr(message, name), value)
         else:
             setattr(message, name, value)
@@ -107,16 +105,17 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
 
     Raises:
         InvalidInputError: an unknown name, or a parameter that is wrong or not of this scheme.
+        UnsupportedError: a layout that no scheme can hold.
     """
     if message.name not in SCHEMES:
-        raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
+        return named_scheme(message.name)  # which says why there is none
     scheme = SCHEMES[message.name]
     if message.ByteSize() == len(message.name) + 2:  # nothing but the name
         return _default(scheme)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
-    for parameter in values.keys() & _RATIONALS:
+    for parameter in values.keys() & RATIONAL_PARAMETERS:
         rate = get_rational(path(name, parameter), values[parameter])
         values[parameter] = rate if rate.denominator > 1 else int(rate)
     return scheme(**values)

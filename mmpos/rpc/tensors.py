@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 
 class Memory(Protocol):
-    """Shared memory of one call."""
+    """Tensors of one call that are not in their messages."""
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
         """Copy the bytes of a tensor of the other side into memory that may be written to.
@@ -39,6 +39,9 @@ class Memory(Protocol):
             name: what errors call the field.
             shared: where they lie; as many as are wanted.
         """
+
+    def data(self, message: pb.Tensor) -> bytes | memoryview:
+        """Return the bytes of a tensor of the other side that are in its message, or beside it."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
         """Take the bytes of a tensor, at least one, and write into its message where they are; False: it holds them."""
@@ -55,11 +58,6 @@ def process_space() -> str:
 def aligned(size: int) -> int:
     """Round a size up to where the next tensor may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def holds(message: pb.Tensor) -> int:
-    """Return the bytes that a tensor claims to have, in its message or in shared memory."""
-    return int(message.shared.byte_size) if message.HasField("shared") else len(message.data)
 
 
 E = TypeVar("E", bound=int)
@@ -241,7 +239,7 @@ def get_tensor(
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
     wanted = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not wrap around
-    data = message.data  # once: every look at it is a copy
+    data = message.data if memory is None else memory.data(message)  # once: every look at it is a copy
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
     if got != wanted:
         raise InvalidInputError(

@@ -4,10 +4,40 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from mmpos.errors import InvalidInputError
-from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.schemes.base import RATIONAL_PARAMETERS, Grids, Pieces, Placement, Scheme, TextRuns
 from mmpos.schemes.canvas import MRopeCanvas
 from mmpos.schemes.flat import V2PE, Flatten
+from mmpos.schemes.generation import (
+    NOT_AFFINE,
+    Bagel,
+    Flux,
+    Flux2,
+    Flux3,
+    HunyuanImage,
+    Ideogram4,
+    JoyImage,
+    LatentScheme,
+    LongCatImage,
+    Lumina2,
+    OmniGen2,
+    OvisImage,
+    QwenImage,
+    QwenImage21,
+)
+from mmpos.schemes.generation_video import (
+    Allegro,
+    AnyFlowFar,
+    CogVideoX,
+    Cosmos,
+    Cosmos3,
+    HunyuanVideo,
+    Kandinsky,
+    Ltx,
+    Ltx2,
+    MiniMaxH3,
+    Wan,
+)
 from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQwen25, MRopeTransformers
 from mmpos.schemes.omni import TMRope, TMRopeQwen3
 from mmpos.schemes.planar import Grid2D, Naive2D, PageRows
@@ -16,21 +46,47 @@ from mmpos.schemes.video import VideoRope, VRope
 from mmpos.schemes.xdrope import XDRope
 
 __all__ = [
+    "NOT_AFFINE",
+    "RATIONAL_PARAMETERS",
     "SCHEMES",
     "V2PE",
+    "Allegro",
+    "AnyFlowFar",
+    "Bagel",
+    "CogVideoX",
+    "Cosmos",
+    "Cosmos3",
     "Flatten",
+    "Flux",
+    "Flux2",
+    "Flux3",
     "Grid2D",
     "Grids",
+    "HunyuanImage",
+    "HunyuanVideo",
+    "Ideogram4",
+    "JoyImage",
+    "Kandinsky",
+    "LatentScheme",
+    "LongCatImage",
+    "Ltx",
+    "Ltx2",
+    "Lumina2",
     "MRope",
     "MRopeCanvas",
     "MRopeInterleaveReset",
     "MRopeQwen3",
     "MRopeQwen25",
     "MRopeTransformers",
+    "MiniMaxH3",
     "Naive2D",
+    "OmniGen2",
+    "OvisImage",
     "PageRows",
     "Pieces",
     "Placement",
+    "QwenImage",
+    "QwenImage21",
     "RopeTie",
     "RopeTieFractional",
     "RopeTieLcm",
@@ -41,6 +97,7 @@ __all__ = [
     "TextRuns",
     "VRope",
     "VideoRope",
+    "Wan",
     "XDRope",
     "get_scheme",
 ]
@@ -69,16 +126,41 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             VideoRope,
             VRope,
             XDRope,
+            Flux,
+            Flux2,
+            Flux3,
+            QwenImage,
+            QwenImage21,
+            Lumina2,
+            LongCatImage,
+            OvisImage,
+            Ideogram4,
+            Wan,
+            AnyFlowFar,
+            HunyuanVideo,
+            HunyuanImage,
+            CogVideoX,
+            Allegro,
+            Ltx,
+            Ltx2,
+            Cosmos,
+            Cosmos3,
+            Kandinsky,
+            JoyImage,
+            Bagel,
+            OmniGen2,
         )
     }
 )
-"""Every scheme by its name."""
+"""Every scheme by its name; each takes grids of any height and width."""
 
 
 def get_scheme(scheme: str | Scheme) -> Scheme:
     """Get the scheme of this name with its default parameters, or the scheme itself."""
     if isinstance(scheme, str) and scheme in SCHEMES:
         return _default(scheme)
+    if isinstance(scheme, str) and scheme in NOT_AFFINE:
+        raise UnsupportedError(f"scheme: got {scheme!r}, want another: {NOT_AFFINE[scheme]}")
     if not isinstance(scheme, Scheme):
         raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     return scheme

@@ -31,6 +31,7 @@ class Grids:
         kind: (grids,) GRID, or CLIP, THUMBNAIL and TILE, which hold markers; None if all are plain grids.
         extra_tokens: (grids,) audio of a clip, tokens after a thumbnail or a tile; None where kind is.
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None where cursors are whole.
+        text_tokens: (grids,) tokens of text and audio in the grid's document; None where grids are asked for alone.
     """
 
     extents: IntArray
@@ -41,6 +42,7 @@ class Grids:
     kind: npt.NDArray[np.uint8] | None = None
     extra_tokens: IntArray | None = None
     unit: IntArray | None = None
+    text_tokens: IntArray | None = None
 
     @property
     def frames(self) -> IntArray:
@@ -70,6 +72,11 @@ class Grids:
         return segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
+    def number(self) -> IntArray:
+        """(grids,) grids before each in its document."""
+        return np.arange(self.document.size) - self.document.searchsorted(self.document)
+
+    @property
     def seconds(self) -> IntArray:
         """(2, grids) numerator and denominator of the seconds per frame, one second where not given."""
         if self.seconds_per_frame is None:
@@ -87,6 +94,7 @@ class TextRuns:
         documents: (segments,) document of every segment of the table.
         starts: (documents,) first id of every document.
         units: (documents,) denominators of cursors; None where they are whole.
+        grids: the grids of the batch, for schemes that put text where the images of its document let it.
     """
 
     lengths: IntArray
@@ -94,6 +102,7 @@ class TextRuns:
     documents: IntArray
     starts: IntArray
     units: IntArray | None = None
+    grids: Grids | None = None
 
     @property
     def document(self) -> IntArray:
@@ -163,6 +172,10 @@ class Pieces:
     skip: IntArray
     height: IntArray
     width: IntArray
+
+
+RATIONAL_PARAMETERS = frozenset({"tokens_per_second", "seconds_per_chunk", "frame_step", "row_step", "col_step"})
+"""Parameters of schemes that are exact numbers, whole or Fractions."""
 
 
 class Scheme(ABC):

@@ -55,7 +55,5 @@ class XDRope(Scheme):
 
     def _numbers(self, grids: Grids) -> IntArray:
         """(grids,) images before each."""
-        count = np.arange(grids.document.size)
-        if self.counting == "document":
-            count -= grids.document.searchsorted(grids.document)
+        count = grids.number if self.counting == "document" else np.arange(grids.document.size)
         return count + self.first_image

@@ -17,7 +17,7 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
 from mmpos.rpc.positions import parameters
-from mmpos.schemes import Scheme, get_scheme
+from mmpos.schemes import RATIONAL_PARAMETERS, Scheme, get_scheme
 from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import ByteTokenizer
 from mmpos.support.extras import needed_for
@@ -370,8 +370,9 @@ def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
     arguments = {key: value for key, value in setting.items() if key != "name"}
     for key in arguments.keys() - set(parameters(scheme)):
         raise InvalidInputError(f"{key}: got a value, want none: {scheme.name!r} has no {key}")
-    if isinstance(arguments.get("tokens_per_second"), str | float):
-        arguments["tokens_per_second"] = _rational("tokens_per_second", arguments["tokens_per_second"])
+    for key in arguments.keys() & RATIONAL_PARAMETERS:
+        if isinstance(arguments[key], str | float):
+            arguments[key] = _rational(key, arguments[key])
     return scheme(**arguments)
 
 

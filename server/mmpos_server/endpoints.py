@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
+from mmpos.rpc.beside import parsed
 from mmpos.rpc.errors import RETRIED, get_token
 from mmpos_server.access import OPEN
 from mmpos_server.call import Call, GoneError
@@ -180,7 +181,7 @@ class ServerContext:
         if len(raw) > _SURELY_FEW:
             check_elements(kind, raw, limits)
         began = perf_counter()
-        message = kind.FromString(raw)
+        message = parsed(kind, raw)
         call.stages.append(("decode", perf_counter() - began))
         return message
 
@@ -197,7 +198,7 @@ class ServerContext:
             size = claimed(request, self.config.limits)
             check("shared_bytes", size, self.config.limits)
             call.hold(size)
-        call.memory = Exchange(self.shared_memory, request)
+        call.memory = Exchange(self.shared_memory, request, raw)
 
     def encode(self, response: Message, call: Call) -> bytes:
         """Serialize an answer.

@@ -1,10 +1,7 @@
-"""Tensors of one request that travel outside its messages: in shared memory, or put into the bytes of the answer."""
+"""Tensors of one request that travel outside its messages: in shared memory, or beside them in their bytes."""
 
 from __future__ import annotations
 
-import secrets
-import struct
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,10 +12,10 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor
 
 from mmpos.errors import LimitExceededError
+from mmpos.rpc.beside import LEAST_BYTES, Beside
 from mmpos.rpc.errors import OutputError
 from mmpos.rpc.tensors import aligned
 from mmpos.rpc.v1 import tensor_pb2 as pb
-from mmpos.support import native
 from mmpos_server.shared_memory import Data, Region, SharedMemory
 
 if TYPE_CHECKING:
@@ -26,38 +23,30 @@ if TYPE_CHECKING:
 
     from mmpos_server.config import Limits
 
-__all__ = ["LEAST_BYTES", "NO_MEMORY", "Exchange", "Views", "claimed", "mentions"]
-
-LEAST_BYTES = 2**16
-"""Least size of a large tensor."""
-
-# Stands in a message for a tensor; random, so that no client can send it.
-_MARK = secrets.token_bytes(16)
-_NUMBER = struct.Struct("<I")
+__all__ = ["NO_MEMORY", "Exchange", "Views", "claimed", "mentions"]
 
 _NONE = SharedMemory()
 
 
-class Exchange:
+class Exchange(Beside):
     """Shared memory and large tensors of one request; implements ``mmpos.rpc.tensors.Memory``.
-
-    Large tensors are kept out of their message, which protobuf would copy several times under the GIL.
 
     Args:
         memory: access of the server to shared memory.
         request: message that may name an object for the tensors of the answer; None names none.
+        raw: bytes of the request, where it was read by ``mmpos.rpc.beside.parsed``.
 
     Raises:
         UnsupportedError: an object is named, and the server takes no shared memory.
         InvalidInputError: the object does not exist, or is too small.
     """
 
-    def __init__(self, memory: SharedMemory | None = None, request: Message | None = None) -> None:
+    def __init__(self, memory: SharedMemory | None = None, request: Message | None = None, raw: bytes = b"") -> None:
+        super().__init__(raw)
         self._memory = memory or _NONE
         self._output: Region | None = None
         self._name, self._end = "", 0
         self._mapped: Data | None = None  # first bytes of the output, where they are mapped
-        self._large: list[Data] = []  # large tensors of the answer, outside its message
         if request is not None and (output := _output(request)) is not None:
             self._name, shared = output
             self._output = self._memory.open(self._name, shared.key, shared.offset, shared.byte_size)
@@ -93,18 +82,19 @@ class Exchange:
         finally:
             region.close()
 
-    def room(self, sizes: Sequence[int]) -> list[Data]:
-        """Make room for the first tensors of the answer: where the client wants them, if that can be mapped.
+    def room(self, sizes: Sequence[int]) -> list[Data] | None:
+        """Map where the client wants the first tensors of the answer, if that can be mapped; else return None.
 
         Args:
             sizes: bytes of each, which ``expect`` has seen.
         """
+        if self._output is None or sum(sizes) < LEAST_BYTES or min(sizes) < 0:
+            return None
         begins = list(accumulate(sizes[:-1], lambda begin, size: aligned(begin + size), initial=0))
-        if self._output is not None and sum(sizes) >= LEAST_BYTES:
-            self._mapped = self._output.map(self._name, begins[-1] + sizes[-1])
-        if self._mapped is None:
-            return [np.empty(size, np.uint8) for size in sizes]
-        return [self._mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        mapped = self._mapped = self._output.map(self._name, begins[-1] + sizes[-1])
+        if mapped is None:
+            return None
+        return [mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
         """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.
@@ -113,11 +103,7 @@ class Exchange:
         go to shared memory is kept for ``serialize``; nobody may write to its bytes afterwards.
         """
         if self._output is None:
-            if data.size < LEAST_BYTES or self is NO_MEMORY:
-                return False
-            message.data = _MARK + _NUMBER.pack(len(self._large))
-            self._large.append(data)
-            return True
+            return self is not NO_MEMORY and super().put(message, data)
         begin = aligned(self._end)
         self._end = begin + data.size
         if self._end <= self._output.byte_size:
@@ -145,18 +131,7 @@ class Exchange:
             OutputError: its tensors did not fit into shared memory; the error has the bytes they need.
         """
         self._fit(self._end)
-        raw = answer.SerializeToString()
-        if not self._large:
-            return raw
-        tensors: deque[tuple[int, Data]] = deque()
-        at = raw.find(_MARK)
-        while at >= 0:
-            (number,) = _NUMBER.unpack_from(raw, at + len(_MARK))
-            tensors.append((at, self._large[number]))
-            at = raw.find(_MARK, at + len(_MARK))
-        pieces, _ = _filled(raw, 0, len(raw), tensors)
-        whole = None if native.core is None else native.core.joined(tuple(pieces))
-        return b"".join(pieces) if whole is None else whole
+        return super().serialize(answer)
 
     def _fit(self, end: int) -> None:
         if self._output is not None and end > self._output.byte_size:
@@ -173,6 +148,10 @@ class Views:
     def get(self, name: str, shared: pb.SharedMemory) -> Data:
         """View the bytes of a tensor of the request."""
         return self.exchange.view(name, shared)
+
+    def data(self, message: pb.Tensor) -> bytes | memoryview:
+        """Return the bytes of a tensor in the request."""
+        return self.exchange.data(message)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
         """Take a tensor of the answer."""
@@ -241,58 +220,3 @@ def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
         for field in kind.fields
         if field.message_type is not None and (field.message_type is target or _leading(field.message_type))
     )
-
-
-Piece = bytes | memoryview
-
-_VARINT, _FIXED64, _FIXED32 = 0, 1, 5  # low bits of a tag; anything else is followed by a length
-
-
-def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Data]]) -> tuple[list[Piece], int]:
-    """Return the pieces of a message, with tensors in place of their marks, and its size."""
-    pieces: list[Piece] = []
-    inner: list[Piece]
-    size, kept, at = 0, begin, begin
-    while tensors and tensors[0][0] < end:
-        tag, at = _varint(raw, at)
-        kind = tag & 7
-        if kind == _VARINT:
-            _, at = _varint(raw, at)
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
-        else:
-            before, (length, at) = at, _varint(raw, at)
-            stop = at + length
-            if tensors[0][0] == at:
-                data = tensors.popleft()[1]
-                inner, grown = [data.data], data.size
-            elif tensors[0][0] < stop:
-                inner, grown = _filled(raw, at, stop, tensors)
-            else:
-                at = stop
-                continue
-            head = raw[kept:before] + _varint_bytes(grown)
-            pieces += [head, *inner]
-            size += len(head) + grown
-            kept = at = stop
-    return [*pieces, raw[kept:end]], size + end - kept
-
-
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Parse a varint; returns its value and its end."""
-    value = shift = 0
-    while True:
-        byte = raw[at]
-        at += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, at
-
-
-def _varint_bytes(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*encoded, value])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,11 +13,11 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.rotary import get_rotary, get_rotary_positions
-from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
+from mmpos.rpc.tensors import enum, get_torch, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.config import Limits, Profiles
-from mmpos_server.exchange import Exchange, Views
+from mmpos_server.exchange import Views
 from mmpos_server.limits import check, check_answer, check_tensors
 from mmpos_server.position_service import is_small
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
+    from mmpos_server.shared_memory import Data
 
 __all__ = ["RotaryService", "check_head_dim", "demand_torch", "device", "has_torch", "preload"]
 
@@ -97,16 +99,19 @@ class RotaryService:
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _LAYOUTS)
-            check_tensors([holds(message.q), holds(message.k)], self._limits, call)
-            views = Views(call.memory)
-            q = get_torch("q", required("", message, "q"), views)
-            k = get_torch("k", message.k, views) if message.HasField("k") else None
-            outs = _outs(q, k, call.memory)
-        self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
+            sizes = [call.memory.holds(x) for x in (message.q, message.k)]
+            check_tensors(sizes, self._limits, call)
+            rooms = call.memory.room(sizes)
+            # What is rotated in its place is a copy.
+            memory = call.memory if rooms is None else Views(call.memory)
+            q = get_torch("q", required("", message, "q"), memory)
+            k = get_torch("k", message.k, memory) if message.HasField("k") else None
+            outs = None if rooms is None else _outs(q, k, rooms)
+        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
         with call.stage("write"):
-            put_tensor(answer.q, outs[0], call.memory)
-            if outs[1] is not None:
-                put_tensor(answer.k, outs[1], call.memory)
+            put_tensor(answer.q, q, call.memory)
+            if k is not None:
+                put_tensor(answer.k, k, call.memory)
 
     def turn(
         self,
@@ -159,14 +164,12 @@ class RotaryService:
         return positions, math.prod(positions.shape[1:])
 
 
-def _outs(q: Tensor, k: Tensor | None, memory: Exchange) -> tuple[Tensor, Tensor | None]:
-    """Make tensors like q and k in the room for those of the answer."""
+def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, Tensor | None]:
+    """View the room for tensors of an answer as tensors like q and k."""
     import torch
 
-    tensors = [q] if k is None else [q, k]
-    rooms = memory.room([x.nbytes for x in tensors])
-    outs = [torch.from_numpy(room).view(x.dtype).view(x.shape) for x, room in zip(tensors, rooms, strict=True)]
-    return outs[0], None if k is None else outs[1]
+    room_q, room_k = (torch.from_numpy(room) for room in rooms)
+    return room_q.view(q.dtype).view(q.shape), None if k is None else room_k.view(k.dtype).view(k.shape)
 
 
 @lru_cache(maxsize=64)

@@ -37,7 +37,7 @@ MARKS = {"✓": True, "✗": False, "–": None}
 # From the formulas of the schemes, with h×w patches after the text id L and before K:
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
 #   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0, as are all but
-#   one axis of xd-rope.
+#   one axis of xd-rope, and those of qwen-image-2.1 around 0. An image of bagel is one id, whatever its size.
 # unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id.
 # delta 0: ids consumed less patches; rows and grid-2d have no next position.
 # prefix-stable: a frame more changes the strides, or the centre, of three-axis ties.
@@ -65,6 +65,9 @@ SCHEMES = f"""
     videorope                    3 ✓✗✓✗✓✓ 1 1 0
     vrope                        4 ✓✓✓✗✓✓ 47 576 {log2(255 / 127)}
     xd-rope                      4 ✓✗✓✓✓✓ 576 576 2
+    qwen-image-2.1               3 ✓✗✓✗✓✓ 24 576 1
+    bagel                        1 ✓✓✗✗✓✓ 1 1 0
+    omnigen2                     3 ✓✗✓✗✓✓ 24 576 1
     rope-tie(axes=3)             3 ✓✓✓✗✓✗ 1249 2307 {log2(33281 / 8449)}
     rope-tie-fractional(axes=3)  3 ✓✓✓✓✗✗ 576 576 2
     rope-tie-v2(axes=3)          3 ✓✓✓✓✗✗ 576 576 2

@@ -26,7 +26,7 @@ from mmpos.analysis.conformance import Case, Outcome, Tolerances, load_cases, ru
 from mmpos.cli.conformance import Asked
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES
-from mmpos.schemes import SCHEMES
+from mmpos.schemes import SCHEMES, LatentScheme
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "tests" / "foreign" / "conformance"
@@ -98,6 +98,7 @@ def test_every_scheme_and_every_model_type_is_asked_everything() -> None:
         "rows": following,
         "grid-2d": following,
         "neomme": following,
+        **{name: following for name, scheme in SCHEMES.items() if issubclass(scheme, LatentScheme)},
     }
 
 

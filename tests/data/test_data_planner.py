@@ -20,10 +20,10 @@ from mmpos.data import (
     Cost,
     Example,
     Headers,
-    Plan,
     PlannedPacks,
     SequenceShard,
     SequenceWriter,
+    TrainingPlan,
     first_fit_decreasing,
     plan,
     read_headers,
@@ -33,13 +33,13 @@ from mmpos.data import (
 LINEAR = Cost(1, 0, 0, 0)
 
 
-def planned(headers: Headers, **settings: object) -> Plan:
+def planned(headers: Headers, **settings: object) -> TrainingPlan:
     made = plan(headers, **settings)  # type: ignore[arg-type]
     check(made, headers)
     return made
 
 
-def check(made: Plan, headers: Headers) -> None:
+def check(made: TrainingPlan, headers: Headers) -> None:
     """Check what every plan must be: each example once, packs that fit and are whole groups, sums that are right."""
     assert sorted(made.members.tolist()) == list(range(len(headers)))
     assert made.num_packs % (made.ranks * made.microbatches) == 0
@@ -204,7 +204,7 @@ REFUSED = [
 def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, int], message: str) -> None:
     tokens = sizes.get("tokens", [2, 3])
 
-    def make() -> Plan:
+    def make() -> TrainingPlan:
         headers = Headers(tokens, sizes.get("labels", [0] * len(tokens)), sizes.get("patches", []))
         return plan(headers, **{"max_tokens": 8, "ranks": 1, **arguments})  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ import mpmath
 import torch
 import transformers
 from hf_classes import FIELDS, ROTATION_FIELDS, rotations
+from layouts_by_hand import LAYOUTS, NEXT, numbers
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from mpmath import mp
 from oracle import CASES, Case, place_document
@@ -45,6 +46,8 @@ from test_models_peers import kinds_of, tokens_of
 
 from mmpos import Grid, Text
 from mmpos.integrations.models import MODEL_TYPES
+from mmpos.schemes import SCHEMES, get_scheme
+from mmpos.schemes.base import changed_parameters
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
@@ -267,6 +270,27 @@ def scheme_groups() -> dict[str, list[Json]]:
         scheme, groups = {"name": name, "parameters": {}}, files[name]
         asked = {"documents": batch.documents, "cases": batch.questions(cut=5)}
         groups.append({"group": f"{name}/{len(groups)}", "scheme": scheme, **asked})
+    return files | layout_groups()
+
+
+def layout_groups() -> dict[str, list[Json]]:
+    """Layouts of models that generate, whose ids are written by hand."""
+    files: dict[str, list[Json]] = {}
+    for case, (layout, parts, axes) in LAYOUTS.items():
+        scheme = get_scheme(layout)
+        if scheme.name not in SCHEMES:
+            continue
+        batch = Batch([document_of_parts(0, parts)], [[numbers(line) for line in axes]], [NEXT.get(case)], [0])
+        groups = files.setdefault(scheme.name, [])
+        told = {"name": scheme.name, "parameters": changed_parameters(scheme)}
+        cases = batch.questions(cut=batch.lengths[0] // 2)
+        if not groups:
+            by_angle = sorted(range(batch.lengths[0]), key=lambda i: sum(abs(row[i]) for row in batch.ids[0]))
+            tokens, rotary = sorted(by_angle[-2:]), SCHEME_ROTARIES[len(axes)]
+            want = oracle_rotation(rotary, batch.at(0, tokens))
+            cases.append({"ask": "rotation", "document": 0, "tokens": tokens, "rotary": rotary, "want": want})
+        group = f"{scheme.name}/{len(groups)}"
+        groups.append({"group": group, "scheme": told, "documents": batch.documents, "cases": cases})
     return files
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.v1 import tensor_pb2
 
 FOLDER = Path("/dev/shm")
@@ -58,7 +59,7 @@ def content(key: str) -> bytes:
     return (FOLDER / key[1:]).read_bytes()
 
 
-class Objects:
+class Objects(Beside):
     """All objects as a Memory of the wire: what a client needs to read an answer."""
 
     def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:

@@ -27,6 +27,7 @@ from mmpos.schemes import (
     VideoRope,
     XDRope,
 )
+from mmpos.segments.kinds import Segment
 
 Document = list[Text | Grid]
 Id = tuple[Fraction | int, ...]
@@ -80,7 +81,7 @@ def exact(positions: PositionTable) -> list[Id]:
     ]
 
 
-def placed(document: Sequence[Text | Grid], scheme: str | Scheme, start: int = 0, **options: Any) -> PositionTable:
+def placed(document: Sequence[Segment], scheme: str | Scheme, start: int = 0, **options: Any) -> PositionTable:
     """One document, placed by the library."""
     return place(SegmentTable.from_documents([document]), scheme, start, **options)
 

@@ -41,7 +41,7 @@ def again(positions: PositionTable, **changes: Any) -> PositionTable:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_place_and_the_views_make_passes(scheme: str) -> None:
-    placed = place(GRIDS if scheme == "grid-2d" else SEGMENTS, scheme)
+    placed = place(SEGMENTS if SCHEMES[scheme].text else GRIDS, scheme)
     views = [placed, placed.slice(1, 5), placed.slice(4, 4), placed.take([], []), placed.pad(20, "left")]
     for view in views:
         checked = again(view)

@@ -195,7 +195,7 @@ VIEWS: list[list[View]] = [
     [Pad([12, 20])],
 ]
 SCHEME_OBJECTS: list[str | Scheme] = [
-    *(name for name in SCHEMES if name != "grid-2d"),
+    *(name for name in SCHEMES if SCHEMES[name].text),
     RopeTieV2(axes=3, rounding="floor"),
     MRopeQwen25(tokens_per_second=Fraction(25, 2)),
 ]

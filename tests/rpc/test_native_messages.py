@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from message_strategies import REQUESTS, for_each, messages
 from mutations import broken
 
-from mmpos.rpc import elements
+from mmpos.rpc import beside, elements
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.tensors import integer_lists, put_tensor
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.support import native
-from mmpos_server import exchange
 from mmpos_server.exchange import Exchange
 from mmpos_server.inference import open_inference_pb2 as inference_pb2
 
@@ -276,7 +275,7 @@ def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def test_an_answer_has_the_bytes_that_protobuf_writes(
     way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
 ) -> None:
-    monkeypatch.setattr(exchange, "LEAST_BYTES", least)
+    monkeypatch.setattr(beside, "LEAST_BYTES", least)
 
     def answers(memory: Exchange | None) -> list[bytes]:
         place = positions_pb2.StreamPlaceResponse(id=3)
@@ -299,7 +298,7 @@ def test_an_answer_has_the_bytes_that_protobuf_writes(
 
 
 def test_a_large_tensor_is_copied_once() -> None:
-    data, memory, message = array(exchange.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
+    data, memory, message = array(beside.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
     put_tensor(message, data, memory)
     assert message.ByteSize() < 100
     (kept,) = memory._large

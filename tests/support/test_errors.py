@@ -196,7 +196,10 @@ PLACING: list[Refusal] = [
         lambda: place(SEGMENTS, "rope"),
         "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
         "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
-        "mrope-interleave-reset, mrope-canvas, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope",
+        "mrope-interleave-reset, mrope-canvas, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope, "
+        "flux, flux2, flux3, qwen-image, qwen-image-2.1, lumina2, longcat-image, ovis-image, ideogram4, wan, "
+        "anyflow-far, hunyuan-video, hunyuan-image, cogvideox, allegro, ltx, ltx2, cosmos, cosmos3, kandinsky, "
+        "joyimage, bagel, omnigen2",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=True), "start: got True, want an integer"),
@@ -443,15 +446,16 @@ def test_what_a_scheme_does_not_define(call: Callable[[], object], message: str)
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().frames])
 def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
     segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=2)]])
-    if name == "grid-2d":
+    if not SCHEMES[name].text:
         return
-    want = "one grid per frame, or axes=3" if name.startswith("rope-tie") else "one grid per frame"
+    want = "one grid per frame, or axes=3" if name.startswith(("rope-tie", "hunyuan")) else "one grid per frame"
     message = f"documents[1][2]: got a grid with frames, want {want} in scheme '{name}'"
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
 
 
 def test_which_schemes_take_frames_and_separators() -> None:
-    flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope"}
+    flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope", "flux", "flux2", "flux3"}
+    flat |= {"qwen-image-2.1", "longcat-image", "ovis-image", "ideogram4", "hunyuan-image", "bagel"}
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
     separated = {*TIES, "flatten", "naive-2d", "xd-rope"}
     assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated

@@ -22,7 +22,7 @@ from mmpos.analysis.compare.documents import (
 from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue, measured
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed
-from mmpos.schemes import SCHEMES, Scheme, get_scheme
+from mmpos.schemes import SCHEMES, LatentScheme, Scheme, get_scheme
 from mmpos.segments.kinds import Grid, Text
 
 Measure = Callable[[Scheme], PropertyValue]
@@ -207,8 +207,8 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
     """Every property of schemes, measured with exact ids on a fixed family of documents.
 
     Args:
-        schemes: names, or objects such as your own; None is every scheme of mmpos, and again with three axes those
-            that have the choice.
+        schemes: names, or objects such as your own; None is every scheme of mmpos where grids follow text, and again
+            with three axes those that have the choice.
 
     Raises:
         InvalidInputError: an unknown scheme, none, or one twice.
@@ -220,7 +220,10 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
 
 
 def every_scheme() -> list[Scheme]:
-    """Every scheme with its default parameters, then with three axes those that have the choice."""
-    made: list[Scheme] = [scheme() for scheme in SCHEMES.values()]
+    """Every scheme with its default parameters, then with three axes those that have the choice.
+
+    Those of models that generate are left out where nothing before a grid pushes it: most properties are about that.
+    """
+    made: list[Scheme] = [scheme() for scheme in SCHEMES.values() if not issubclass(scheme, LatentScheme)]
     choice = [type(scheme) for scheme in made if "axes" in vars(scheme)]  # where the axes are a parameter
     return made + [scheme(axes=3) for scheme in choice]  # type: ignore[call-arg]

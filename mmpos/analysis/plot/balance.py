@@ -23,7 +23,7 @@ def plot_balance(
     Path, result and errors are as for ``plot_positions``.
 
     Args:
-        rank_costs: (steps, ranks) cost of each rank in each step, as ``Plan.rank_costs`` gives it.
+        rank_costs: (steps, ranks) cost of each rank in each step, as ``TrainingPlan.rank_costs`` gives it.
         labels_per_step: (steps,) label tokens.
         path: where to write.
     """

@@ -14,7 +14,7 @@ from pyarrow import compute, parquet
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.data.packing import Pack
 from mmpos.data.planner.cost import Headers
-from mmpos.data.planner.plan import Plan
+from mmpos.data.planner.plan import TrainingPlan
 from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, int_array, integer
@@ -78,7 +78,7 @@ def read_headers(shards: Sequence[SequenceShard], *, patches_per_token: int = 4)
     return headers, shard_of, row
 
 
-def write_index(path: str | Path, plan: Plan, shards: Sequence[str], shard: object, row: object) -> None:
+def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], shard: object, row: object) -> None:
     """Write the index of a plan, a Parquet file of ``INDEX_SCHEMA``; it is there when it is whole.
 
     Args:

@@ -13,7 +13,7 @@ from mmpos.data.planner.cost import Cost, FloatArray, Headers
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, counted, finite, first_bad, integer
 
-__all__ = ["Plan", "plan"]
+__all__ = ["TrainingPlan", "plan"]
 
 WINDOW = 2**16
 """Examples that are planned together, by default: enough to balance 1,024 ranks, few enough to be read in order."""
@@ -23,7 +23,7 @@ _GROWTH = 1.02
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TrainingPlan:
     """Assignment of examples to packs, and of packs to steps, ranks and microbatches.
 
     Pack (step·ranks + rank)·microbatches + microbatch is what a rank computes in a microbatch of a step.
@@ -122,7 +122,7 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')} with "
+            f"TrainingPlan({counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')} with "
             f"{counted(self.microbatches, 'microbatch')}, "
             f"fill={self.fill:.3f}, straggling={self.straggling():.4f})"
         )
@@ -138,7 +138,7 @@ def plan(
     tolerance: float = 0.02,
     window: int = WINDOW,
     seed: int = 0,
-) -> Plan:
+) -> TrainingPlan:
     """Plan packs so that the ranks of a step finish together; the same arguments give the same plan.
 
     Of each window of examples, the most expensive go first, each round of them to the packs that cost least so far and
@@ -175,7 +175,7 @@ def plan(
         pack_of[where] = packs + place[own]
         packs += place.size
     members = np.argsort(pack_of, kind="stable")
-    return Plan(
+    return TrainingPlan(
         members=members,
         member_tokens=headers.tokens[members],
         pack_offsets=np.append(0, np.bincount(pack_of, minlength=packs).cumsum()),

@@ -32,7 +32,7 @@ from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, Vide
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
-from mmpos.schemes import SCHEMES, Scheme, get_scheme
+from mmpos.schemes import RATIONAL_PARAMETERS, SCHEMES, Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import Markers
 from mmpos.sequence.tokenizers import Tokenizer, adapt
@@ -663,12 +663,12 @@ def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:
     parameters = dict(source)
     name = parameters.pop("name", None)
     kind = type(get_scheme(name))
-    rate = parameters.get("tokens_per_second")
-    if isinstance(rate, str):
+    for parameter in parameters.keys() & RATIONAL_PARAMETERS:
+        number = parameters[parameter]
         try:
-            parameters["tokens_per_second"] = Fraction(rate)
+            parameters[parameter] = Fraction(number) if isinstance(number, str) else number
         except (ValueError, ZeroDivisionError):
-            raise InvalidInputError(f"scheme.tokens_per_second: got {rate!r}, want a fraction such as 3/2") from None
+            raise InvalidInputError(f"scheme.{parameter}: got {number!r}, want a fraction such as 3/2") from None
     return object_of("scheme", kind, parameters)
 
 

@@ -39,10 +39,29 @@ class Scheme(_message.Message):
     COUNTING_FIELD_NUMBER: _builtins.int
     FIRST_IMAGE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    REFERENCE_STEP_FIELD_NUMBER: _builtins.int
+    FRAME_STEP_FIELD_NUMBER: _builtins.int
+    ROW_STEP_FIELD_NUMBER: _builtins.int
+    COL_STEP_FIELD_NUMBER: _builtins.int
+    LAYERED_FIELD_NUMBER: _builtins.int
+    IMAGE_FIRST_FIELD_NUMBER: _builtins.int
+    IMAGE_AT_FIELD_NUMBER: _builtins.int
+    TEXT_RUNS_FIELD_NUMBER: _builtins.int
+    BASE_HEIGHT_FIELD_NUMBER: _builtins.int
+    BASE_WIDTH_FIELD_NUMBER: _builtins.int
+    AS_RELEASED_FIELD_NUMBER: _builtins.int
+    CAUSAL_OFFSET_FIELD_NUMBER: _builtins.int
+    FRAMES_PER_LATENT_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    SKIP_LENGTH_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
+    MARGIN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, such as "rope-tie"."""
     axes: _builtins.int
-    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2 and grid-2d: 2 or 3; of xd-rope: 3 or more."""
+    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2, grid-2d and hunyuan-image: 2 or 3; of xd-rope: 3
+    or more; of ltx2: 3, or 1 for audio.
+    """
     rounding: _builtins.str
     """Rounding of rope-tie-v2: "floor"."""
     stride: _builtins.int
@@ -60,14 +79,58 @@ class Scheme(_message.Message):
     first_image: _builtins.int
     """Images before the first one in xd-rope."""
     first: _builtins.int
-    """Id of the first row and column in grid-2d: 0, or 1 where class tokens may stand at 0."""
+    """Id of the first row and column in grid-2d: 0, or 1 where class tokens may stand at 0; number of the first image in
+    flux, and id of the first token of text in lumina2: 0 or 1.
+    """
+    reference_step: _builtins.int
+    """Ids between an image and the next one in flux2."""
+    layered: _builtins.bool
+    """Whether the last image is the condition of layers, in qwen-image."""
+    image_first: _builtins.bool
+    """Whether images stand before the text and lie after it, in lumina2."""
+    image_at: _builtins.int
+    """Id of the first image in lumina2, longcat-image and ideogram4; 0 in the first two: after the text."""
+    text_runs: _builtins.bool
+    """Whether text runs after all grids, instead of being at 0, in joyimage."""
+    base_height: _builtins.int
+    """Rows of the base grid of cogvideox."""
+    base_width: _builtins.int
+    """Columns of it."""
+    as_released: _builtins.bool
+    """Whether cogvideox steps over its crop as diffusers does."""
+    causal_offset: _builtins.int
+    """Frames of the video in the first latent of ltx and ltx2."""
+    frames_per_latent: _builtins.int
+    """Frames of the video, or of the spectrogram, from a latent to the next, in ltx and ltx2."""
+    ratio: _builtins.int
+    """Patches along each side of one patch of the compressed context of anyflow-far."""
+    skip_length: _builtins.int
+    """Frames from the first of two to the second and one more, in wan; 0: they are neighbours."""
+    beside: _builtins.bool
+    """Whether references lie beside the first grid, in wan."""
+    margin: _builtins.int
+    """Ids between text and grids in cosmos3."""
     @_builtins.property
     def tokens_per_second(self) -> _table_pb2.Rational:
-        """Ids per second in mrope-qwen2.5, tmrope and tmrope-qwen3 (any rational) and mrope-transformers (whole)."""
+        """Ids per second in mrope-qwen2.5, tmrope, tmrope-qwen3, ltx, ltx2, cosmos and cosmos3 (any rational) and
+        mrope-transformers (whole).
+        """
 
     @_builtins.property
     def seconds_per_chunk(self) -> _table_pb2.Rational:
         """Seconds of video and of audio that take turns in tmrope."""
+
+    @_builtins.property
+    def frame_step(self) -> _table_pb2.Rational:
+        """Ids between two frames in allegro and kandinsky."""
+
+    @_builtins.property
+    def row_step(self) -> _table_pb2.Rational:
+        """Ids between two rows in flux3, allegro, kandinsky, ltx and ltx2."""
+
+    @_builtins.property
+    def col_step(self) -> _table_pb2.Rational:
+        """Ids between two columns in the same."""
 
     def __init__(
         self,
@@ -85,13 +148,42 @@ class Scheme(_message.Message):
         counting: _builtins.str | None = ...,
         first_image: _builtins.int | None = ...,
         first: _builtins.int | None = ...,
+        reference_step: _builtins.int | None = ...,
+        frame_step: _table_pb2.Rational | None = ...,
+        row_step: _table_pb2.Rational | None = ...,
+        col_step: _table_pb2.Rational | None = ...,
+        layered: _builtins.bool | None = ...,
+        image_first: _builtins.bool | None = ...,
+        image_at: _builtins.int | None = ...,
+        text_runs: _builtins.bool | None = ...,
+        base_height: _builtins.int | None = ...,
+        base_width: _builtins.int | None = ...,
+        as_released: _builtins.bool | None = ...,
+        causal_offset: _builtins.int | None = ...,
+        frames_per_latent: _builtins.int | None = ...,
+        ratio: _builtins.int | None = ...,
+        skip_length: _builtins.int | None = ...,
+        beside: _builtins.bool | None = ...,
+        margin: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_as_released", b"_as_released", "_axes", b"_axes", "_base_height", b"_base_height", "_base_width", b"_base_width", "_beside", b"_beside", "_causal_offset", b"_causal_offset", "_col_step", b"_col_step", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_frame_step", b"_frame_step", "_frames_per_latent", b"_frames_per_latent", "_image_at", b"_image_at", "_image_first", b"_image_first", "_layered", b"_layered", "_margin", b"_margin", "_order", b"_order", "_ratio", b"_ratio", "_reference_step", b"_reference_step", "_rounding", b"_rounding", "_row_step", b"_row_step", "_seconds_per_chunk", b"_seconds_per_chunk", "_skip_length", b"_skip_length", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_text_runs", b"_text_runs", "_tokens_per_second", b"_tokens_per_second", "as_released", b"as_released", "axes", b"axes", "base_height", b"base_height", "base_width", b"base_width", "beside", b"beside", "causal_offset", b"causal_offset", "col_step", b"col_step", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "frame_step", b"frame_step", "frames_per_latent", b"frames_per_latent", "image_at", b"image_at", "image_first", b"image_first", "layered", b"layered", "margin", b"margin", "order", b"order", "ratio", b"ratio", "reference_step", b"reference_step", "rounding", b"rounding", "row_step", b"row_step", "seconds_per_chunk", b"seconds_per_chunk", "skip_length", b"skip_length", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "text_runs", b"text_runs", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_as_released", b"_as_released", "_axes", b"_axes", "_base_height", b"_base_height", "_base_width", b"_base_width", "_beside", b"_beside", "_causal_offset", b"_causal_offset", "_col_step", b"_col_step", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_frame_step", b"_frame_step", "_frames_per_latent", b"_frames_per_latent", "_image_at", b"_image_at", "_image_first", b"_image_first", "_layered", b"_layered", "_margin", b"_margin", "_order", b"_order", "_ratio", b"_ratio", "_reference_step", b"_reference_step", "_rounding", b"_rounding", "_row_step", b"_row_step", "_seconds_per_chunk", b"_seconds_per_chunk", "_skip_length", b"_skip_length", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_text_runs", b"_text_runs", "_tokens_per_second", b"_tokens_per_second", "as_released", b"as_released", "axes", b"axes", "base_height", b"base_height", "base_width", b"base_width", "beside", b"beside", "causal_offset", b"causal_offset", "col_step", b"col_step", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "frame_step", b"frame_step", "frames_per_latent", b"frames_per_latent", "image_at", b"image_at", "image_first", b"image_first", "layered", b"layered", "margin", b"margin", "name", b"name", "order", b"order", "ratio", b"ratio", "reference_step", b"reference_step", "rounding", b"rounding", "row_step", b"row_step", "seconds_per_chunk", b"seconds_per_chunk", "skip_length", b"skip_length", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "text_runs", b"text_runs", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__as_released: _TypeAlias = _typing.Literal["as_released"]  # noqa: Y015
+    _WhichOneofArgType__as_released: _TypeAlias = _typing.Literal["_as_released", b"_as_released"]  # noqa: Y015
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
+    _WhichOneofReturnType__base_height: _TypeAlias = _typing.Literal["base_height"]  # noqa: Y015
+    _WhichOneofArgType__base_height: _TypeAlias = _typing.Literal["_base_height", b"_base_height"]  # noqa: Y015
+    _WhichOneofReturnType__base_width: _TypeAlias = _typing.Literal["base_width"]  # noqa: Y015
+    _WhichOneofArgType__base_width: _TypeAlias = _typing.Literal["_base_width", b"_base_width"]  # noqa: Y015
+    _WhichOneofReturnType__beside: _TypeAlias = _typing.Literal["beside"]  # noqa: Y015
+    _WhichOneofArgType__beside: _TypeAlias = _typing.Literal["_beside", b"_beside"]  # noqa: Y015
+    _WhichOneofReturnType__causal_offset: _TypeAlias = _typing.Literal["causal_offset"]  # noqa: Y015
+    _WhichOneofArgType__causal_offset: _TypeAlias = _typing.Literal["_causal_offset", b"_causal_offset"]  # noqa: Y015
+    _WhichOneofReturnType__col_step: _TypeAlias = _typing.Literal["col_step"]  # noqa: Y015
+    _WhichOneofArgType__col_step: _TypeAlias = _typing.Literal["_col_step", b"_col_step"]  # noqa: Y015
     _WhichOneofReturnType__counting: _TypeAlias = _typing.Literal["counting"]  # noqa: Y015
     _WhichOneofArgType__counting: _TypeAlias = _typing.Literal["_counting", b"_counting"]  # noqa: Y015
     _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
@@ -102,20 +194,54 @@ class Scheme(_message.Message):
     _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
     _WhichOneofReturnType__first_image: _TypeAlias = _typing.Literal["first_image"]  # noqa: Y015
     _WhichOneofArgType__first_image: _TypeAlias = _typing.Literal["_first_image", b"_first_image"]  # noqa: Y015
+    _WhichOneofReturnType__frame_step: _TypeAlias = _typing.Literal["frame_step"]  # noqa: Y015
+    _WhichOneofArgType__frame_step: _TypeAlias = _typing.Literal["_frame_step", b"_frame_step"]  # noqa: Y015
+    _WhichOneofReturnType__frames_per_latent: _TypeAlias = _typing.Literal["frames_per_latent"]  # noqa: Y015
+    _WhichOneofArgType__frames_per_latent: _TypeAlias = _typing.Literal["_frames_per_latent", b"_frames_per_latent"]  # noqa: Y015
+    _WhichOneofReturnType__image_at: _TypeAlias = _typing.Literal["image_at"]  # noqa: Y015
+    _WhichOneofArgType__image_at: _TypeAlias = _typing.Literal["_image_at", b"_image_at"]  # noqa: Y015
+    _WhichOneofReturnType__image_first: _TypeAlias = _typing.Literal["image_first"]  # noqa: Y015
+    _WhichOneofArgType__image_first: _TypeAlias = _typing.Literal["_image_first", b"_image_first"]  # noqa: Y015
+    _WhichOneofReturnType__layered: _TypeAlias = _typing.Literal["layered"]  # noqa: Y015
+    _WhichOneofArgType__layered: _TypeAlias = _typing.Literal["_layered", b"_layered"]  # noqa: Y015
+    _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
+    _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
     _WhichOneofReturnType__order: _TypeAlias = _typing.Literal["order"]  # noqa: Y015
     _WhichOneofArgType__order: _TypeAlias = _typing.Literal["_order", b"_order"]  # noqa: Y015
+    _WhichOneofReturnType__ratio: _TypeAlias = _typing.Literal["ratio"]  # noqa: Y015
+    _WhichOneofArgType__ratio: _TypeAlias = _typing.Literal["_ratio", b"_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__reference_step: _TypeAlias = _typing.Literal["reference_step"]  # noqa: Y015
+    _WhichOneofArgType__reference_step: _TypeAlias = _typing.Literal["_reference_step", b"_reference_step"]  # noqa: Y015
     _WhichOneofReturnType__rounding: _TypeAlias = _typing.Literal["rounding"]  # noqa: Y015
     _WhichOneofArgType__rounding: _TypeAlias = _typing.Literal["_rounding", b"_rounding"]  # noqa: Y015
+    _WhichOneofReturnType__row_step: _TypeAlias = _typing.Literal["row_step"]  # noqa: Y015
+    _WhichOneofArgType__row_step: _TypeAlias = _typing.Literal["_row_step", b"_row_step"]  # noqa: Y015
     _WhichOneofReturnType__seconds_per_chunk: _TypeAlias = _typing.Literal["seconds_per_chunk"]  # noqa: Y015
     _WhichOneofArgType__seconds_per_chunk: _TypeAlias = _typing.Literal["_seconds_per_chunk", b"_seconds_per_chunk"]  # noqa: Y015
+    _WhichOneofReturnType__skip_length: _TypeAlias = _typing.Literal["skip_length"]  # noqa: Y015
+    _WhichOneofArgType__skip_length: _TypeAlias = _typing.Literal["_skip_length", b"_skip_length"]  # noqa: Y015
     _WhichOneofReturnType__spatial_merge_size: _TypeAlias = _typing.Literal["spatial_merge_size"]  # noqa: Y015
     _WhichOneofArgType__spatial_merge_size: _TypeAlias = _typing.Literal["_spatial_merge_size", b"_spatial_merge_size"]  # noqa: Y015
     _WhichOneofReturnType__stride: _TypeAlias = _typing.Literal["stride"]  # noqa: Y015
     _WhichOneofArgType__stride: _TypeAlias = _typing.Literal["_stride", b"_stride"]  # noqa: Y015
+    _WhichOneofReturnType__text_runs: _TypeAlias = _typing.Literal["text_runs"]  # noqa: Y015
+    _WhichOneofArgType__text_runs: _TypeAlias = _typing.Literal["_text_runs", b"_text_runs"]  # noqa: Y015
     _WhichOneofReturnType__tokens_per_second: _TypeAlias = _typing.Literal["tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__as_released) -> _WhichOneofReturnType__as_released | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__axes) -> _WhichOneofReturnType__axes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_height) -> _WhichOneofReturnType__base_height | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_width) -> _WhichOneofReturnType__base_width | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beside) -> _WhichOneofReturnType__beside | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__causal_offset) -> _WhichOneofReturnType__causal_offset | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__col_step) -> _WhichOneofReturnType__col_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__counting) -> _WhichOneofReturnType__counting | None: ...
     @_typing.overload
@@ -127,15 +253,37 @@ class Scheme(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_image) -> _WhichOneofReturnType__first_image | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frame_step) -> _WhichOneofReturnType__frame_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frames_per_latent) -> _WhichOneofReturnType__frames_per_latent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__image_at) -> _WhichOneofReturnType__image_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__image_first) -> _WhichOneofReturnType__image_first | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__layered) -> _WhichOneofReturnType__layered | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin) -> _WhichOneofReturnType__margin | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__order) -> _WhichOneofReturnType__order | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio) -> _WhichOneofReturnType__ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reference_step) -> _WhichOneofReturnType__reference_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rounding) -> _WhichOneofReturnType__rounding | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_step) -> _WhichOneofReturnType__row_step | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_per_chunk) -> _WhichOneofReturnType__seconds_per_chunk | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_length) -> _WhichOneofReturnType__skip_length | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spatial_merge_size) -> _WhichOneofReturnType__spatial_merge_size | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stride) -> _WhichOneofReturnType__stride | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text_runs) -> _WhichOneofReturnType__text_runs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_second) -> _WhichOneofReturnType__tokens_per_second | None: ...
 

@@ -1,0 +1,256 @@
+"""Large tensors beside their messages: protobuf would copy their bytes several times, and all others would wait for it.
+
+On the wire there is nothing new. A message is written with marks where large tensors go, which then take their places
+in its bytes; and one that came is parsed with marks in place of its large tensors, which are read where they lie.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import EncodeError, Message
+
+from mmpos.errors import UnsupportedError
+from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos.support import native
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["LEAST_BYTES", "Beside", "WithOutput", "parsed"]
+
+LEAST_BYTES = 2**16
+"""Least size of a large tensor."""
+
+Data = npt.NDArray[np.uint8]
+Piece = bytes | memoryview
+Paths = Mapping[int, "Paths | None"]
+"""Fields by number: those of messages that lead to the data of a tensor, and None for the data."""
+
+M = TypeVar("M", bound=Message)
+
+# Stands in a message for a tensor, with its place and size; random, so that nobody else can send it.
+_MARK = secrets.token_bytes(16)
+_PLACE = struct.Struct("<QQ")
+_MARK_BYTES = len(_MARK) + _PLACE.size
+
+_MOST_FIELDS = 64
+"""Most fields of one message among which large tensors are looked for; those of a tensor's own are few."""
+
+_MOST_BYTES = 2**31 - 1
+"""Most bytes of a message."""
+
+
+class WithOutput(Protocol):
+    """A request that says where the tensors of its answer go."""
+
+    @property
+    def output(self) -> pb.SharedMemory:
+        """The region for them."""
+
+
+class Beside:
+    """Large tensors of one message to be written, and of one that was read; implements ``mmpos.rpc.tensors.Memory``.
+
+    Args:
+        raw: the bytes of the message that was read by ``parsed``.
+    """
+
+    def __init__(self, raw: bytes = b"") -> None:
+        self._raw = raw
+        self._large: list[Data] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors beside the message."""
+        return sum(data.size for data in self._large)
+
+    def put(self, message: pb.Tensor, data: Data) -> bool:
+        """Keep the bytes of a large tensor for ``serialize``, until which nobody may write to them."""
+        if data.size < LEAST_BYTES:
+            return False
+        message.data = _MARK + _PLACE.pack(len(self._large), data.size)
+        self._large.append(data)
+        return True
+
+    def holds(self, message: pb.Tensor) -> int:
+        """Return the bytes that a tensor that was read claims to have, in its message or in shared memory."""
+        return int(message.shared.byte_size) if message.HasField("shared") else len(self.data(message))
+
+    def get(self, name: str, shared: pb.SharedMemory) -> Data:
+        """Refuse a tensor in shared memory.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"{name}: got shared memory, want data")
+
+    def data(self, message: pb.Tensor) -> bytes | memoryview:
+        """Return the bytes of a tensor that was read, from its message or where they lie."""
+        data = message.data  # once: every look at it is a copy
+        if len(data) != _MARK_BYTES or not data.startswith(_MARK) or not self._raw:
+            return data
+        begin, size = _PLACE.unpack_from(data, len(_MARK))
+        return memoryview(self._raw)[begin : begin + size]
+
+    def answer(self, request: WithOutput, size: int | None = None) -> None:
+        """Leave the tensors of the answer, of so many bytes, to its message."""
+
+    def parse(self, kind: type[M], raw: bytes) -> M:
+        """Parse a message, whose large tensors are read from its bytes.
+
+        Raises:
+            DecodeError: the bytes are no such message.
+        """
+        self._raw = raw
+        return parsed(kind, raw)
+
+    def serialize(self, message: Message) -> bytes:
+        """Serialize a message with its large tensors; other threads run meanwhile.
+
+        Raises:
+            EncodeError: 2 GiB or more.
+        """
+        raw = message.SerializeToString()
+        if not self._large:
+            return raw
+        tensors: deque[tuple[int, Piece]] = deque()
+        at = raw.find(_MARK)
+        while at >= 0:
+            number, _ = _PLACE.unpack_from(raw, at + len(_MARK))
+            tensors.append((at, self._large[number].data))
+            at = raw.find(_MARK, at + _MARK_BYTES)
+        pieces, size = _filled(raw, 0, len(raw), tensors)
+        if size > _MOST_BYTES:
+            raise EncodeError("Failed to serialize proto")
+        return _joined(pieces)
+
+
+def parsed(kind: type[M], raw: bytes) -> M:
+    """Parse a message with marks in place of its large tensors, which ``Beside(raw).data`` reads.
+
+    Raises:
+        DecodeError: the bytes are no such message.
+    """
+    paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
+    places = _large_of(raw, 0, len(raw), paths) if paths else []
+    if not places:
+        return kind.FromString(raw)
+    marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
+    pieces, _ = _filled(raw, 0, len(raw), marks)
+    return kind.FromString(b"".join(pieces))
+
+
+def _joined(pieces: Iterable[Piece]) -> bytes:
+    whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
+    return b"".join(pieces) if whole is None else whole
+
+
+@lru_cache(maxsize=256)
+def _paths(kind: Descriptor) -> Paths:
+    """Return the fields of a message that lead to tensors, without those of which there may be many."""
+    if kind is pb.Tensor.DESCRIPTOR:
+        return {kind.fields_by_name["data"].number: None}
+    inner = {
+        field.number: _paths(field.message_type)
+        for field in kind.fields
+        if field.message_type is not None and not field.is_repeated
+    }
+    return {number: paths for number, paths in inner.items() if paths}
+
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
+
+
+def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
+    """Find large tensors of a message: where their bytes begin, and how many they are; none where it is not plain."""
+    places: list[tuple[int, int]] = []
+    at = begin
+    try:
+        for _ in range(_MOST_FIELDS):
+            if at == end:
+                return places
+            tag, at = _varint(raw, at)
+            kind, length = tag & 7, 0
+            if kind == _VARINT:
+                _, at = _varint(raw, at)
+            elif kind in (_FIXED64, _FIXED32):
+                length = 8 if kind == _FIXED64 else 4
+            elif kind == _LENGTH:
+                length, at = _varint(raw, at)
+            else:
+                return []
+            stop = at + length
+            if stop > end:
+                return []
+            if kind == _LENGTH and length >= LEAST_BYTES and tag >> 3 in paths:
+                inner = paths[tag >> 3]
+                places += [(at, length)] if inner is None else _large_of(raw, at, stop, inner)
+            at = stop
+    except (IndexError, OverflowError):
+        pass
+    return []
+
+
+def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:
+    """Return the pieces of a message, with other bytes for the fields that begin at some places, and its size."""
+    pieces: list[Piece] = []
+    inner: list[Piece]
+    size, kept, at = 0, begin, begin
+    while tensors and tensors[0][0] < end:
+        tag, at = _varint(raw, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _varint(raw, at)
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        else:
+            before, (length, at) = at, _varint(raw, at)
+            stop = at + length
+            if tensors[0][0] == at:
+                data = tensors.popleft()[1]
+                inner, grown = [data], len(data)
+            elif tensors[0][0] < stop:
+                inner, grown = _filled(raw, at, stop, tensors)
+            else:
+                at = stop
+                continue
+            head = raw[kept:before] + _varint_bytes(grown)
+            pieces += [head, *inner]
+            size += len(head) + grown
+            kept = at = stop
+    return [*pieces, raw[kept:end]], size + end - kept
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Parse a varint; returns its value and its end.
+
+    Raises:
+        IndexError: the bytes end before it does.
+        OverflowError: it has more bytes than 64 bits take.
+    """
+    value = shift = 0
+    while shift < 70:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
+    raise OverflowError
+
+
+def _varint_bytes(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])

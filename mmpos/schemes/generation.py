@@ -1,0 +1,395 @@
+"""Schemes of models that generate images: text at rest or on axes of its own, each image on a plane of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from mmpos.errors import UnsupportedError
+from mmpos.schemes.base import Grids, Placement, Scheme, TextRuns
+from mmpos.schemes.mrope import MRopeInterleaveReset, checked_rate
+from mmpos.segments.kinds import THUMBNAIL
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
+
+NOT_AFFINE: Mapping[str, str] = MappingProxyType(
+    {
+        "cogview4": "its ids ⌊i·base/side⌋ are rounded down, so that no step holds for a row; give dense ids to Rotary",
+        "z-image-omni": (
+            "its SigLIP ids are scaled to the image and truncated, so that no step holds for a row; give dense ids to "
+            "Rotary, or take lumina2(first=1) for Z-Image without SigLIP"
+        ),
+        "minimax-h3": (
+            "its ids are over √(h·w); take mmpos.schemes.MiniMaxH3() where h·w is a square, or give dense ids to Rotary"
+        ),
+        "mochi": "its frequencies are learned, for each head and each axis; an id has no fixed angle",
+        "framepack": "it averages the cosines and sines of its history, which are no rotation then",
+        "helios": "it averages the cosines and sines of its history, which are no rotation then",
+    }
+)
+"""Layouts of models that no scheme can hold for all sizes, and why."""
+
+
+class LatentScheme(Scheme):
+    """Text that runs on some axes and rests on the others, and grids that nothing before them pushes.
+
+    Ids count from the start of the document. A grid is what the transformer gets: patches of latents. The order of
+    grids says what each is: the first is generated and the others are its references, unless a scheme says otherwise.
+    """
+
+    axes = 3
+    frames = False
+    resumable = False
+    text_axes: ClassVar[tuple[int, ...]] = ()
+    """Axes on which text runs."""
+
+    def advance(self, grids: Grids) -> IntArray:
+        return np.zeros_like(grids.height)
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        runs_on = [axis in self.text_axes for axis in range(self.axes)]
+        return Placement([cursor if on else runs.start for on in runs_on], step_col=[int(on) for on in runs_on])
+
+
+@dataclass(frozen=True)
+class Flux(LatentScheme):
+    """Text at (0, 0, 0), image k of a document at (k, i, j): the image that is generated is 0, references are 1, 2, ….
+
+    Source: FluxPosEmbed and FluxPipeline, and for references FluxKontextPipeline and BriaFiboEditPipeline of diffusers;
+    also Chroma, Bria, Krea 2 and HiDream-I1. VisualCloze counts its images from 1.
+
+    Args:
+        first: number of the first image, 0 or 1.
+    """
+
+    name: ClassVar[str] = "flux"
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", integer("Flux.first", self.first, minimum=0, maximum=1))
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        start = grids.start
+        return Placement([start + self.first + grids.number, start, start], None, [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class Flux2(LatentScheme):
+    """Token n of text at (0, 0, 0, n), image k at (10·k, i, j, 0): the image that is generated is 0.
+
+    Source: Flux2PosEmbed and Flux2Pipeline of diffusers.
+
+    Args:
+        reference_step: ids between an image and the next one.
+    """
+
+    name: ClassVar[str] = "flux2"
+    axes = 4
+    text_axes = (3,)
+    reference_step: int = 10
+
+    def __post_init__(self) -> None:
+        step = integer("Flux2.reference_step", self.reference_step, minimum=1, maximum=INT32_MAX)
+        object.__setattr__(self, "reference_step", step)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        start = grids.start
+        return Placement(
+            [start + self.reference_step * grids.number, start, start, start], None, [0, 1, 0, 0], [0, 0, 1, 0]
+        )
+
+
+@dataclass(frozen=True)
+class Flux3(LatentScheme):
+    """Token n of text at (0, 0, 0, n), image k at (0, i/2, j/2, −k): the image that is generated is 0.
+
+    Source: Flux3PosEmbed and the modular pipeline of FLUX.3 in diffusers (``image_rope_scale``).
+
+    Args:
+        row_step: ids between two rows, an integer or a Fraction.
+        col_step: ids between two columns.
+    """
+
+    name: ClassVar[str] = "flux3"
+    axes = 4
+    fractional = True
+    text_axes = (3,)
+    row_step: int | Fraction = Fraction(1, 2)
+    col_step: int | Fraction = Fraction(1, 2)
+
+    def __post_init__(self) -> None:
+        check_steps(self, "row_step", "col_step")
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        over, (down, right) = over_one(self.row_step, self.col_step)
+        start = grids.start * over
+        return Placement(
+            [start, start, start, start - grids.number * over], None, [0, down, 0, 0], [0, 0, right, 0], over
+        )
+
+
+@dataclass(frozen=True)
+class QwenImage(LatentScheme):
+    """Image k at (k, i − ⌈h/2⌉, j − ⌈w/2⌉), token n of text at M + n on every axis.
+
+    M = max(⌊h/2⌋, ⌊w/2⌋) over all images. The image that is generated is 0, references are 1, 2, …. Source:
+    QwenEmbedRope of diffusers with ``scale_rope``, as all its models have it; also NucleusMoE-Image. The model's tables
+    have 4,096 rows of either sign.
+
+    Args:
+        layered: the last image, the condition, is at −1, and M at least the number of the others
+            (QwenEmbedLayer3DRope).
+    """
+
+    name: ClassVar[str] = "qwen-image"
+    frames = True
+    layered: bool = False
+
+    def __post_init__(self) -> None:
+        boolean("QwenImage.layered", self.layered)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        start, number = grids.start, grids.number
+        if self.layered:
+            last = np.diff(grids.document, append=-1) != 0
+            number = np.where(last, -1, number)
+        origin = [start + number, start - (grids.height + 1) // 2, start - (grids.width + 1) // 2]
+        return Placement(origin, [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        most, grids = np.zeros(runs.starts.size, np.int64), runs.grids
+        if grids is not None:
+            np.maximum.at(most, grids.document, grids.extents[1:].max(axis=0, initial=0) // 2)
+            if self.layered:
+                np.maximum.at(most, grids.document, grids.number)
+        return Placement([cursor + most[runs.document]] * 3, step_col=[1] * 3)
+
+
+@dataclass(frozen=True)
+class QwenImage21(Scheme):
+    """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), text going on at c + max(h, w): rows and columns ignore what stands before.
+
+    Source: QwenImage21Rope of diffusers, whose tables reach from −1,024 to 8,191.
+    """
+
+    name: ClassVar[str] = "qwen-image-2.1"
+    by_shape = True
+    axes = 3
+    frames = False
+
+    def advance(self, grids: Grids) -> IntArray:
+        return np.maximum(grids.height, grids.width)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor, -((grids.height + 1) // 2), -((grids.width + 1) // 2)], None, [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class Lumina2(LatentScheme):
+    """Token n of text at (n, 0, 0), an image after n tokens at (n + t, i, j).
+
+    Source: Lumina2RotaryPosEmbed of diffusers. ``first=1`` is Z-Image, whose text is padded to a multiple of 32 tokens,
+    padding of text counted; ERNIE-Image has ``image_first``; BriaFibo 2 counts its gist from 1 and has
+    ``image_at=max_num_gist_tokens + 1``.
+
+    Args:
+        first: id of the first token of text, 0 or 1.
+        image_first: images stand before the text, and lie after all of it.
+        image_at: plane of the first image, whatever text there is, each reference on the next one; 0: after the text.
+    """
+
+    name: ClassVar[str] = "lumina2"
+    frames = True
+    text_axes = (0,)
+    first: int = 0
+    image_first: bool = False
+    image_at: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", integer("Lumina2.first", self.first, minimum=0, maximum=1))
+        boolean("Lumina2.image_first", self.image_first)
+        _check_image_at(self, minimum=0)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        start, plane = grids.start, cursor + self.first
+        if self.image_at:
+            plane = start + self.image_at + grids.number
+        elif self.image_first and grids.text_tokens is not None:
+            plane = start + self.first + grids.text_tokens
+        return Placement([plane, start, start], [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        return super().place_text(runs, cursor + self.first)
+
+
+@dataclass(frozen=True)
+class LongCatImage(LatentScheme):
+    """Token n of text at (0, n, n), image k after L tokens at (1 + k, L + i, L + j): the generated image is 0.
+
+    Source: LongCatImagePipeline and LongCatImageEditPipeline of diffusers, in which text has all its
+    ``tokenizer_max_length`` tokens.
+
+    Args:
+        image_at: L where it is not the number of tokens before the image, which 0 stands for.
+    """
+
+    name: ClassVar[str] = "longcat-image"
+    text_axes = (1, 2)
+    image_at: int = 0
+
+    def __post_init__(self) -> None:
+        _check_image_at(self, minimum=0)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        first = grids.start + self.image_at if self.image_at else cursor
+        return Placement([grids.start + 1 + grids.number, first, first], None, [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class OvisImage(LatentScheme):
+    """Token n of text at (0, n, n), patch (i, j) of an image at (0, i, j).
+
+    Source: OvisImagePosEmbed and OvisImagePipeline of diffusers.
+    """
+
+    name: ClassVar[str] = "ovis-image"
+    text_axes = (1, 2)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([grids.start] * 3, None, [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class Ideogram4(LatentScheme):
+    """Token n of text at (n, n, n), patch (i, j) of an image at (65536, 65536 + i, 65536 + j).
+
+    Source: Ideogram4MRoPE and Ideogram4Pipeline of diffusers.
+
+    Args:
+        image_at: id of the first patch.
+    """
+
+    name: ClassVar[str] = "ideogram4"
+    text_axes = (0, 1, 2)
+    image_at: int = 65536
+
+    def __post_init__(self) -> None:
+        _check_image_at(self, minimum=INT32_MIN)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([grids.start + self.image_at] * 3, None, [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class HunyuanImage(LatentScheme):
+    """Text at rest at 0, which turns nothing, and patch (i, j) of an image at (i, j).
+
+    Source: HunyuanImageRotaryPosEmbed of diffusers; also GLM-Image's transformer and PRX.
+
+    Args:
+        axes: 2, or 3 with a frame axis.
+    """
+
+    name: ClassVar[str] = "hunyuan-image"
+    axes: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", integer("HunyuanImage.axes", self.axes, minimum=2, maximum=3))
+        object.__setattr__(self, "frames", self.axes == 3)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        n = self.axes
+        return Placement([grids.start] * n, [1, 0, 0][-n:], [0, 1, 0][-n:], [0, 0, 1][-n:])
+
+
+@dataclass(frozen=True)
+class JoyImage(LatentScheme):
+    """Grids one after the other on the frame axis, at (t + frames before, i, j); text at rest at 0.
+
+    Source: JoyImageTransformer3DModel and JoyImageEditPlusTransformer3DModel of diffusers.
+
+    Args:
+        text_runs: text runs on every axis instead, from the id after the highest of all grids (``rope_type="mrope"``).
+    """
+
+    name: ClassVar[str] = "joyimage"
+    frames = True
+    text_runs: bool = False
+
+    def __post_init__(self) -> None:
+        boolean("JoyImage.text_runs", self.text_runs)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        before = grids.frames.cumsum() - grids.frames
+        before -= before[grids.document.searchsorted(grids.document)]
+        return Placement([grids.start + before, grids.start, grids.start], [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        if not self.text_runs:
+            return super().place_text(runs, cursor)
+        frames, most, grids = np.zeros(runs.starts.size, np.int64), np.zeros(runs.starts.size, np.int64), runs.grids
+        if grids is not None:
+            np.add.at(frames, grids.document, grids.frames)
+            np.maximum.at(most, grids.document, grids.extents[1:].max(axis=0, initial=0))
+        return Placement([cursor + np.maximum(most, frames)[runs.document]] * 3, step_col=[1] * 3)
+
+
+@dataclass(frozen=True)
+class Bagel(Scheme):
+    """All tokens of an image, and the markers around them, at one id; the next text at the id after it.
+
+    A ``Thumbnail`` is an image with its two markers, a ``Grid`` one without. Source: BAGEL, and its pipeline of
+    vLLM-Omni.
+    """
+
+    name: ClassVar[str] = "bagel"
+    by_shape = True
+    axes = 1
+    frames = False
+    kinds = frozenset({THUMBNAIL})
+
+    def advance(self, grids: Grids) -> IntArray:
+        if grids.kind is not None and ((grids.kind > THUMBNAIL).any() or np.any(grids.extra_tokens)):
+            raise UnsupportedError("bagel: got tiles or tokens after a thumbnail, want each image with its two markers")
+        return np.ones_like(grids.height)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        # A step that no patch takes, as place gives it, so that plain grids are placed by their shape.
+        return Placement([cursor], [1] if grids.kind is None else None)
+
+
+@dataclass(frozen=True)
+class OmniGen2(MRopeInterleaveReset):
+    """Patch (i, j) of an image at (c, i, j), text going on at c + max(h, w): the same as mrope-interleave-reset.
+
+    Source: OmniGen2 in vLLM-Omni; also Boogu and MammothModa 2.
+    """
+
+    name: ClassVar[str] = "omnigen2"
+    by_shape = True
+
+
+def check_steps(scheme: Scheme, *names: str) -> None:
+    """Check steps, integers or Fractions above 0."""
+    for name in names:
+        checked_rate(f"{type(scheme).__name__}.{name}", getattr(scheme, name))
+
+
+def over_one(*steps: int | Fraction) -> tuple[int, list[int]]:
+    """Bring numbers over one denominator: it, and their numerators.
+
+    >>> over_one(Fraction(1, 2), 3, Fraction(2, 3))
+    (6, [3, 18, 4])
+    """
+    over = lcm(*(step.denominator for step in steps))
+    return over, [int(step * over) for step in steps]
+
+
+def _check_image_at(scheme: LongCatImage | Ideogram4 | Lumina2, minimum: int) -> None:
+    name = f"{type(scheme).__name__}.image_at"
+    object.__setattr__(scheme, "image_at", integer(name, scheme.image_at, minimum=minimum, maximum=INT32_MAX))

@@ -1,0 +1,436 @@
+"""Schemes of models that generate videos: frames, rows and columns from 0, stretched, centred or in seconds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import UnsupportedError
+from mmpos.schemes.base import Grids, Pieces, Placement
+from mmpos.schemes.generation import LatentScheme, check_steps, over_one
+from mmpos.schemes.mrope import checked_rate, frame_steps
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
+from mmpos.support.ragged import ragged_arange
+
+
+@dataclass(frozen=True)
+class Wan(LatentScheme):
+    """Patch (t, i, j) at (t, i, j); text is read through cross-attention and has no ids.
+
+    Source: WanRotaryPosEmbed of diffusers; also SkyReels V2, Sana-Video, SANA-WM, AnyFlow and VACE.
+
+    Args:
+        skip_length: the two frames of a grid of two are at 0 and ``skip_length − 1``, as the ``temporal_skip_len`` of
+            ChronoEdit says (8); 0: at 0 and 1.
+        beside: grids after the first, the references, lie beside it, at (1 + t, i, w + j), as in Wan-Animate 2.
+    """
+
+    name: ClassVar[str] = "wan"
+    text = False
+    frames = True
+    skip_length: int = 0
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        length = integer("Wan.skip_length", self.skip_length, minimum=0, maximum=INT32_MAX)
+        object.__setattr__(self, "skip_length", length)
+        boolean("Wan.beside", self.beside)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        step = np.where(grids.frames == 2, self.skip_length - 1, 1) if self.skip_length else 1
+        beside = grids.number > 0 if self.beside else np.zeros(grids.number.size, np.bool_)
+        start = grids.start
+        return Placement([start + beside, start, start + beside * grids.width], [step, 0, 0], [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class AnyFlowFar(LatentScheme):
+    """A compressed context, at (t, r·i + (r−1)/2, r·j + (r−1)/2), then frames at full size.
+
+    The context is the first grid, of f frames. Each other grid is at (f + t, i, j): the frames that are generated, and
+    in training the same ones without noise. Without a compressed context it is ``wan``. The mean of r neighbouring
+    rotations, brought to length 1, is exactly the rotation in their middle. Source: AnyFlowCausalRotaryPosEmbed of
+    diffusers.
+
+    Args:
+        ratio: patches of a frame along each side of one patch of the context (compressed_patch_size / patch_size).
+    """
+
+    name: ClassVar[str] = "anyflow-far"
+    text = False
+    frames = True
+    fractional = True
+    ratio: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", integer("AnyFlowFar.ratio", self.ratio, minimum=1, maximum=INT32_MAX))
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        context = grids.number == 0
+        frames = np.where(context, 0, grids.frames[grids.document.searchsorted(grids.document)])
+        step = 2 * np.where(context, self.ratio, 1)
+        start = 2 * grids.start
+        middle = start + step // 2 - 1
+        return Placement([start + 2 * frames, middle, middle], [2, 0, 0], [0, step, 0], [0, 0, step], 2)
+
+
+@dataclass(frozen=True)
+class HunyuanVideo(LatentScheme):
+    """Text at rest at 0, which turns nothing, and patch (t, i, j) at (t, i, j).
+
+    Source: HunyuanVideoRotaryPosEmbed of diffusers; also HunyuanVideo 1.5, Motif-Video and CogVideoX 1.5.
+    """
+
+    name: ClassVar[str] = "hunyuan-video"
+    frames = True
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([grids.start] * 3, [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class CogVideoX(LatentScheme):
+    """Text at rest at 0, frame t at t; rows and columns stretched over a part of a base grid of 30 × 45.
+
+    The part has the grid's proportions, as large as fits and centred. Source: ``get_resize_crop_region_for_grid`` and
+    ``get_3d_rotary_pos_embed`` of diffusers; also EasyAnimate and ConsisID. CogVideoX 1.5 is ``hunyuan-video``.
+
+    Args:
+        base_height: rows of the base grid, sample_height / patch_size.
+        base_width: its columns.
+        as_released: where the part begins at s and ends at e, n rows step by (e·(n−1)/n − s)/(n−1), as diffusers
+            computes them, which is right for s = 0 only; False: by (e − s)/n, as its comments and the code that the
+            checkpoints were trained with mean.
+    """
+
+    name: ClassVar[str] = "cogvideox"
+    frames = True
+    fractional = True
+    base_height: int = 30
+    base_width: int = 45
+    as_released: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("base_height", "base_width"):
+            side = integer(f"CogVideoX.{name}", getattr(self, name), minimum=1, maximum=INT32_MAX)
+            object.__setattr__(self, name, side)
+        boolean("CogVideoX.as_released", self.as_released)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        height, width, tall, wide = grids.height, grids.width, self.base_height, self.base_width
+        upright = height * wide > tall * width
+        # In float64, in this order: rounding halves to even, other roundings before it decide.
+        rows = np.where(upright, tall, np.rint(wide / width * height)).astype(np.int64)
+        columns = np.where(upright, np.rint(tall / height * width), wide).astype(np.int64)
+        top, down, over_rows = self._spread(tall, rows, height)
+        left, right, over_columns = self._spread(wide, columns, width)
+        over = np.lcm(over_rows, over_columns)
+        by_row, by_column = over // over_rows, over // over_columns
+        start = grids.start * over
+        return Placement(
+            [start, start + top * over, start + left * over],
+            [over, 0, 0],
+            [0, down * by_row, 0],
+            [0, 0, right * by_column],
+            over,
+        )
+
+    def _spread(self, base: int, part: IntArray, count: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Spread ``count`` ids over a centred part of a base: the first, and the step over its denominator."""
+        first = np.rint((base - part) / 2).astype(np.int64)
+        step, over = part, count
+        if self.as_released:
+            over = count * np.maximum(count - 1, 1)
+            step = (first + part) * (count - 1) - count * first
+        step = np.where(count > 1, step, 0)
+        common = np.gcd(step, over)
+        return first, step // common, over // common
+
+
+@dataclass(frozen=True)
+class _Scaled(LatentScheme):
+    """Patch (t, i, j) at (t, i, j), each times a step; text is read through cross-attention and has no ids."""
+
+    text = False
+    frames = True
+    fractional = True
+    frame_step: int | Fraction = 1
+    row_step: int | Fraction = 1
+    col_step: int | Fraction = 1
+
+    def __post_init__(self) -> None:
+        check_steps(self, "frame_step", "row_step", "col_step")
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        over, (onward, down, right) = over_one(self.frame_step, self.row_step, self.col_step)
+        return Placement([grids.start * over] * 3, [onward, 0, 0], [0, down, 0], [0, 0, right], over)
+
+
+@dataclass(frozen=True)
+class Allegro(_Scaled):
+    """Patch (t, i, j) at (t/2.2, i/2, j/2); text is read through cross-attention and has no ids.
+
+    Source: ``get_3d_rotary_pos_embed_allegro`` of diffusers.
+
+    Args:
+        frame_step: ids between two frames, 1 / interpolation_scale_t, an integer or a Fraction.
+        row_step: ids between two rows.
+        col_step: ids between two columns.
+    """
+
+    name: ClassVar[str] = "allegro"
+    frame_step: int | Fraction = Fraction(5, 11)
+    row_step: int | Fraction = Fraction(1, 2)
+    col_step: int | Fraction = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Kandinsky(_Scaled):
+    """Patch (t, i, j) at (t, i, j), each over the scale factor of its axis; text has a rotation of its own.
+
+    Source: Kandinsky5RoPE3D and Kandinsky6RoPE3D of diffusers.
+
+    Args:
+        frame_step: ids between two frames, 1 / scale_factor[0], an integer or a Fraction.
+        row_step: ids between two rows.
+        col_step: ids between two columns.
+    """
+
+    name: ClassVar[str] = "kandinsky"
+
+
+@dataclass(frozen=True)
+class _Ltx(LatentScheme):
+    """Ids 2x − 1, x the time or place of a latent in parts of a base: as the first frame is one frame, two pieces.
+
+    ``seconds_per_frame`` is that of the video, 1/fps; 1/25 or 1/24 where it is not given, as pipelines have it.
+    """
+
+    text = False
+    frames = True
+    fractional = True
+    fps: ClassVar[int]
+    """Frames per second where a grid does not say it."""
+    row_step: int | Fraction = Fraction(1, 32)
+    col_step: int | Fraction = Fraction(1, 32)
+    tokens_per_second: int | Fraction = Fraction(1, 10)
+    causal_offset: int = 1
+    frames_per_latent: int = 8
+
+    def __post_init__(self) -> None:
+        check_steps(self, "row_step", "col_step", "tokens_per_second")
+        name = type(self).__name__
+        frames = integer(f"{name}.frames_per_latent", self.frames_per_latent, minimum=1, maximum=2**15)
+        object.__setattr__(self, "frames_per_latent", frames)
+        offset = integer(f"{name}.causal_offset", self.causal_offset, minimum=0, maximum=frames)
+        object.__setattr__(self, "causal_offset", offset)
+
+    @property
+    @abstractmethod
+    def firsts(self) -> tuple[int, int, int]:
+        """Halves of a frame from 0 to latent 0, and to where latent 0 would be if all were alike; halves of a row."""
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        owner, piece = ragged_arange(np.minimum(grids.frames, 2))
+        height, width = grids.height[owner], grids.width[owner]
+        frame = height * width
+        tokens, skip = np.where(piece > 0, (grids.frames[owner] - 1) * frame, frame), piece * frame
+        alone, alike, half = self.firsts
+        numerator, denominator = frame_steps(self, _timed(grids, self.fps), self.tokens_per_second)
+        numerator, denominator = numerator[owner], 2 * denominator[owner]
+        common: IntArray = np.gcd(numerator, denominator)
+        denominator //= common
+        space, (down, right) = over_one(Fraction(self.row_step) / 2, Fraction(self.col_step) / 2)
+        over: IntArray = np.lcm(denominator, space)
+        time, place = numerator // common * (over // denominator), over // space
+        start = (grids.start[owner] - 1) * over
+        origin = [
+            start + np.where(piece > 0, alike, alone) * time,
+            start + half * down * place,
+            start + half * right * place,
+        ]
+        moves: list[list[IntArray | int]] = [
+            [2 * self.frames_per_latent * time, 0, 0],
+            [0, 2 * down * place, 0],
+            [0, 0, 2 * right * place],
+        ]
+        onward, below, beside = (steps[: self.axes] for steps in moves)
+        pieces = Pieces(owner, tokens, skip, height, width)
+        return Placement(origin[: self.axes], onward, below, beside, over, pieces)
+
+
+@dataclass(frozen=True)
+class Ltx(_Ltx):
+    """Latent (t, i, j) at 2·max(0, 8t − 7)/fps/20 − 1, i/32 − 1, j/32 − 1; text is read through cross-attention.
+
+    ``seconds_per_frame`` of a grid is that of the video, 1/fps; 1/25 where it is not given. Source:
+    LTXVideoRotaryPosEmbed and LTXConditionPipeline of diffusers; LTXPipeline has ``causal_offset=8``.
+
+    Args:
+        row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
+        col_step: ids between two columns.
+        tokens_per_second: ids in a second, 2 / base_num_frames.
+        causal_offset: frames of the video in the first latent, as max(0, 8t + causal_offset − 8) counts them.
+        frames_per_latent: frames of the video from a latent to the next.
+    """
+
+    name: ClassVar[str] = "ltx"
+    fps = 25
+
+    @property
+    def firsts(self) -> tuple[int, int, int]:
+        return 0, 2 * (self.causal_offset - self.frames_per_latent), 0
+
+
+@dataclass(frozen=True)
+class Ltx2(_Ltx):
+    """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: in the middle of its frames and pixels.
+
+    The first latent is at ½/fps/10 − 1. ``seconds_per_frame`` of a grid is that of the video, 1/fps; 1/24 where it is
+    not given. Audio is a grid of 1 × 1 with a frame for each latent, of 1/100 seconds, in the scheme with ``axes=1``
+    and ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
+
+    Args:
+        row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
+        col_step: ids between two columns.
+        tokens_per_second: ids in a second, 2 / base_num_frames.
+        causal_offset: frames of the video in the first latent.
+        frames_per_latent: frames of the video from a latent to the next.
+        axes: 3, or 1 for audio, and for video where it meets audio.
+    """
+
+    name: ClassVar[str] = "ltx2"
+    fps = 24
+    axes: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if integer("Ltx2.axes", self.axes, minimum=1, maximum=3) == 2:
+            raise UnsupportedError("Ltx2.axes: got 2, want 1 or 3")
+        object.__setattr__(self, "axes", int(self.axes))
+
+    @property
+    def firsts(self) -> tuple[int, int, int]:
+        first = max(0, self.causal_offset - self.frames_per_latent)
+        return first + self.causal_offset, 2 * self.causal_offset - self.frames_per_latent, 1
+
+
+@dataclass(frozen=True)
+class Cosmos(LatentScheme):
+    """Patch (t, i, j) at (24·t/fps, i, j); text is read through cross-attention and has no ids.
+
+    ``seconds_per_frame`` of a grid is 1/fps as the pipeline takes it; where it is not given, frame t is at t, as of
+    images. Source: CosmosRotaryPosEmbed of diffusers, whose base of angles differs by axis.
+
+    Args:
+        tokens_per_second: ids of a second, ``base_fps``, an integer or a Fraction.
+    """
+
+    name: ClassVar[str] = "cosmos"
+    text = False
+    frames = True
+    fractional = True
+    tokens_per_second: int | Fraction = 24
+
+    def __post_init__(self) -> None:
+        rate = checked_rate(f"{type(self).__name__}.tokens_per_second", self.tokens_per_second)
+        object.__setattr__(self, "tokens_per_second", rate)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return self._timed(grids, grids.start)
+
+    def _timed(self, grids: Grids, first: IntArray) -> Placement:
+        """Place grids whose first frames are at these whole ids."""
+        step, over = frame_steps(self, grids, self.tokens_per_second)
+        given = _is_timed(grids)
+        step, over = np.where(given, step, 1), np.where(given, over, 1)
+        start = grids.start * over
+        return Placement([first * over, start, start], [step, 0, 0], [0, over, 0], [0, 0, over], over)
+
+
+@dataclass(frozen=True)
+class Cosmos3(Cosmos):
+    """Token n of text at (n, n, n), and all grids after it: patch (t, i, j) at (n + 15000 + 24·t/fps, i, j).
+
+    ``seconds_per_frame`` of a grid is 1/fps as the pipeline takes it; where it is not given, frames are one id apart.
+    Sound is a grid of 1 × 1 with a frame for each latent. Source: Cosmos3OmniPipeline of diffusers with
+    ``unified_3d_mrope_reset_spatial_ids``; actions, which it counts from 1, are left out.
+
+    Args:
+        tokens_per_second: ids of a second, ``base_fps``, an integer or a Fraction.
+        margin: ids between text and grids, ``unified_3d_mrope_temporal_modality_margin``.
+    """
+
+    name: ClassVar[str] = "cosmos3"
+    text = True
+    text_axes = (0, 1, 2)
+    margin: int = 15000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "margin", integer("Cosmos3.margin", self.margin, minimum=0, maximum=INT32_MAX))
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return self._timed(grids, cursor + self.margin)
+
+
+@dataclass(frozen=True)
+class MiniMaxH3(LatentScheme):
+    """Token n of text at (n, 0, 0); latent t of a video after n tokens at n + 5/3·(0, 1, 5, 9, 13, 17, 18, …).
+
+    Patch (i, j) of h × w is at 16·(1 − h/√hw) + 32·i/√hw, likewise j: a number that a table can hold where h·w is a
+    square; other sizes are refused. Its audio, pinned to the ends of the width, is left out. Source: the modular
+    pipeline of MiniMax-H3 in diffusers.
+    """
+
+    name: ClassVar[str] = "minimax-h3"
+    frames = True
+    fractional = True
+    text_axes = (0,)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        area = grids.height * grids.width
+        root = np.rint(np.sqrt(area.astype(np.float64))).astype(np.int64)
+        if (root * root != area).any():
+            i = int((root * root != area).argmax())
+            got = f"a grid of {grids.height[i]} × {grids.width[i]}, whose ids are over √{area[i]}"
+            raise UnsupportedError(f"minimax-h3: got {got}, want h·w a square, or dense ids for Rotary")
+        # Latent 0 alone, then five at a time, four frames apart; the first of each five is one after the last.
+        owner, five = ragged_arange(1 + -(-(grids.frames - 1) // 5))
+        height, width, root = grids.height[owner], grids.width[owner], root[owner]
+        first = np.maximum(5 * five - 4, 0)
+        count = np.where(five > 0, np.minimum(grids.frames[owner] - first, 5), 1)
+        over = 3 * root
+        # Latent t of the five from 5q + 1 on is at 5/3·(4t − 3q − 3).
+        back = np.where(five > 0, 3 * five, 0)
+        start = grids.start[owner] * over
+        return Placement(
+            [
+                cursor[owner] * over - 5 * root * back,
+                start + 48 * (root - height),
+                start + 48 * (root - width),
+            ],
+            [20 * root, 0, 0],
+            [0, 96, 0],
+            [0, 0, 96],
+            over,
+            Pieces(owner, count * height * width, first * height * width, height, width),
+        )
+
+
+def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
+    """(grids,) whether the seconds per frame of each are given."""
+    if grids.seconds_per_frame is None:
+        return np.zeros(grids.frames.size, np.bool_)
+    return grids.seconds_per_frame[0] > 0
+
+
+def _timed(grids: Grids, fps: int) -> Grids:
+    """Give grids this rate where they have none."""
+    seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
+    return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

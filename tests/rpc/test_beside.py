@@ -1,0 +1,140 @@
+"""Large tensors that are read beside their messages: the same messages, and the same refusals, as protobuf's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError, EncodeError, Message
+from message_strategies import tensor
+
+from mmpos.errors import UnsupportedError
+from mmpos.rpc import beside
+from mmpos.rpc.beside import Beside, parsed
+from mmpos.rpc.tensors import get_tensor, put_tensor
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+
+Kind = type[Message]
+
+TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
+    rotary_pb2.RotateRequest: lambda message: [message.q, message.k, message.positions.ids],
+    rotary_pb2.CosSinResponse: lambda message: [message.cos, message.sin, message.cache],
+    positions_pb2.PlaceRequest: lambda message: [
+        message.query.input_ids.input_ids,
+        message.query.input_ids.attention_mask,
+    ],
+    tensor_pb2.Tensor: lambda message: [message],
+}
+"""Where the tensors of a message may lie."""
+
+
+def whole(kind: Kind, raw: bytes) -> Message | None:
+    """Parse a message with its tensors in it; None if it is none."""
+    try:
+        message = parsed(kind, raw)
+    except DecodeError:
+        return None
+    memory = Beside(raw)
+    for found in TENSORS[kind](message):
+        if found.data:
+            found.data = bytes(memory.data(found))
+    return message
+
+
+def plain(kind: Kind, raw: bytes) -> Message | None:
+    """Parse a message as protobuf does."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        return None
+
+
+def examples() -> list[Message]:
+    """A message of each kind, some of whose tensors are large."""
+    large, small = tensor(np.arange(40), "int64"), tensor([1, 2], "int64")
+    ids = positions_pb2.InputIds(input_ids=large, attention_mask=large, image_grid_thw=[1, 2, 3])
+    return [
+        rotary_pb2.RotateRequest(q=large, k=large, positions=rotary_pb2.RotaryPositions(ids=large), conjugate=True),
+        rotary_pb2.RotateRequest(q=small, k=large, positions=rotary_pb2.RotaryPositions(ids=small)),
+        rotary_pb2.CosSinResponse(cos=large, sin=small, cache=large),
+        positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(input_ids=ids, profile="a")),
+        large,
+    ]
+
+
+@pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
+def test_a_message_is_what_protobuf_reads_whole_or_broken(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "LEAST_BYTES", 24)
+    kind, raw = type(message), message.SerializeToString()
+    assert whole(kind, raw) == message
+    assert len(parsed(kind, raw).SerializeToString()) < len(raw)
+    random = np.random.default_rng(len(raw))
+    cases = [raw[:size] for size in range(len(raw))] + [raw + raw, raw + raw[: len(raw) // 2], b"\x0b" + raw]
+    for _ in range(3000):
+        broken = bytearray(raw)
+        for at in random.integers(0, len(raw) if random.random() < 0.5 else 16, random.integers(1, 4)):
+            broken[at] = int(random.choice([0, 1, 2, 10, 18, 26, 34, 127, 128, 255, int(random.integers(256))]))
+        cases.append(bytes(broken))
+    for case in cases:
+        assert whole(kind, case) == plain(kind, case), case
+    assert 100 < sum(plain(kind, case) is None for case in cases) < len(cases) - 100
+
+
+def test_a_message_of_many_fields_is_left_to_protobuf() -> None:
+    q = tensor(np.zeros(2**16, np.uint8), "uint8")
+    for fields, found in ((10, 1), (100, 0)):
+        raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()  # of a number that is none
+        message = parsed(rotary_pb2.RotateRequest, raw)
+        assert (len(message.q.data) < 100) == found
+        assert bytes(Beside(raw).data(message.q)) == q.data
+
+
+def test_a_number_without_an_end_is_refused_at_once() -> None:
+    with pytest.raises(DecodeError):
+        parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
+
+
+def test_what_looks_like_a_mark_of_another_message_is_data() -> None:
+    q = tensor(np.arange(2**16, dtype=np.int32), "int32")
+    mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
+    assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)
+
+
+def test_tensors_are_read_where_they_lie() -> None:
+    q = np.arange(2**16, dtype=np.int32)
+    raw = rotary_pb2.RotateRequest(q=tensor(q, "int32"), k=tensor([1], "int32")).SerializeToString()
+    memory = Beside()
+    message = memory.parse(rotary_pb2.RotateRequest, raw)
+    found = get_tensor("q", message.q, memory=memory)
+    np.testing.assert_array_equal(found, q, strict=True)
+    assert np.shares_memory(found, np.frombuffer(raw, np.uint8))
+    assert (memory.holds(message.q), memory.holds(message.k)) == (4 * 2**16, 4)
+    assert get_tensor("k", message.k, memory=memory).tolist() == [1]
+
+
+def test_shared_memory_is_refused_by_its_name() -> None:
+    message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1])
+    message.shared.byte_size = 1
+    with pytest.raises(UnsupportedError, match=r"^q\.shared: got shared memory, want data$"):
+        get_tensor("q", message, memory=Beside())
+
+
+def test_many_documents_keep_their_tensors_in_their_messages() -> None:
+    document: Any = {"parts": [{"token_ids": tensor(np.arange(2**16, dtype=np.int32), "int32")}]}
+    raw = sequences_pb2.BuildRequest(query={"documents": [document] * 2}).SerializeToString()  # type: ignore[arg-type]
+    assert parsed(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)
+
+
+def test_a_message_of_2_gib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_MOST_BYTES", 2**17)
+    for size, refused in ((2**17 - 100, False), (2**17, True)):
+        message, memory = rotary_pb2.RotateRequest(), Beside()
+        put_tensor(message.q, np.zeros(size, np.uint8), memory)
+        assert memory.size == size
+        if refused:
+            with pytest.raises(EncodeError):
+                memory.serialize(message)
+        else:
+            assert len(memory.serialize(message)) < 2**17

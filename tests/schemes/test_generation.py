@@ -1,0 +1,107 @@
+"""Layouts of models that generate: ids written by hand, axis by axis, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from layouts_by_hand import LAYOUTS, NEXT, numbers
+from oracle import exact, placed
+
+from mmpos import Grid, InvalidInputError, LimitExceededError, Scheme, SegmentTable, Text, UnsupportedError, place
+from mmpos.positions.place import ids_consumed
+from mmpos.schemes import (
+    NOT_AFFINE,
+    CogVideoX,
+    Cosmos,
+    Flux,
+    Flux2,
+    Flux3,
+    Kandinsky,
+    Ltx,
+    Ltx2,
+    Lumina2,
+    MiniMaxH3,
+    QwenImage,
+    get_scheme,
+)
+from mmpos.segments import Thumbnail, Tile
+from mmpos.segments.kinds import Segment
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_ids_are_those_written_by_hand(case: str) -> None:
+    scheme, document, axes = LAYOUTS[case]
+    positions = placed(document, scheme)
+    assert exact(positions) == [*zip(*map(numbers, axes), strict=True)]
+    assert positions.resumable.all() == (case in NEXT)
+    if case in NEXT:
+        assert positions.next_positions.tolist() == [NEXT[case]]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_start(case: str) -> None:
+    scheme, document, _ = LAYOUTS[case]
+    alone = exact(placed(document, scheme))
+    batch = exact(place(SegmentTable.from_documents([document, document[:1], document]), scheme))
+    assert batch[: len(alone)] == batch[-len(alone) :] == alone
+    if not get_scheme(scheme).resumable:
+        later = exact(placed(document, scheme, 5))
+        assert later == [tuple(value + 5 for value in position) for position in alone]
+
+
+def test_an_image_of_bagel_takes_one_id() -> None:
+    assert ids_consumed("bagel", [Grid(24, 24), Grid(1, 1)]).tolist() == [1, 1]
+    assert placed([Grid(1, 3)], "bagel").is_grid.tolist() == [True]
+    pictures: list[list[Segment]] = [[Thumbnail(1, 1, tokens_after=1)], [Thumbnail(1, 1), Tile(1, 1)]]
+    for wrong in pictures:
+        with pytest.raises(UnsupportedError, match="bagel: got tiles or tokens after a thumbnail"):
+            placed(wrong, "bagel")
+
+
+def test_text_at_rest_is_no_padding() -> None:
+    table = placed([Text(3), Grid(2, 2)], "flux").pad(9)
+    assert table.is_padding.tolist() == [False, False, True]
+    assert table.real_lengths.tolist() == [7]
+
+
+@pytest.mark.parametrize("name", NOT_AFFINE)
+def test_layouts_that_are_not_affine_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        get_scheme(name)
+    assert str(raised.value) == f"scheme: got {name!r}, want another: {NOT_AFFINE[name]}"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "segment", "message"),
+    [
+        ("flux", Grid(2, 2, frames=2), "documents[0][0]: got a grid with frames, want one grid per frame in scheme"),
+        ("wan", Text(1), "documents[0][0]: got text, want grids only in scheme 'wan'"),
+        (MiniMaxH3(), Grid(2, 3), "minimax-h3: got a grid of 2 × 3, whose ids are over √6, want h·w a square"),
+    ],
+)  # fmt: skip
+def test_what_a_model_does_not_have_is_refused(scheme: str | Scheme, segment: Segment, message: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        placed([segment], scheme)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Flux(first=2), InvalidInputError, "Flux.first: got 2"),
+        (lambda: Flux2(reference_step=0), InvalidInputError, "Flux2.reference_step: got 0"),
+        (lambda: Flux3(row_step=0.5), InvalidInputError, "Flux3.row_step: got 0.5, want an integer or Fraction > 0"),  # type: ignore[arg-type]
+        (lambda: QwenImage(layered=1), InvalidInputError, "QwenImage.layered: got 1"),  # type: ignore[arg-type]
+        (lambda: Lumina2(image_at=-1), InvalidInputError, "Lumina2.image_at: got -1"),
+        (lambda: CogVideoX(base_width=0), InvalidInputError, "CogVideoX.base_width: got 0"),
+        (lambda: Ltx(causal_offset=9), InvalidInputError, "Ltx.causal_offset: got 9"),
+        (lambda: Ltx2(axes=2), UnsupportedError, "Ltx2.axes: got 2, want 1 or 3"),
+        (lambda: Kandinsky(frame_step=Fraction(1, 2**31)), LimitExceededError, "Kandinsky.frame_step: got 1/21474"),
+        (lambda: Cosmos(tokens_per_second=0), InvalidInputError, "Cosmos.tokens_per_second: got 0"),
+    ],
+)  # fmt: skip
+def test_parameters_are_checked(make: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        make()  # type: ignore[operator]
+    assert str(raised.value).startswith(message)

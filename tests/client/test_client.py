@@ -433,6 +433,21 @@ def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> 
     gc.collect()
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> None:
+    garbage = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+    server = grpc.server(ThreadPoolExecutor(1))
+    for service, method in (("mmpos.rpc.v1.PositionService", "Place"), ("grpc.health.v1.Health", "Check")):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: garbage}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with opened(kind, f"127.0.0.1:{port}", timeout=60) as client:
+        with pytest.raises(ServiceError, match=r"^INTERNAL: Exception deserializing response!$"):
+            client.place(SEGMENTS)
+        assert client.healthy() is False
+    server.stop(None)
+
+
 def test_threads_share_one_channel(server: str) -> None:
     with Client(server) as client, ThreadPoolExecutor(8) as pool:
         for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):

@@ -435,6 +435,7 @@ def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> None:
+    garbage: grpc.RpcMethodHandler[bytes, bytes]
     garbage = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
     server = grpc.server(ThreadPoolExecutor(1))
     for service, method in (("mmpos.rpc.v1.PositionService", "Place"), ("grpc.health.v1.Health", "Check")):

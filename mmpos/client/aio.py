@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import Connection, closed, error_of, unreadable
+from mmpos.client.channel import OpenChannel, closed, error_of, unreadable
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
 from mmpos.errors import InvalidInputError, MmposError
@@ -111,7 +111,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> None:
         await self.close()
 
-    def _connection(self) -> Connection[grpc.aio.Channel]:
+    def _connection(self) -> OpenChannel[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
         # Nothing runs between looking and opening, so none is opened twice.
         return self._channels.get(

@@ -54,7 +54,7 @@ _OPTIONS = {
 }
 
 
-class Connection(Generic[C]):
+class OpenChannel(Generic[C]):
     """Channel of a client, with its unary methods, each of which gRPC prepares for many calls.
 
     Args:
@@ -81,11 +81,11 @@ class ProcessChannels(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, AbstractEventLoop | None], Connection[C]] = {}
+        self._open: dict[tuple[int, AbstractEventLoop | None], OpenChannel[C]] = {}
 
     def get(
         self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None
-    ) -> Connection[C]:
+    ) -> OpenChannel[C]:
         """Get the channel of this process and event loop, opened now if there is none.
 
         Raises:
@@ -100,7 +100,7 @@ class ProcessChannels(Generic[C]):
                     "environment before grpc is imported, the start method 'spawn', or no call before the fork"
                 )
             # No lock, which a fork could copy while it is held: the second of two threads drops the channel it opened.
-            opened = Connection(connect())
+            opened = OpenChannel(connect())
             connection = self._open.setdefault(key, opened)
             if connection is not opened:
                 close(opened.channel)

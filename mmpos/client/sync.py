@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import Connection, closed, error_of, unreadable, was_closed
+from mmpos.client.channel import OpenChannel, closed, error_of, unreadable, was_closed
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
@@ -114,7 +114,7 @@ class Client(BaseClient[grpc.Channel]):
     ) -> None:
         self.close()
 
-    def _connection(self) -> Connection[grpc.Channel]:
+    def _connection(self) -> OpenChannel[grpc.Channel]:
         return self._channels.get(
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )

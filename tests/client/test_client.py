@@ -32,7 +32,7 @@ import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.calls import build, build_batch
-from mmpos.client.channel import Connection, channel_options, target
+from mmpos.client.channel import OpenChannel, channel_options, target
 from mmpos.client.options import Destination
 from mmpos.errors import (
     InvalidInputError,
@@ -407,7 +407,7 @@ def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_call
 ) -> None:
     with Client(server) as client, grpc.insecure_channel(server) as channel:
         channel.close()
-        monkeypatch.setattr(client, "_connection", lambda: Connection(channel))
+        monkeypatch.setattr(client, "_connection", lambda: OpenChannel(channel))
         asks: list[Callable[[], object]] = [
             lambda: client.place(SEGMENTS),
             lambda: list(client.stream([PositionsQuery(SEGMENTS)])),

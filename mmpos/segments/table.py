@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,12 @@ from mmpos.segments.kinds import (
 from mmpos.segments.placeholders import Merging, PackedIds, Placeholders, find_spans, times_of_videos
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, boolean, counted, first_bad, host_array, int_array, shown
-from mmpos.support.ragged import insert_padding, ragged_arange
+from mmpos.support.ragged import ragged_arange
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
 
+
+_UINT8 = np.dtype(np.uint8)
 
 _DTYPES = {
     "kind": np.dtype(np.uint8),
@@ -299,36 +301,30 @@ class SegmentTable:
     ) -> SegmentTable:
         """Make the table of what C has made, which needs no check."""
         table = object.__new__(cls)
-        vars(table).update(
-            kind=np.frombuffer(kind, np.uint8),
-            extents=native.int64(extents).reshape(3, -1),
-            segment_offsets=native.int64(offsets),
-            seconds_per_frame=None,
-            row_separator=None if separator is None else np.frombuffer(separator, np.bool_),
-            extra_tokens=None if extra is None else native.int64(extra),
-        )
+        fields = vars(table)
+        fields["kind"] = np.frombuffer(kind, _UINT8)
+        fields["extents"] = np.ndarray((3, len(kind)), native.INT64, extents)
+        fields["segment_offsets"] = np.frombuffer(offsets, native.INT64)
+        fields["seconds_per_frame"] = None
+        fields["row_separator"] = None if separator is None else np.frombuffer(separator, np.bool_)
+        fields["extra_tokens"] = None if extra is None else native.int64(extra)
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.extra_tokens, [0]))
-        rows: list[npt.NDArray[Any]] = [self.kind[None], self.extents]
-        pad, cuts = [PAD, 1, 1, 0], [1, 4]
-        for values, padding in optional:
-            if values is not None:
-                rows.append(np.atleast_2d(values))
-                pad += padding
-            cuts.append(len(pad))
-        columns, offsets = insert_padding(
-            np.vstack(rows).astype(np.int64), self.segment_offsets, left, right, np.array(pad), length_rows=(3,)
-        )
-        kind, extents, seconds, separator, extra, _ = np.split(columns, cuts)
+        # Right padding of one document stands before left padding of the next: interleave in document order.
+        tokens = np.stack([left, right], axis=1)
+        used = tokens > 0
+        at = np.stack([self.segment_offsets[:-1], self.segment_offsets[1:]], axis=1)[used]
+        pad = np.ones((3, at.size), np.int64)
+        pad[2] = tokens[used]
+        seconds, separator, extra = self.seconds_per_frame, self.row_separator, self.extra_tokens
         return SegmentTable(
-            kind[0].astype(np.uint8),
-            extents,
-            offsets,
-            seconds if seconds.size else None,
-            separator[0].astype(np.bool_) if separator.size else None,
-            extra[0] if extra.size else None,
+            np.insert(self.kind, at, PAD),
+            np.insert(self.extents, at, pad, axis=1),
+            self.segment_offsets + np.append(0, used.sum(axis=1).cumsum()),
+            None if seconds is None else np.insert(seconds, at, [[0], [1]], axis=1),
+            None if separator is None else np.insert(separator, at, False),
+            None if extra is None else np.insert(extra, at, 0),
         )
 
     @property
@@ -365,6 +361,7 @@ def scan(
     attention_mask: Array | None = None,
     audio_lengths: IntArray | None = None,
     images_per_document: IntArray | None = None,
+    marker_ids: Array | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Make the table of a tokenised batch in one pass in C; None where Python must make it, or say what is wrong.
 
@@ -378,6 +375,7 @@ def scan(
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) tokens of each audio.
         images_per_document: (documents,) how many of image_grid_thw belong to each, some of which may be left over.
+        marker_ids: the ids of the tokens around crops, where input_ids are types.
 
     Returns:
         the table, and (segments,) index of the video of each segment, -1 for all else; None where no video is given.
@@ -387,7 +385,7 @@ def scan(
     if core is not None:
         arrays = core.scan(
             input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths,
-            images_per_document,
+            images_per_document, marker_ids,
         )  # fmt: skip
     if arrays is None:
         return None

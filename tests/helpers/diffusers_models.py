@@ -151,21 +151,63 @@ class Flux(Tokens):
         "axes_dims_rope": (8, 12, 12),
     }
     references = True
+    takes: ClassVar[tuple[str, ...]] = ("pooled_projections", "guidance")
+
+    def ids(self, i: int) -> tuple[Tensor, Tensor]:
+        """Of images and of text."""
+        images = [_ids(3, torch.tensor([k]), torch.arange(h), torch.arange(w)) for k, h, w in self.planes(i)]
+        return torch.cat(images), torch.zeros(TEXTS[i], 3)
 
     def one(self, i: int) -> dict[str, Any]:
-        ids = [_ids(3, torch.tensor([k]), torch.arange(h), torch.arange(w)) for k, h, w in self.planes(i)]
-        return {
-            "img_ids": torch.cat(ids),
-            "txt_ids": torch.zeros(TEXTS[i], 3),
-            "pooled_projections": self.pooled,
-            "guidance": self.guidance,
-        }
+        return {**dict(zip(("img_ids", "txt_ids"), self.ids(i), strict=True)), **self.all([i], False)}
 
     def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
-        return {
-            "pooled_projections": self.rows(self.pooled, which, batch),
-            "guidance": self.rows(self.guidance, which, batch),
-        }
+        taken = {"pooled_projections": self.pooled, "guidance": self.guidance}
+        return {name: self.rows(taken[name], which, batch) for name in self.takes}
+
+
+class Bria(Flux):
+    name = "BriaTransformer2DModel"
+    config: ClassVar[dict[str, Any]] = {**Flux.config, "pooled_projection_dim": None, "guidance_embeds": False}
+    takes = ()
+
+
+class Chroma(Flux):
+    name = "ChromaTransformer2DModel"
+    config: ClassVar[dict[str, Any]] = {
+        **{name: Flux.config[name] for name in Flux.config if name not in ("pooled_projection_dim", "guidance_embeds")},
+        "approximator_num_channels": 8,
+        "approximator_hidden_dim": 16,
+        "approximator_layers": 1,
+    }
+    takes = ()
+
+
+class LongCatImage(Flux):
+    name = "LongCatImageTransformer2DModel"
+    config: ClassVar[dict[str, Any]] = {
+        name: Flux.config[name] for name in Flux.config if name not in ("pooled_projection_dim", "guidance_embeds")
+    }
+    takes = ()
+
+    def ids(self, i: int) -> tuple[Tensor, Tensor]:
+        text, start = torch.zeros(TEXTS[i], 3), TEXTS[i]
+        text[:, 1:] = torch.arange(start)[:, None]
+        images = [
+            _ids(3, torch.tensor([1 + k]), torch.arange(start, start + h), torch.arange(start, start + w))
+            for k, h, w in self.planes(i)
+        ]
+        return torch.cat(images), text
+
+
+class OvisImage(LongCatImage):
+    name = "OvisImageTransformer2DModel"
+    references = False
+
+    def ids(self, i: int) -> tuple[Tensor, Tensor]:
+        text = torch.zeros(TEXTS[i], 3)
+        text[:, 1:] = torch.arange(TEXTS[i])[:, None]
+        return Flux.ids(self, i)[0], text
 
 
 class Flux2(Tokens):
@@ -305,6 +347,10 @@ class Wan(Latents):
         self.texts = [torch.randn(6, 24) for _ in TEXTS]  # all as long as the longest, as its pipeline has them
 
 
+class ChronoEdit(Wan):
+    name = "ChronoEditTransformer3DModel"
+
+
 class HunyuanVideo(Latents):
     name = "HunyuanVideoTransformer3DModel"
     config: ClassVar[dict[str, Any]] = {
@@ -353,4 +399,5 @@ class Lumina2(Latents):
         return joined([self.texts[i] for i in which], batch)
 
 
-MODELS: dict[str, type[Model]] = {one.name: one for one in (Flux, Flux2, QwenImage, Wan, HunyuanVideo, Ltx, Lumina2)}
+_ALL = (Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, ChronoEdit, HunyuanVideo, Ltx, Lumina2)
+MODELS: dict[str, type[Model]] = {one.name: one for one in _ALL}

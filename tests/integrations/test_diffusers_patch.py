@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.diffusers import pack_latents, patch, unpack_latents, unpatch
-from mmpos.integrations.diffusers.anatomy import ANATOMIES
+from mmpos.integrations.diffusers.anatomy import ANATOMIES, NOT_PATCHED
+from mmpos.integrations.diffusers.classes import TRANSFORMERS
 from mmpos.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,6 +274,27 @@ def test_text_has_no_positions_where_it_is_in_cross_attention() -> None:
         )
 
 
+def test_a_rotation_of_one_s_own_has_the_heads_axes_and_pairs_of_the_transformer() -> None:
+    model = Flux2()
+    transformer, own = model.transformer(), model.settings().rotary
+    for changed, words in (
+        ({"head_dim": 16, "rotary_dim": 16}, "rotary.head_dim: got 16, want 32 as the transformer has it"),
+        ({"axes": 2}, "rotary.axes: got 2, want 4 as the transformer has it"),
+        ({"pairing": "half"}, "rotary.pairing: got 'half', want 'adjacent' as the transformer has it"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            patch(transformer, replace(own, **changed))
+    with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
+        patch(transformer, "flux2")  # type: ignore[arg-type]
+    patch(transformer)
+    with torch.no_grad():
+        want = model.call(transformer, THREE, False, model.positions(THREE))
+        patch(unpatch(transformer), own)
+        assert all(map(torch.equal, model.call(transformer, THREE, False, model.positions(THREE)), want))
+        patch(unpatch(transformer), replace(own, theta=500.0))
+        assert not torch.equal(model.call(transformer, THREE, False, model.positions(THREE))[0], want[0])
+
+
 def test_a_processor_that_came_after_patch_is_not_silent() -> None:
     model = Flux2()
     transformer = patch(model.transformer(), model.settings().rotary)
@@ -283,7 +306,7 @@ def test_a_processor_that_came_after_patch_is_not_silent() -> None:
 def test_transformers_that_are_not_known_are_refused_by_name() -> None:
     model, rotary = Flux2(), Rotary(32)
     transformer = model.transformer()
-    with pytest.raises(UnsupportedError, match="transformer: got Linear, want one of Flux2Transformer2DModel, Flux"):
+    with pytest.raises(UnsupportedError, match="transformer: got Linear, want one of BriaTransformer2DModel, Chr"):
         patch(nn.Linear(1, 1), rotary)
     transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2KVAttnProcessor())
     with pytest.raises(
@@ -294,6 +317,7 @@ def test_transformers_that_are_not_known_are_refused_by_name() -> None:
     with pytest.raises(InvalidInputError, match="transformer: got one that is patched, want unpatch before another"):
         patch(transformer, rotary)
     qwen = MODELS["QwenImageTransformer2DModel"]
+    assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}
     twice = diffusers.QwenImageTransformer2DModel(**qwen.config, zero_cond_t=True)
     with pytest.raises(UnsupportedError, match=r"config\.zero_cond_t: got True, want another: some tokens have"):
         patch(twice, rotary)

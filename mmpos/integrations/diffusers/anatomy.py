@@ -19,16 +19,17 @@ from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
 __all__ = ["ANATOMIES", "NOT_PATCHED", "TransformerAnatomy", "anatomy_of"]
 
 Arguments = dict[str, Any]
+Order = tuple[str, ...]
 
 
-def _joint_rows(streams: Streams, anatomy: TransformerAnatomy, *_: Any) -> object:
-    return streams.rows(anatomy.order)
+def _joint_rows(streams: Streams, order: Order, *_: Any) -> object:
+    return streams.rows(order)
 
 
-def _lumina_rows(streams: Streams, anatomy: TransformerAnatomy, hidden_states: Tensor, *_: Any) -> object:
+def _lumina_rows(streams: Streams, order: Order, rope: Any, hidden_states: Tensor, *_: Any) -> object:
     """Cut latents into patches as Lumina 2 does beside its rotations, and say how long texts and rows are."""
     batch, channels, height, width = hidden_states.shape
-    side, rows = anatomy.patch, streams.rows(anatomy.order)
+    side, rows = rope.patch_size, streams.rows(order)
     patches = hidden_states.view(batch, channels, height // side, side, width // side, side)
     patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     whole = rows.positions.row_length
@@ -49,19 +50,17 @@ class TransformerAnatomy:
         patches: whether hidden_states are latents, which the transformer cuts into patches.
         text_module: name of the module through which texts go document by document before they join a row, or "".
         rows: what rope gives in place of its rotations.
-        patch: side of a patch, for rows.
         unlike: field of the config and the value with which a transformer is another one.
     """
 
     blocks: tuple[str, ...]
     processors: frozenset[str]
-    order: tuple[str, ...]
+    order: Order
     rope: str
     replaces: tuple[str, ...] = ()
     patches: bool = False
     text_module: str = ""
     rows: Callable[..., object] = _joint_rows
-    patch: int = 2
     unlike: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
@@ -122,11 +121,23 @@ class TransformerAnatomy:
 
 _BOTH = ("transformer_blocks", "single_transformer_blocks")
 
+
+def _like_flux(processor: str, *replaces: str) -> TransformerAnatomy:
+    """Name the parts of a transformer built like FLUX.1."""
+    ids = ("img_ids", "txt_ids", *replaces)
+    return TransformerAnatomy(_BOTH, frozenset({processor}), (TEXT, IMAGE), "pos_embed", ids)
+
+
+def _like_wan(processor: str) -> TransformerAnatomy:
+    """Name the parts of a transformer built like Wan."""
+    return TransformerAnatomy(("blocks",), frozenset({processor}), (IMAGE,), "rope", patches=True)
+
+
 ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
     {
-        "FluxTransformer2DModel": TransformerAnatomy(
-            _BOTH, frozenset({"FluxAttnProcessor"}), (TEXT, IMAGE), "pos_embed", ("img_ids", "txt_ids")
-        ),
+        "BriaTransformer2DModel": _like_flux("BriaAttnProcessor"),
+        "ChromaTransformer2DModel": _like_flux("FluxAttnProcessor", "attention_mask"),
+        "ChronoEditTransformer3DModel": _like_wan("WanAttnProcessor"),
         "Flux2Transformer2DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"}),
@@ -134,17 +145,7 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             "",
             ("img_ids", "txt_ids", "kv_cache", "kv_cache_mode"),
         ),
-        "QwenImageTransformer2DModel": TransformerAnatomy(
-            ("transformer_blocks",),
-            frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
-            (TEXT, IMAGE),
-            "pos_embed",
-            ("img_shapes", "encoder_hidden_states_mask"),
-            unlike=("zero_cond_t", True),
-        ),
-        "WanTransformer3DModel": TransformerAnatomy(
-            ("blocks",), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True
-        ),
+        "FluxTransformer2DModel": _like_flux("FluxAttnProcessor"),
         "HunyuanVideoTransformer3DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"HunyuanVideoAttnProcessor2_0"}),
@@ -162,6 +163,7 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             "rope",
             ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
         ),
+        "LongCatImageTransformer2DModel": _like_flux("LongCatImageAttnProcessor"),
         "Lumina2Transformer2DModel": TransformerAnatomy(
             ("context_refiner", "noise_refiner", "layers"),
             frozenset({"Lumina2AttnProcessor2_0"}),
@@ -171,6 +173,16 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             patches=True,
             rows=_lumina_rows,
         ),
+        "OvisImageTransformer2DModel": _like_flux("OvisImageAttnProcessor"),
+        "QwenImageTransformer2DModel": TransformerAnatomy(
+            ("transformer_blocks",),
+            frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
+            (TEXT, IMAGE),
+            "pos_embed",
+            ("img_shapes", "encoder_hidden_states_mask"),
+            unlike=("zero_cond_t", True),
+        ),
+        "WanTransformer3DModel": _like_wan("WanAttnProcessor"),
     }
 )
 """Classes of transformers that ``patch`` takes."""

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
 from mmpos.integrations.diffusers.rows import Rows, Streams
+from mmpos.integrations.diffusers.settings import from_diffusers
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import counted
@@ -65,7 +66,7 @@ class _Patch:
     processors: tuple[tuple[object, type, type], ...]
 
 
-def patch(transformer: Transformer, rotary: Rotary) -> Transformer:
+def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
     """Let a transformer of diffusers take ``positions``: a PositionTable of images of mixed sizes, padded or packed.
 
     A call without positions gives what it gave before, bit for bit. With ``transformer(…, positions=table)`` every
@@ -83,18 +84,19 @@ def patch(transformer: Transformer, rotary: Rotary) -> Transformer:
 
     Args:
         transformer: of one of the classes of ``ANATOMIES``; changed in place.
-        rotary: what turns its q and k.
+        rotary: what turns its q and k, such as one with a scaling of its own; None is what ``from_diffusers`` reads.
 
     Returns:
         the transformer itself.
 
     Raises:
         UnsupportedError: a class or a processor that is not known.
-        InvalidInputError: the transformer is patched already, or rotary has another head_dim than its attentions.
+        InvalidInputError: the transformer is patched already, or rotary has other heads, axes or pairs than it.
     """
     if _MARK in vars(transformer):
         raise InvalidInputError("transformer: got one that is patched, want unpatch before another patch")
     anatomy = anatomy_of(transformer)
+    rotary = _checked(rotary, transformer)
     rope = getattr(transformer, anatomy.rope) if anatomy.rope else None
     if rope is not None and "forward" in vars(rope):
         raise UnsupportedError(f"transformer: got {anatomy.rope}.forward set on the instance, want that of the class")
@@ -136,6 +138,20 @@ def unpatch(transformer: Transformer) -> Transformer:
             processor.__class__ = theirs
     delattr(transformer, _MARK)
     return transformer
+
+
+def _checked(rotary: Rotary | None, transformer: nn.Module) -> Rotary:
+    """Return the rotation of a transformer, or another one that has its heads, axes and pairs."""
+    own = from_diffusers(transformer).rotary
+    if rotary is None:
+        return own
+    if not isinstance(rotary, Rotary):
+        raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
+    for field in ("head_dim", "rotary_dim", "axes", "pairing"):
+        got, want = getattr(rotary, field), getattr(own, field)
+        if got != want:
+            raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as the transformer has it")
+    return rotary
 
 
 def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Sequence[RemovableHandle]:
@@ -226,7 +242,7 @@ class RopeForward:
         streams = _STREAMS.get()
         if streams is None:
             return type(self.rope).forward(self.rope, *args, **kwargs)
-        return self.anatomy.rows(streams, self.anatomy, *args)
+        return self.anatomy.rows(streams, self.anatomy.order, self.rope, *args)
 
 
 class TextHook:

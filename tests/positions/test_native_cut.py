@@ -41,8 +41,9 @@ def numbers(random: Random, count: int, most: int) -> Any:
     """Draw integers, rarely outside of 0 to most, in one of the forms in which users have them."""
     values = random.integers(0, max(most, 0) + 1, count).tolist()
     if count and random.random() < 0.04:
-        wrong = [*BEYOND, most + 1, True]
-        values[random.integers(count)] = wrong[random.integers(len(wrong))]
+        values[random.integers(count)] = int(random.choice([*BEYOND, most + 1]))
+    if random.random() < 0.01:
+        values = [True] * count
     forms: list[Callable[[list[int]], Any]] = [
         list,
         tuple,

@@ -302,14 +302,12 @@ class PositionTable:
         """
         core = native.core
         # An array that fits as it is needs no check, which costs more than writing thousands of ids.
-        if (
-            axes is None
-            and dtype is None
-            and isinstance(out, np.ndarray)
-            and core is not None
-            and core.expand(self.table, self.num_tokens, self.fractional, out, None, True)
-        ):
-            return out
+        if axes is None and dtype is None and core is not None:
+            ids = np.empty((self.axes, self.num_tokens), expand.dense_dtype(self.fractional)) if out is None else out
+            if isinstance(ids, np.ndarray) and core.expand(
+                self.table, self.num_tokens, self.fractional, ids, None, True
+            ):
+                return ids
         wanted = range(self.axes) if axes is None else self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)

@@ -76,13 +76,13 @@ def form(x: Any) -> Any:
 
 def often(draw: random.Random, usual: Any, *others: Any) -> Any:
     """Mostly the same, so that many calls are of one form."""
-    return usual if draw.random() < 0.85 else draw.choice(others)
+    return usual if draw.random() < 0.95 else draw.choice(others)
 
 
 def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     """Return a call of one of many forms, and the tensors that it writes."""
-    batch, seq, dim, dtype = draw.choice((1, 2)), draw.choice((2, 16, 17)), often(draw, 16, 32), often(draw, *DTYPES)
-    layout = draw.choice(("thd", "bshd", "bhsd"))
+    batch, seq, dim, dtype = often(draw, 1, 2), often(draw, 16, 2, 17), often(draw, 16, 32), often(draw, *DTYPES)
+    layout = often(draw, "thd", "bshd", "bhsd")
 
     def heads(count: int, size: int = dim) -> Tensor:
         first, right, step = often(draw, 0, 1), often(draw, 0, 1, 8), often(draw, 1, 2)
@@ -99,13 +99,15 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     rotary = Rotary(dim, axes=2, **kinds, **by_head)
     q, k, v = heads(4), heads(2), heads(2, often(draw, 16, 8))
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
-    norm = often(draw, None, Norm(weights[0], weights[1], after=draw.random() < 0.5), Norm(torch.ones(dim), eps=1e-5))
+    eps, after = draw.choice((1e-6, 1e-5)), draw.random() < 0.5
+    norm = draw.choice((None, Norm(*weights, eps, after=after), Norm(torch.ones(dim), eps=eps)))
     options: Any = {"implementation": "triton", "inplace": draw.random() < 0.3, "norm": norm, "layout": layout}
     if draw.random() < 0.5:
         options["conjugate"] = often(draw, False, True)
         return (q, k), lambda: apply_rotary(q, k, positions, rotary, **options)
-    paging = often(draw, "NHD", "HND")
-    shape = (16, 8, 2) if paging == "NHD" else (16, 2, 8)
+    paging = draw.choice(("NHD", "HND"))
+    block = often(draw, 2, 8)
+    shape = (64, block, 2) if paging == "NHD" else (64, 2, block)
     scales: Any = often(draw, {}, *({"k_scale": x, "v_scale": x} for x in (torch.ones(()), torch.ones(2))))
     of_cache = torch.float8_e4m3fn if scales else dtype
     keys, values = (torch.zeros(*shape, x.shape[-1]).to(of_cache) for x in (k, v))

@@ -100,12 +100,12 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     q, k, v = heads(4), heads(2), heads(2, often(draw, 16, 8))
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
     eps, after = draw.choice((1e-6, 1e-5)), draw.random() < 0.5
-    norm = draw.choice((None, Norm(*weights, eps, after=after), Norm(torch.ones(dim), eps=eps)))
+    norm = draw.choice((None, Norm(weights[0], weights[1], eps, after=after), Norm(torch.ones(dim), eps=eps)))
     options: Any = {"implementation": "triton", "inplace": draw.random() < 0.3, "norm": norm, "layout": layout}
     if draw.random() < 0.5:
         options["conjugate"] = often(draw, False, True)
         return (q, k), lambda: apply_rotary(q, k, positions, rotary, **options)
-    paging = draw.choice(("NHD", "HND"))
+    paging: Any = draw.choice(("NHD", "HND"))
     block = often(draw, 2, 8)
     shape = (64, block, 2) if paging == "NHD" else (64, 2, block)
     scales: Any = often(draw, {}, *({"k_scale": x, "v_scale": x} for x in (torch.ones(()), torch.ones(2))))

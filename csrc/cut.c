@@ -95,9 +95,10 @@ static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
         if (cut->segments >= cut->cut.columns) {
             return 0;
         }
-        put_entry(&cut->cut, OFFSET, cut->segments, cut->length);
-        put_entry(&cut->cut, SKIP, cut->segments, 0);
-        put_text(&cut->cut, cut->segments, tokens, id, step);
+        const Matrix table = cut->cut; /* which no store into it may change, as a compiler sees */
+        put_entry(&table, OFFSET, cut->segments, cut->length);
+        put_entry(&table, SKIP, cut->segments, 0);
+        put_text(&table, cut->segments, tokens, id, step);
     }
     cut->segments++;
     cut->length = plus(cut->length, tokens);

@@ -108,3 +108,40 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
     release(&buffers);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
 }
+
+static int fill_mask(const Matrix *table, const Vector *mask) {
+    int64_t token = 0;
+    for (int64_t s = 0; s < table->columns; s++) {
+        int64_t end = s + 1 < table->columns ? entry(table, OFFSET, s + 1) : mask->size, real = !is_padding(table, s);
+        if (entry(table, OFFSET, s) != token || end < token || end > mask->size) {
+            return 0;
+        }
+        for (; token < end; token++) {
+            put_int64(mask->data + 8 * token, real);
+        }
+    }
+    return token == mask->size;
+}
+
+/* mask(table, out) -> bool, whether out, (tokens,) int64, was filled with 1, and with 0 on padding. */
+PyObject *native_mask(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Matrix table;
+    Vector mask;
+    (void)self;
+    if (!arguments("mask", 2, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    int done = take_matrix(&buffers, args[0], 0, &table) && is_block(&table, table.rows) &&
+               take_vector(&buffers, args[1], 'q', PyBUF_WRITABLE, &mask) && mask.stride == 8;
+    if (done && 8 * mask.size < RELEASE_GIL_BYTES) {
+        done = fill_mask(&table, &mask);
+    } else if (done) {
+        Py_BEGIN_ALLOW_THREADS
+            done = fill_mask(&table, &mask);
+        Py_END_ALLOW_THREADS
+    }
+    release(&buffers);
+    return PyBool_FromLong(done);
+}

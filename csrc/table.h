@@ -18,6 +18,14 @@ enum { TAKE, SHARD, WINDOW, DECODE, LENGTHEN };            /* rules by which a t
 
 static inline int within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
+static inline int64_t is_padding(const Matrix *table, int64_t s) {
+    int64_t any = 0;
+    for (int64_t row = AXES; row < table->rows; row++) {
+        any |= entry(table, row, s);
+    }
+    return any == 0;
+}
+
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 
 /* Fill out, (rows, num_tokens) of int32, int64 or float64 at any address, with the ids of these axes, which the table

@@ -13,10 +13,11 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Norm, Rotary
 from mmpos.rotary.device import Implementation
+from mmpos.segments.kinds import Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos_bench.proofs import holds
-from mmpos_bench.workloads import Document, loop_ids, workload
+from mmpos_bench.workloads import Document, Ids, loop_ids, workload
 
 Pair = tuple[Tensor, Tensor]
 
@@ -135,8 +136,18 @@ class Layer:
 
     @cached_property
     def angles(self) -> Tensor:
-        """(tokens, pairs) float64: every pair's position by its frequency."""
-        ids = torch.from_numpy(loop_ids(self.documents, SCHEME)).to(self.device)
+        """Those of all tokens, (tokens, pairs)."""
+        return self.angles_of(loop_ids(self.documents, SCHEME))
+
+    @cached_property
+    def following(self) -> tuple[PositionTable, Tensor]:
+        """As many tokens of text that follow the document, as generation places them, and their angles."""
+        longer: Document = [*self.documents[0], Text(self.tokens)]
+        return self.positions.decode(self.tokens), self.angles_of(loop_ids([longer], SCHEME)[:, -self.tokens :])
+
+    def angles_of(self, dense: Ids) -> Tensor:
+        """Compute (tokens, pairs) float64 angles of (axes, tokens) ids: every pair's position by its frequency."""
+        ids = torch.from_numpy(dense).to(self.device)
         dim = self.shape.head_dim
         pair = torch.arange(dim // 2, device=self.device, dtype=torch.float64)
         if self.shape.allocation == "axial":  # the first half of the pairs turns by rows, the other by columns

@@ -52,6 +52,9 @@ class Size:
 SIZES = (*(Size(shape, 4096) for shape in SHAPES), Size("7B layer", 256))
 """Of a CPU."""
 
+SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
+"""Of a CPU: a decoding step, and a few tokens."""
+
 # Those that decide first: a run that is cut off by the clock has them.
 GPU_SIZES = (
     *(Size("7B layer", tokens) for tokens in (8192, 2048, 256, 64, 16, 1)),
@@ -93,7 +96,7 @@ class Bench:
         return Comparison(f"{group}, bfloat16", str(size), line_up, budget=budget, timer=timer)
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
-        layer, known = self.layer(size), GROUPS[group]
+        layer, known = self.layer(size), {**SMALL_GROUPS, **GROUPS}[group]
         ways = [*known.ways, *known.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
@@ -109,6 +112,9 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every group at every size."""
+    if bench.device == "cpu" and not bench.toy:
+        for size in SMALL_SIZES[:1] if options.quick else SMALL_SIZES:
+            yield from (bench.compare(group, size, options) for group in SMALL_GROUPS)
     sizes: Sequence[Size] = [Size("7B layer", 8), Size("vision encoder", 8)][: 1 if bench.toy else 2]
     if not options.quick:
         sizes = GPU_SIZES if bench.device == "cuda" else SIZES
@@ -179,6 +185,10 @@ def contestant(way: Way, layer: Layer) -> Contestant:
 
 def _rotated(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
     layer.judge(got[:2], before, rounded=rounded)
+
+
+def _rotated_behind(layer: Layer, got: Any, before: Pair) -> None:
+    layer.judge(got[:2], before, angles=layer.following[1])
 
 
 def _turned_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
@@ -257,6 +267,12 @@ def _turn(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool 
     if norm:
         asked["norm"] = layer.norm._replace(after=after)
     return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **asked)
+
+
+def _turn_behind(layer: Layer, **options: Any) -> Call:
+    """Rotate by the table of the tokens that follow."""
+    table, _ = layer.following
+    return lambda i: apply_rotary(*layer.sets[i], table, layer.rotary, **options)
 
 
 def _by_cache(layer: Layer) -> Call:
@@ -445,6 +461,23 @@ GROUPS: Mapping[str, WaysOfWork] = {
     ),
 }
 """The groups of ways."""
+
+
+def _small(**options: Any) -> list[Way]:
+    ways = [way for way in _ours(**options) if way.role is Role.OURS]
+    return [*ways, Way("mmpos, decode table", partial(_turn_behind, **options), _rotated_behind)]
+
+
+SMALL_GROUPS: Mapping[str, WaysOfWork] = {
+    "small, into new tensors": WaysOfWork(
+        [Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT), *_small()],
+        peers=partial(_peers, kind="fresh"),
+    ),
+    "small, in place": WaysOfWork(
+        [Way("copy", _copy, role=Role.LIMIT), *_small(inplace=True)], peers=partial(_peers, kind="inplace")
+    ),
+}
+"""Groups of a CPU alone, where a call costs more than its tokens."""
 
 
 def launches(layer: Layer, only: Sequence[str] = ()) -> dict[str, Call]:

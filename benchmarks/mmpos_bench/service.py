@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from tempfile import NamedTemporaryFile
 
 from mmpos.errors import UnsupportedError
+from mmpos.positions.place import place
+from mmpos.segments.table import SegmentTable
 from mmpos.support.extras import needed_for
-from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, limit
-from mmpos_bench.timing import Budget, Timer
+from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions, giving, limit
+from mmpos_bench.timing import Budget, Call, Timer
+from mmpos_bench.workloads import workload
 
 with needed_for("the service suite", extra="server"):
     import grpc
 
+    from mmpos.client import Client
     from mmpos_bench.questions import Asking, Question
     from mmpos_bench.serving import (
         OPTIONS,
         Load,
         Order,
         ServerProcess,
+        ask,
         by_cpu,
         by_rate,
         clients,
@@ -67,6 +76,8 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         pool = stack.enter_context(clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
         yield from _Suite(sizes, quiet, logging, bare, pool, asking).cases(quick=options.quick)
+        if find_spec("torch") is not None:
+            yield from stack.enter_context(_rotations(bare.address, sizes, options.malloc))
 
 
 @dataclass(frozen=True)
@@ -134,3 +145,68 @@ class _Suite:
         """Put the load on the echo server, which answers as many bytes."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
+
+
+_LARGE = 2**29
+"""Bytes of a request, and of shared memory, where tensors are large."""
+
+
+@contextmanager
+def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Comparison]]:
+    """Run a server for large tensors, and give the cases of rotations by it; bare is the address of the echo server."""
+    with NamedTemporaryFile("w", suffix=".toml") as settings, ExitStack() as stack:
+        settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
+        settings.flush()
+        options = ("--config", settings.name, "--shared-memory", f"mmpos-bench-{os.getpid()}-", "--preload")
+        (server,) = stack.enter_context(started(service(malloc, *options, "--log-level", "warning")))
+        plain = stack.enter_context(Client(server.address, timeout=120))
+        shares = stack.enter_context(Client(server.address, timeout=120, shared_memory=_LARGE))
+        channel = stack.enter_context(grpc.insecure_channel(bare, options=OPTIONS))
+        name, line_up = f"{sizes.tokens:,} tokens of 32 + 8 heads", partial(_rotated, plain, shares, channel, sizes)
+        budget = Budget(0.0, sizes.rounds)
+        yield [Comparison("a rotation of 128 channels in bfloat16", name, line_up, "calls", budget=budget)]
+
+
+def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Lineup:
+    """Line up rotations of q and k in process, by the service, and an echo of as many bytes.
+
+    Most of the time of new tensors is that of new pages, so both are there: results in memory that was used before, and
+    new ones, of which the facts say how much of them was new. Results of the service are new ones.
+    """
+    import torch
+
+    from mmpos.rotary import Rotary, apply_rotary
+    from mmpos.rotary.apply import rotate_into
+
+    generator = torch.Generator().manual_seed(0)
+    table = place(SegmentTable.from_documents(workload(1, sizes.tokens, sizes.images, sizes.side)), "rope-tie")
+    q, k = (torch.randn(table.num_tokens, heads, 128, generator=generator).bfloat16() for heads in (32, 8))
+    rotary, used = Rotary(128, axes=2), (torch.empty_like(q), torch.empty_like(k))
+    raw = bytes(q.nbytes + k.nbytes)
+
+    def bits(pair: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[object, ...]:
+        return tuple(x.view(torch.int16) for x in pair if x is not None)  # numpy has no bfloat16
+
+    def into_used() -> tuple[torch.Tensor, torch.Tensor]:
+        rotate_into(used, q, k, table, rotary)
+        return used
+
+    here = partial(apply_rotary, q, k, table, rotary)
+    shared = partial(shares.apply_rotary, q, k, table, rotary)
+    want = bits(here())
+    contestants = (
+        limit("in process, used memory", into_used),
+        giving("in process, new tensors", here, want, Role.PART, bits),
+        giving("mmpos, shared memory", shared, want, read=bits),
+        giving("mmpos, messages", partial(plain.apply_rotary, q, k, table, rotary), want, Role.PART, bits),
+        giving("echo of messages", partial(ask, channel, echo_path(len(raw)), raw), raw, Role.PART),
+    )
+    work = {"calls": 1, "tokens": table.num_tokens, "bytes": 2 * len(raw)}
+    return Lineup(contestants, work, lambda: {"MiB of new pages in process": _new_pages(here) / 2**20})
+
+
+def _new_pages(call: Call) -> int:
+    """Return the bytes of pages that this process touches for the first time during a call."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()

@@ -20,12 +20,15 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import MAX_AXES
+from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, Array, IntArray, counted, first_bad, host_array, int_array, shown
 
 __all__ = ["ExactIds", "fingerprint", "read_ids"]
 
 _VERSION = "mmpos2"
 """Beginning of every fingerprint; its number changes with the canonical form."""
+
+_PERSON = _VERSION.encode()
 
 
 def fingerprint(
@@ -69,6 +72,11 @@ def fingerprint(
         InvalidInputError: arguments that do not fit each other; ids that are no numbers, are beyond int32, or have no
             denominator below 2**31.
     """
+    core, alone = native.core, attention_mask is None and cu_seqlens is None and denominators is None
+    if core is not None and alone and isinstance(position_ids, PositionTable) and not position_ids.fractional:
+        forms = core.forms(position_ids.table, position_ids.documents, position_ids.num_tokens)
+        if forms is not None:
+            return [_hash(form) for form in forms]
     return read_ids(position_ids, attention_mask, cu_seqlens, denominators).fingerprints()
 
 
@@ -92,7 +100,7 @@ class ExactIds:
         start, steps = self._steps((stops - self.lengths)[self.lengths > 0])
         runs = np.concatenate([[start[1:] - start[:-1]], steps])
         edges = [0, *start.searchsorted(stops).tolist()]
-        return [_hash(len(self.numerators), runs[:, begin:end]) for begin, end in pairwise(edges)]
+        return [_hash(_form(len(self.numerators), runs[:, begin:end])) for begin, end in pairwise(edges)]
 
     def _steps(self, first: IntArray) -> tuple[IntArray, Array]:
         """Find the tokens whose step differs from the one before it, and the first two tokens of documents.
@@ -140,12 +148,15 @@ def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -
     return np.concatenate([(whole - whole_b + carry).astype(np.int32), rest // common, over // common])
 
 
-def _hash(axes: int, runs: Array) -> str:
-    """Hash the (1 + steps, runs) counts and steps of a document, whose rests go where all are 0."""
+def _form(axes: int, runs: Array) -> bytes:
+    """Write the (1 + steps, runs) counts and steps of a document, whose rests go where all are 0."""
     fractional = len(runs) > 1 + axes and bool(runs[1 + axes : 1 + 2 * axes].any())
     form = runs.astype("<i8") if fractional else runs[: 1 + axes].astype("<i4")
-    hashed = blake2b(bytes([axes, fractional]) + form.tobytes(), digest_size=16, person=_VERSION.encode())
-    return f"{_VERSION}:{hashed.hexdigest()}"
+    return bytes([axes, fractional]) + form.tobytes()
+
+
+def _hash(form: bytes) -> str:
+    return f"{_VERSION}:{blake2b(form, digest_size=16, person=_PERSON).hexdigest()}"
 
 
 def read_ids(

@@ -207,7 +207,7 @@ class PositionTable:
     @property
     def is_padding(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether a segment is padding: origin and steps are 0 on every axis."""
-        return (self.table[AXES:] == 0).all(axis=0)
+        return np.logical_not(self.table[AXES:].any(axis=0))
 
     @property
     def is_grid(self) -> npt.NDArray[np.bool_]:
@@ -249,7 +249,8 @@ class PositionTable:
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest document; 0 without documents."""
-        return int(self.lengths.max(initial=0))
+        lengths = self.lengths
+        return int(lengths[lengths.argmax()]) if lengths.size else 0
 
     @property
     def resumable(self) -> npt.NDArray[np.bool_]:
@@ -529,10 +530,14 @@ class PositionTable:
         Returns:
             (axes, batch, length) ids and (batch, length) int64 attention_mask, 0 on padding; new arrays.
         """
-        length = self.max_seqlen if length is None else integer("length", length, minimum=0)
-        table, shape = self.pad(length, side), (self.num_documents, length)
-        ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
-        return ids, table.per_token(~table.is_padding).reshape(shape)
+        length = None if length is None else integer("length", length, minimum=0)
+        table, batch = self.pad(length, side), self.num_documents
+        shape = batch, table.num_tokens // max(batch, 1) if length is None else length
+        mask = np.empty(shape, np.int64)
+        core = native.core
+        if core is None or not core.mask(table.table, mask.reshape(-1)):
+            mask[:] = table.per_token(~table.is_padding).reshape(shape)
+        return table.dense(dtype=dtype).reshape(self.axes, *shape), mask
 
     def explain(self, token: int, segments: SegmentTable | None = None) -> str:
         """Explain in one sentence where a token lies and why its position is what it is.
@@ -594,26 +599,28 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         if cut is None:
             return None
         table, documents, tokens = cut
-        rows = len(self.table)
-        return PositionTable(
-            np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
-            np.ndarray((4, len(documents) // 32), np.int64, documents),
-            tokens,
-            self.fractional,
-            self.scheme,
+        rows, made = len(self.table), object.__new__(PositionTable)
+        vars(made).update(
+            table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
+            documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
+            num_tokens=tokens,
+            fractional=self.fractional,
+            scheme=self.scheme,
         )
+        return made
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
         """Give a row of ``documents``, of these or of all, which must have a next position."""
-        resumable = self.resumable if documents is None else self.resumable[documents]
-        if not resumable.all():
-            d = int(resumable.argmin()) if documents is None else documents[resumable.argmin()]
+        header = self.documents if documents is None else self.documents[:, documents]
+        worst = int(header[NEXT_POSITION].argmin()) if header.size else 0
+        if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # the least number there is
+            d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
             raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
-        return self.documents[row] if documents is None else self.documents[row, documents]
+        return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:
         """Raise for documents that cannot be those of the table."""
@@ -745,9 +752,9 @@ _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CRO
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:
-    gaps = np.empty_like(firsts)
-    gaps[:-1] = firsts[1:] - firsts[:-1]
-    gaps[-1:] = stop - firsts[-1:]
+    gaps = np.empty(firsts.size, np.int64)
+    gaps[:-1], gaps[-1:] = firsts[1:], stop
+    gaps -= firsts
     return gaps
 
 

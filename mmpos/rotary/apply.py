@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import cpu, operators, paged, reference
+from mmpos.rotary import cpu, launches, operators, paged, reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import (
     DevicePositions,
@@ -96,6 +96,11 @@ def apply_rotary(
         turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if turned is not None:
             return turned
+    form = None
+    if cos_sin is None and validate is False and k is not None and _by_kernel(q, implementation):
+        form = launches.form_of((q, k), positions, rotary, norm, layout, inplace, conjugate)
+    if form is not None and k is not None and (turned := launches.rotated(form, q, k, positions, norm, inplace)):
+        return turned
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
@@ -103,8 +108,13 @@ def apply_rotary(
     if inplace:
         check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
         operators.call(operators.rotate_, q4, k4, *checked, *rotation)
+        q_out, k_out = q4, k4
+    else:
+        q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
+    if form is not None and rotation.implementation == reference.TRITON:
+        launches.learn_rotation(form, q4, k4, q_out, k_out, rotation, checked)
+    if inplace:
         return q, k
-    q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
 
 
@@ -170,6 +180,11 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
+    form = None
+    if cos_sin is None and validate is False and return_k is False and _by_kernel(q, implementation):
+        form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace)
+    if form is not None and (done := launches.stored(form, q, k, v, positions, norm, cache, inplace)):
+        return done
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     if k is None:
@@ -184,8 +199,13 @@ def rotate_and_store(
     check_written(tensors | cache.tensors(), written)
     if inplace:
         operators.call(operators.rotate_and_store_, q4, k4, *stored.arguments(), *checked, *rotation)
+        q_out, k_out = q4, k4
+    else:
+        q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
+    if form is not None and rotation.implementation == reference.TRITON:
+        launches.learn_store(form, q4, k4, q_out, stored, rotation, checked)
+    if inplace:
         return q, k if return_k else None
-    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -257,6 +277,11 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
     rows = ids.as_rows(_per_channel(wrapped, rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
+
+
+def _by_kernel(q: object, implementation: object) -> bool:
+    """Check whether a call may go to a kernel."""
+    return type(q) is Tensor and (implementation == "triton" or (implementation == "auto" and q.is_cuda))
 
 
 def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:

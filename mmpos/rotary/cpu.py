@@ -46,10 +46,12 @@ def rotated_at_once(
     Returns:
         As ``apply_rotary``; None for all that goes the long way, mistakes too, and then nothing was written.
     """
-    if native.core is None or type(rotary) is not Rotary or not (type(inplace) is type(conjugate) is bool):
+    if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
     tensors = (q,) if k is None else (q, k)
-    if not is_unseen(*tensors) or not q.is_cpu or has_tangent(q) or (k is not None and has_tangent(k)):
+    if type(rotary) is not Rotary or not (type(inplace) is type(conjugate) is bool) or not is_unseen(*tensors):
+        return None
+    if has_tangent(q) or (k is not None and has_tangent(k)):
         return None
     dimensions, constants = q.dim(), _constants_of(rotary.text)
     if (layout, dimensions) not in FORMS or constants is None:

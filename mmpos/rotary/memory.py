@@ -52,8 +52,12 @@ def shown(x: Tensor) -> Tensor:
 
 def has_tangent(x: Tensor) -> bool:
     """Check for a gradient in forward mode, which the operators would leave out."""
-    # Outside of any level there are none; where torch does not tell the level, it unpacks all tensors.
-    return getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return may_have_tangents() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def may_have_tangents() -> bool:
+    """Check whether any tensor may have a gradient in forward mode: outside of its levels none has."""
+    return getattr(forward_ad, "_current_level", 0) >= 0  # where torch tells no level, there may always be one
 
 
 def check_no_tangent(name: str, x: Tensor) -> None:
@@ -108,7 +112,35 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
                 raise InvalidInputError(f"{name}: got the memory of {other}, want {want or 'memory of its own'}")
 
 
+def spans_of(*tensors: Tensor) -> tuple[Span, ...]:
+    """Return how far each tensor reaches, and its steps: the same for all of its shape, strides and dtype."""
+    return tuple(_steps_of(x.stride(), x.shape, x.element_size()) for x in tensors)
+
+
+def are_apart(tensors: Sequence[Tensor], spans: Sequence[Span], written: int) -> bool:
+    """Check that nothing else lies where the first tensors are written, all of them in memory.
+
+    Args:
+        tensors: all that are read or written.
+        spans: theirs.
+        written: how many are written.
+    """
+    begins = [x.data_ptr() for x in tensors]
+    for i in range(written):
+        begin, (reach, steps) = begins[i], spans[i]
+        if not _nested(steps):
+            return False
+        for j, other in enumerate(begins):
+            beside = i == j or other + spans[j][0] <= begin or begin + reach <= other
+            if not beside and not _disjoint(_Memory(begin, reach, steps), _Memory(other, *spans[j])):
+                return False
+    return True
+
+
 _Steps = tuple[tuple[int, int], ...]
+Span = tuple[int, _Steps]
+"""How far a tensor reaches from its address, in bytes, and strides and sizes of its dimensions."""
+
 _seen = lru_cache(maxsize=1 << 12)
 """Remembers what follows from shapes, strides and distances alone: it would take longer than a launch to find anew."""
 

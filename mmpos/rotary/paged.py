@@ -131,11 +131,11 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool,
     row = slots.reshape(-1).contiguous()
     on_host = row.device.type == "cpu" and not torch.compiler.is_compiling()
     if validate or on_host:
-        _check_slots(row.cpu().numpy(), _capacity(pages), names)
+        check_slots(row.cpu().numpy(), _capacity(pages), names)
     return row
 
 
-def _check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: SlotNames) -> None:
+def check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: SlotNames) -> None:
     """Raise for the first token whose slot is beyond the caches, or an earlier token's as well."""
     if row.max(initial=-1) >= capacity:
         token = int((row >= capacity).argmax())

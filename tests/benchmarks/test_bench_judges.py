@@ -17,7 +17,7 @@ from mmpos_bench.data import mix
 from mmpos_bench.layers import Layer, LayerShape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.rotary import GROUPS, Bench, compared, contestant
+from mmpos_bench.rotary import GROUPS, SMALL_GROUPS, Bench, compared, contestant
 from mmpos_bench.serving import LoadTurn, by_cpu, by_rate
 from mmpos_bench.suites import Role, SuiteOptions
 from mmpos_bench.timing import Budget, Timer
@@ -48,16 +48,19 @@ def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
             x[place] = kept
 
 
-@pytest.mark.parametrize("group", GROUPS)
+ALL_GROUPS = {**GROUPS, **SMALL_GROUPS}
+
+
+@pytest.mark.parametrize("group", ALL_GROUPS)
 def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
     pair = interleaved(16), workload(1, 16, 1, 3)
     right, other = (Layer(SMALL["interleaved"], documents, torch.float32, "cpu", sets=2) for documents in pair)
     assert right.values
     assert right.slots
     wrong = copy(right)  # with its caches
-    wrong.table, wrong.dense = other.table, other.dense
+    wrong.table, wrong.dense, wrong.positions = other.table, other.dense, other.positions
     before = right.q.clone(), right.k.clone()
-    for way in GROUPS[group].ways:
+    for way in ALL_GROUPS[group].ways:
         contestant(way, right).proof()
         assert torch.equal(right.q, before[0])  # as it was
         if way.role is not Role.LIMIT:

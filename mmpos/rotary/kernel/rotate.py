@@ -3,6 +3,9 @@
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -116,9 +119,17 @@ def store_kernel(
         )  # fmt: skip
 
 
+ROTATED = (0, 1, 2, 3, 4, 7, 8)
+"""Places of q, k, q_out, k_out, positions and both weights among the arguments of ``rotary_kernel``."""
+
+STORED = (0, 1, 2, 3, 5, 6, 10, 11, 14, 15)
+"""Places of q, k, v, q_out, both caches, slots, positions and both weights among those of ``store_kernel``."""
+
+
 def launch_rotate(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
-) -> None:
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
+    start: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
     """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
 
     Args:
@@ -128,11 +139,15 @@ def launch_rotate(
         k_out: likewise; it may be k.
         rotation: how to rotate.
         norm: of the heads before the rotation, or after it.
+        start: takes the launch; None is ``tiling.launch``.
+
+    Returns:
+        what start returns.
     """
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
     if tokens == 0:
-        return
+        return None
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
     shares = tiling.shares_of(shares, rotation.head_groups)
@@ -142,7 +157,7 @@ def launch_rotate(
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with tiling.on(q.device):
-        tiling.launch(
+        return (start or tiling.launch)(
             rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
@@ -160,7 +175,8 @@ def launch_store(
     stored: Stored,
     rotation: RotationArguments,
     norm: Norm = NO_NORM,
-) -> None:
+    start: Callable[..., Any] | None = None,
+) -> Any:
     """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
 
     Args:
@@ -171,18 +187,22 @@ def launch_store(
         stored: v, and where it and k go.
         rotation: how to rotate, forward.
         norm: of the heads before the rotation, or after it.
+        start: takes the launch; None is ``tiling.launch``.
+
+    Returns:
+        what start returns.
     """
     batch, seq, q_heads, head_dim = q.shape
     v, key_cache, value_cache, slots, _, scales = stored
     k_heads, value_dim = v.shape[2:]
     tokens = batch * seq
     if tokens == 0:
-        return
+        return None
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     shares = tiling.shares_of(shares, rotation.head_groups)
     with tiling.on(q.device):
-        tiling.launch(
+        return (start or tiling.launch)(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),

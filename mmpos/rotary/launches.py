@@ -1,0 +1,178 @@
+"""Launch kernels again: a call of a form that has passed all checks before goes to its compiled kernel at once.
+
+A form is dtypes, shapes, strides and devices of the tensors, and all other arguments: what checks look at, and what
+kernels are compiled for. Addresses are no part of it, and are looked at in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mmpos.rotary import paged
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.device import DevicePositions, Positions
+from mmpos.rotary.memory import Span, are_apart, is_unseen, mark_written, may_have_tangents, spans_of
+from mmpos.rotary.paged import Cache, Stored
+from mmpos.rotary.reference import Norm, RotationArguments
+
+Form: TypeAlias = tuple[Any, ...]
+"""All that is the same in calls that go to one compiled kernel."""
+
+MOST = 1024
+"""Most forms that are kept; with one more, all are forgotten and learnt anew."""
+
+
+class _Known(NamedTuple):
+    """What is known of a form.
+
+    Args:
+        bound: its kernel; None where that cannot be bound, or has not come twice.
+        spans: of the tensors that must lie apart.
+        seen: how often it came, as far as it counts.
+    """
+
+    bound: Any = None
+    spans: tuple[Span, ...] = ()
+    seen: int = 1
+
+
+_KNOWN: dict[Form, _Known] = {}
+
+
+def form_of(
+    tensors: Sequence[Tensor], positions: object, rotary: Rotary, norm: Norm | None, *options: object
+) -> Form | None:
+    """Return the form of a call; None if it has none, or if somebody would miss a part of the long way.
+
+    Args:
+        tensors: all but positions and weights.
+        positions: as they came.
+        rotary: likewise.
+        norm: likewise.
+        options: all else that the call depends on.
+    """
+    if torch.compiler.is_compiling() or may_have_tangents() or type(rotary) is not Rotary:
+        return None
+    if type(positions) is not DevicePositions or not (norm is None or type(norm) is Norm):
+        return None
+    of_norm: tuple[Any, ...] = ()
+    if norm is not None:
+        of_norm = *norm[2:], type(norm.after), norm.q_weight is None, norm.k_weight is None
+        tensors = *tensors, *_weights(norm)
+    if positions.form is None or not is_unseen(*tensors):
+        return None
+    forms = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
+    return *options, *map(type, options), rotary.text, positions.form, *of_norm, *forms  # True is no 1
+
+
+def form_of_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: object,
+    rotary: Rotary,
+    norm: Norm | None,
+    cache: Cache,
+    *options: object,
+) -> Form | None:
+    """Return the form of a call that stores likewise: none with scales, or with slots that are no plain row."""
+    if type(cache) is not Cache or cache[4:] != (None, None, None):
+        return None
+    form = form_of((q, k, v, *cache[:3]), positions, rotary, norm, cache.layout, *options)
+    return form if form is not None and cache.slot_mapping.is_contiguous() else None
+
+
+def rotated(
+    form: Form, q: Tensor, k: Tensor, positions: Positions, norm: Norm | None, inplace: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Rotate as ``apply_rotary`` does; None for the long way, and then nothing was written."""
+    assert isinstance(positions, DevicePositions)  # others have no form
+    table, weights = positions.table, _weights(norm)
+    known = _known(form, (q, k, table, *weights))
+    if known is None or (inplace and not are_apart((q, k), known.spans, 2)):
+        return None
+    outs = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
+    known.bound.launch(q, k, *outs, table, *weights)
+    if inplace:
+        mark_written(q, k)
+    return outs
+
+
+def stored(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, positions: Positions, norm: Norm | None, cache: Cache, inplace: bool
+) -> tuple[Tensor, None] | None:
+    """Rotate and store as ``rotate_and_store`` does; None for the long way, and then nothing was written."""
+    assert isinstance(positions, DevicePositions)  # others have no form
+    table, weights = positions.table, _weights(norm)
+    keys, values, slots = cache.key_cache, cache.value_cache, cache.slot_mapping
+    known = _known(form, (q, k, v, keys, values, slots, table, *weights))
+    if known is None or not are_apart((keys, values, q, k, v), known.spans, 3 if inplace else 2):
+        return None
+    if not slots.is_cuda:
+        paged.check_slots(slots.numpy(), keys.numel() * positions.num_tokens // k.numel(), paged.STORED)
+    q_out = q if inplace else torch.empty_like(q)
+    known.bound.launch(q, k, v, q_out, keys, values, slots, table, *weights)
+    mark_written(keys, values, *((q,) if inplace else ()))
+    return q_out, None
+
+
+def learn_rotation(
+    form: Form, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm
+) -> None:
+    """Bind the kernel of a rotation when its form has come twice; arguments as for ``launch_rotate``."""
+    if _came_twice(form, (q, k, rotation.positions, *_weights(norm))):
+        from mmpos.rotary import kernel
+
+        bind = partial(kernel.bind, kernel.ROTATED)
+        bound = kernel.launch_rotate(q, k, q_out, k_out, rotation, norm, start=bind)
+        _KNOWN[form] = _Known(bound, spans_of(q, k), 2)
+
+
+def learn_store(
+    form: Form, q: Tensor, k: Tensor, q_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm
+) -> None:
+    """Bind the kernel of a call that stores, likewise; arguments as for ``launch_store``."""
+    if _came_twice(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
+        from mmpos.rotary import kernel
+
+        bind = partial(kernel.bind, kernel.STORED)
+        bound = kernel.launch_store(q, k, q_out, k[:, :, :0], stored, rotation, norm, start=bind)
+        _KNOWN[form] = _Known(bound, spans_of(*stored.caches, q, k, stored.v), 2)
+
+
+def _came_twice(form: Form, tensors: Sequence[Tensor]) -> bool:
+    known = _KNOWN.get(form)
+    if known is None:
+        if len(_KNOWN) >= MOST:
+            _KNOWN.clear()
+        _KNOWN[form] = _Known()
+        return False
+    return known.seen == 1 and _are_wide(tensors)
+
+
+def _known(form: Form, tensors: Sequence[Tensor]) -> _Known | None:
+    """Return what is known of a form, if its kernel can be launched with these tensors."""
+    try:
+        known, first = _KNOWN.get(form), tensors[0]
+    except TypeError:  # of what has no hash, a mistake that the long way names
+        return None
+    if known is None or known.bound is None or not _are_wide(tensors):
+        return None
+    return None if first.is_cuda and first.get_device() != torch.cuda.current_device() else known
+
+
+def _are_wide(tensors: Sequence[Tensor]) -> bool:
+    """Check for addresses of 16 bytes, for which Triton compiles other code than for others."""
+    address = 0
+    for x in tensors:
+        address |= x.data_ptr()
+    return address % 16 == 0
+
+
+def _weights(norm: Norm | None) -> list[Tensor]:
+    return [] if norm is None else [x for x in norm[:2] if x is not None]

@@ -1,0 +1,180 @@
+"""Makes calls of many forms three times, the last by bound kernels, and prints as JSON what was launched.
+
+Run by test_launches.py of tests/rotary in a process without Triton's interpreter: kernels are bound and specialised by
+Triton for a GPU that is not there, but not compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.compiler
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+import mmpos.rotary.kernel  # noqa: F401  # before the environment says that kernels are interpreted
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, launches, rotate_and_store
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+LAUNCHES: list[tuple[Any, ...]] = []
+BOUND: Counter[str] = Counter()
+
+
+class StandIn:
+    """A driver of Triton for a GPU that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU that kernels are bound for."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The first."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+
+class Uncompiled:
+    """A kernel that notes its launches, and what it would be compiled from."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, source: Any, target: Any = None, options: Any = None, **_: Any) -> None:
+        constants = {path: str(value) for path, value in source.constants.items()}
+        self.function = f"{source.fn.__name__} {source.signature} {constants} {source.attrs} {options}"
+
+    def launch_metadata(self, *_: object) -> None:
+        """None is needed."""
+
+    def run(self, x: int, y: int, z: int, stream: int, function: str, *arguments: Any) -> None:
+        """Note a launch of Triton; the first arguments are metadata and hooks."""
+        LAUNCHES.append((x, y, z, function, *map(form, arguments[4:])))
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: LAUNCHES.append((*grid, self.function, *map(form, arguments)))
+
+
+def form(x: Any) -> Any:
+    """All of an argument but the address, which is another one for every new tensor."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.numel(), x.data_ptr() % 16
+    return tuple(map(form, x)) if isinstance(x, tuple) else x
+
+
+def often(draw: random.Random, usual: Any, *others: Any) -> Any:
+    """Mostly the same, so that many calls are of one form."""
+    return usual if draw.random() < 0.85 else draw.choice(others)
+
+
+def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
+    """Return a call of one of many forms, and the tensors that it writes."""
+    batch, seq, dim, dtype = draw.choice((1, 2)), draw.choice((2, 16, 17)), often(draw, 16, 32), often(draw, *DTYPES)
+    layout = draw.choice(("thd", "bshd", "bhsd"))
+
+    def heads(count: int, size: int = dim) -> Tensor:
+        left, step = often(draw, 0, 1, 8), often(draw, 1, 2)
+        wide = torch.zeros(batch, seq, count, left + size * step, dtype=dtype)[..., left::step]
+        return wide.flatten(0, 1) if layout == "thd" else wide.transpose(1, 2) if layout == "bhsd" else wide
+
+    parts: list[Text | Grid] = [Text(seq)] if seq < 3 else [Text(seq - 2), Grid(1, 2)]
+    scheme = often(draw, "rope-tie", "rope-tie-fractional")
+    table = place(SegmentTable.from_documents([parts] * batch), scheme)
+    positions = DevicePositions.from_table(table, capacity=often(draw, None, 64))
+    kinds: Any = {"pairing": often(draw, "half", "adjacent"), "precision": often(draw, "exact", "hf")}
+    by_head: Any = often(draw, {}, {"allocation": "heads", "head_axes": [0, 1]})
+    rotary = Rotary(dim, axes=2, **kinds, **by_head)
+    q, k, v = heads(4), heads(2), heads(2, often(draw, 16, 8))
+    weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
+    norm = often(draw, None, Norm(weights[0], weights[1], after=draw.random() < 0.5), Norm(torch.ones(dim), eps=1e-5))
+    options: Any = {"implementation": "triton", "inplace": draw.random() < 0.3, "norm": norm, "layout": layout}
+    if draw.random() < 0.5:
+        options["conjugate"] = often(draw, False, True)
+        return (q, k), lambda: apply_rotary(q, k, positions, rotary, **options)
+    paging = often(draw, "NHD", "HND")
+    shape = (8, 8, 2) if paging == "NHD" else (8, 2, 8)
+    keys, values = (torch.zeros(*shape, x.shape[-1], dtype=dtype) for x in (k, v))
+    cache = Cache(keys, values, torch.arange(often(draw, batch * seq, 1)), paging)
+    options["return_k"] = often(draw, False, True)
+    return (q, keys), lambda: rotate_and_store(q, k, v, positions, rotary, cache, **options)
+
+
+def launched(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
+    """Return what was launched, whether Triton bound it, the form of what came back, and what autograd was told."""
+    LAUNCHES.clear()
+    before, versions = BOUND.total(), [x._version for x in written]
+    q_out, k_out = rotate()
+    (only,) = LAUNCHES
+    results = [None if x is None else (x.dtype, x.shape, x.stride()) for x in (q_out, k_out)]
+    told = [x._version > version for x, version in zip(written, versions, strict=True)]
+    return (only, results, told, q_out is written[0]), BOUND.total() > before
+
+
+def main() -> dict[str, Any]:
+    """Compare what is launched by the long way and again."""
+    draw = random.Random(32)
+    different, straight = [], 0
+    for _ in range(400):
+        written, rotate = call(draw)
+        (want, _), _, (got, bound) = (launched(rotate, *written) for _ in range(3))
+        straight += not bound
+        if got != want:
+            different.append((str(got), str(want)))
+    forms = len(launches._KNOWN)
+    launches._KNOWN.clear()
+    launches.MOST = 3
+    for _ in range(100):
+        written, rotate = call(draw)
+        (want, _), _, (got, _) = (launched(rotate, *written) for _ in range(3))
+        different += [] if got == want else [(str(got), str(want))]
+    few = len(launches._KNOWN) <= 3
+    return {"different": different[:3], "straight": straight, "forms": forms, "few": few, "refused": refused()}
+
+
+def refused() -> list[str]:
+    """Return the messages of mistakes in calls whose form is known otherwise."""
+    positions, rotary = DevicePositions.from_table(place(SegmentTable.from_documents([[Text(4)]]))), Rotary(16)
+    fused, pages = torch.zeros(4, 8, 16), torch.zeros(8, 2, 16)
+    options: dict[str, Any] = {"inplace": True, "implementation": "triton"}
+    no_number: Any = Norm()._replace(eps=[])  # type: ignore[arg-type]
+    messages = []
+
+    def rotate(k_from: int = 4, **changed: Any) -> None:
+        apply_rotary(fused[:, :4], fused[:, k_from : k_from + 2], positions, rotary, **(options | changed))
+
+    def store(slots: Tensor) -> None:
+        cache = Cache(pages, torch.zeros(8, 2, 16), slots)
+        rotate_and_store(fused[:, :4], fused[:, 4:6], fused[:, 6:], positions, rotary, cache, implementation="triton")
+
+    for _ in range(3):
+        rotate()
+        store(torch.arange(4))
+    mistakes: tuple[Callable[[], None], ...] = (
+        lambda: rotate(2), lambda: rotate(inplace=1), lambda: rotate(layout=[]), lambda: rotate(norm=no_number),
+        lambda: rotate(conjugate=0),
+        lambda: store(torch.tensor([0, 1, 1, 2])), lambda: store(torch.tensor([0, 1, 2, 8])),
+    )  # fmt: skip
+    for mistake in mistakes:
+        try:
+            mistake()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+if __name__ == "__main__":
+    triton.compiler.compile = Uncompiled
+    usual = JITFunction.run
+    JITFunction.run = lambda self, *args, **options: BOUND.update([self.__name__]) or usual(self, *args, **options)
+    driver.set_active(StandIn())
+    os.environ["TRITON_INTERPRET"] = "1"  # read by the door of the kernels, which are not interpreted any more
+    print(json.dumps(main()))

@@ -1,0 +1,35 @@
+"""Calls of a form that was launched before: the launches of the long way, past Triton's binding, and its errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HELPER = Path(__file__).parents[1] / "helpers/launches_again.py"
+
+
+def test_a_known_form_is_launched_as_by_the_long_way_and_refuses_the_same() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(HELPER)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["different"] == []
+    assert facts["straight"] > 100
+    assert facts["forms"] > 50
+    assert facts["few"]
+    assert facts["refused"] == [
+        "k: got the memory of q, want inplace=False",
+        "inplace: got 1, want True or False",
+        "layout: got [], want one of 'thd', 'bshd', 'bhsd'",
+        "norm.eps: got [], want an int or float from 2⁻¹²⁶ to 2¹²⁷",
+        "conjugate: got 0, want True or False",
+        "slot_mapping[2]: got 1, the slot of token 1, want one of its own: a slot of two tokens holds some of each",
+        "slot_mapping[3]: got 8, want < 8, the slots of key_cache",
+    ]

@@ -1,4 +1,4 @@
-/* Examples collated into the arrays of a batch: packed in one row, or padded to rows of one length. */
+/* Examples collated into the arrays of a batch, packed in one row or padded to rows of one length; and tables joined. */
 
 #include <stdlib.h>
 
@@ -59,6 +59,21 @@ typedef struct {
     char *data[ARRAYS];
 } Arrays;
 
+/* Make room for as many documents as the batch has, which are not there for want of memory. */
+static void new_documents(Batch *batch) {
+    batch->documents = malloc((size_t)batch->count * sizeof *batch->documents);
+    for (int64_t i = 0; batch->documents != NULL && i < batch->count; i++) {
+        batch->documents[i].buffers.count = 0;
+    }
+}
+
+static void drop_documents(Batch *batch) {
+    for (int64_t i = 0; batch->documents != NULL && i < batch->count; i++) {
+        release(&batch->documents[i].buffers);
+    }
+    free(batch->documents);
+}
+
 static PyObject *attribute(PyObject *object, PyObject *name) {
     PyObject *value = object == NULL ? NULL : PyObject_GetAttr(object, name);
     PyErr_Clear();
@@ -100,16 +115,24 @@ static int ascend(const Matrix *spans, int64_t tokens) {
     return 1;
 }
 
-static int take_positions(Document *document, PyObject *positions, PyObject *const *names) {
-    const Matrix *table = &document->table, *header = &document->header;
-    PyObject *tokens = attribute(positions, names[NUM_TOKENS]);
-    int fits = tokens != NULL && PyLong_CheckExact(tokens) && PyLong_AsLongLong(tokens) == document->tokens;
-    Py_XDECREF(tokens);
+/* Take the arrays of a table, and its tokens, which are at least as many as its segments; names: of the three. */
+static int take_table(Document *document, PyObject *positions, PyObject *const *names, int64_t *tokens) {
+    const Matrix *table = &document->table;
+    PyObject *count = attribute(positions, names[2]);
+    *tokens = count != NULL && PyLong_CheckExact(count) ? PyLong_AsLongLong(count) : -1;
+    Py_XDECREF(count);
     PyErr_Clear();
-    return fits && take_rows(document, positions, names[TABLE], &document->table) &&
-           take_rows(document, positions, names[DOCUMENTS], &document->header) && table->columns > 0 &&
-           table->columns <= document->tokens && table->rows > AXES && table->rows <= AXES + 4 * MAX_AXES &&
-           header->rows == 4 && header->columns == 1 && entry(header, FIRST_SEGMENT, 0) == 0 &&
+    return take_rows(document, positions, names[0], &document->table) &&
+           take_rows(document, positions, names[1], &document->header) && document->header.rows == 4 &&
+           within(table->columns, 0, *tokens) && within(table->rows, AXES + 4, AXES + 4 * MAX_AXES);
+}
+
+/* Take the positions of one document. */
+static int take_positions(Document *document, PyObject *positions, PyObject *const *names) {
+    const Matrix *header = &document->header;
+    int64_t tokens;
+    return take_table(document, positions, names + TABLE, &tokens) && tokens == document->tokens &&
+           document->table.columns > 0 && header->columns == 1 && entry(header, FIRST_SEGMENT, 0) == 0 &&
            entry(header, FIRST_TOKEN, 0) == 0;
 }
 
@@ -310,18 +333,28 @@ static void number(char *text_ids, int64_t first, int64_t start, int64_t stop) {
     }
 }
 
-static void put_padding(const Matrix *columns, int64_t at, int64_t token, int64_t count) {
-    for (int64_t row = 0; row < columns->rows; row++) {
-        put_entry(columns, row, at, row == HEIGHT || row == DENOMINATOR);
-    }
-    put_entry(columns, OFFSET, at, token);
-    put_entry(columns, WIDTH, at, count);
+static Matrix matrix_of(char *data, int64_t rows, int64_t columns) {
+    return (Matrix){data, rows, columns, 8 * columns, 8, 8, 'q'};
 }
 
-/* Write the columns of a document from `at` on; what follows them. */
-static int64_t put_positions(const Matrix *columns, int64_t at, const Document *document) {
-    const Matrix *table = &document->table;
-    int64_t tokens = document->tokens;
+static void put_padding(const Matrix *columns, int64_t at, int64_t token, int64_t count) {
+    put_entry(columns, OFFSET, at, token);
+    put_entry(columns, SKIP, at, 0);
+    put_text(columns, at, count, 0, 0);
+}
+
+/* Write the columns of a table from `at` on, with padding around them, and those of its documents from `d` on; what
+ * follows the former. */
+static int64_t put_positions(const Matrix *columns, const Matrix *header, int64_t at, int64_t d,
+                             const Document *document) {
+    const Matrix *table = &document->table, *own = &document->header;
+    int64_t end = document->start + document->tokens;
+    for (int64_t i = 0; i < own->columns; i++) {
+        put_entry(header, FIRST_SEGMENT, d + i, plus(at, entry(own, FIRST_SEGMENT, i)));
+        put_entry(header, FIRST_TOKEN, d + i, plus(document->first, entry(own, FIRST_TOKEN, i)));
+        put_entry(header, NEXT_POSITION, d + i, entry(own, NEXT_POSITION, i));
+        put_entry(header, DELTA, d + i, entry(own, DELTA, i));
+    }
     if (document->start > document->first) {
         put_padding(columns, at++, document->first, document->start - document->first);
     }
@@ -333,8 +366,8 @@ static int64_t put_positions(const Matrix *columns, int64_t at, const Document *
         put_entry(columns, OFFSET, s, plus(entry(columns, OFFSET, s), document->start));
     }
     at += table->columns;
-    if (document->stop > document->start + tokens) {
-        put_padding(columns, at++, document->start + tokens, document->stop - document->start - tokens);
+    if (document->stop > end) {
+        put_padding(columns, at++, end, document->stop - end);
     }
     return at;
 }
@@ -372,31 +405,29 @@ static void put_runs(const Runs *runs, char *spans, char *features) {
 static void put_all(Arrays *arrays, const Batch *batch) {
     int64_t documents = batch->count + (batch->rest > 0), at = 0, image = 0;
     int32_t *cu_seqlens = (int32_t *)(void *)arrays->data[CU_SEQLENS];
-    Matrix columns = {
-        arrays->data[COLUMNS], batch->documents[0].table.rows, batch->segments, 8 * batch->segments, 8, 8, 'q'};
-    Matrix header = {arrays->data[HEADER], 4, documents, 8 * documents, 8, 8, 'q'};
-    for (int64_t i = 0; i < documents; i++) {
-        int rest = i == batch->count; /* goes on as the first document does, of which it is none */
-        const Document *document = &batch->documents[rest ? 0 : i];
-        int64_t first = rest ? batch->tokens - batch->rest : document->first;
-        cu_seqlens[i] = (int32_t)first;
-        put_entry(&header, FIRST_SEGMENT, i, at);
-        put_entry(&header, FIRST_TOKEN, i, first);
-        put_entry(&header, NEXT_POSITION, i, entry(&document->header, NEXT_POSITION, 0));
-        put_entry(&header, DELTA, i, entry(&document->header, DELTA, 0));
-        if (rest) {
-            put_padding(&columns, at, first, batch->rest);
-            fill(arrays->data[IDS], first, batch->tokens, batch->pad_token_id);
-            fill(arrays->data[TRAINED], first, batch->tokens, IGNORE_INDEX);
-            number(arrays->data[TEXT_IDS], first, first, batch->tokens);
-        } else {
-            at = put_positions(&columns, at, document);
-            put_tokens(arrays, batch, document);
-            for (int64_t row = 0; row < document->grid_thw.rows; row++, image++) {
-                copy(arrays->data[THW], 3 * image, document->grid_thw.data + row * document->grid_thw.row_stride,
-                     document->grid_thw.column_stride, 3);
-            }
+    Matrix columns = matrix_of(arrays->data[COLUMNS], batch->documents[0].table.rows, batch->segments);
+    Matrix header = matrix_of(arrays->data[HEADER], 4, documents);
+    for (int64_t i = 0; i < batch->count; i++) {
+        const Document *document = &batch->documents[i];
+        cu_seqlens[i] = (int32_t)document->first;
+        at = put_positions(&columns, &header, at, i, document);
+        put_tokens(arrays, batch, document);
+        for (int64_t row = 0; row < document->grid_thw.rows; row++, image++) {
+            copy(arrays->data[THW], 3 * image, document->grid_thw.data + row * document->grid_thw.row_stride,
+                 document->grid_thw.column_stride, 3);
         }
+    }
+    if (batch->rest) { /* goes on as the first document does */
+        int64_t first = batch->tokens - batch->rest;
+        cu_seqlens[batch->count] = (int32_t)first;
+        put_padding(&columns, at, first, batch->rest);
+        put_entry(&header, FIRST_SEGMENT, batch->count, at);
+        put_entry(&header, FIRST_TOKEN, batch->count, first);
+        put_entry(&header, NEXT_POSITION, batch->count, entry(&header, NEXT_POSITION, 0));
+        put_entry(&header, DELTA, batch->count, entry(&header, DELTA, 0));
+        fill(arrays->data[IDS], first, batch->tokens, batch->pad_token_id);
+        fill(arrays->data[TRAINED], first, batch->tokens, IGNORE_INDEX);
+        number(arrays->data[TEXT_IDS], first, first, batch->tokens);
     }
     cu_seqlens[documents] = (int32_t)batch->tokens;
     put_runs(&batch->patches, arrays->data[IMAGES], arrays->data[FEATURES]);
@@ -482,24 +513,79 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
     arrays.int64 = PyTuple_GetItem(args[2], 1);
     arrays.int32 = PyTuple_GetItem(args[2], 2);
     batch.padded = args[6] != Py_None;
-    batch.documents = malloc((size_t)batch.count * sizeof *batch.documents);
-    for (int64_t i = 0; batch.documents != NULL && i < batch.count; i++) {
-        batch.documents[i].buffers.count = 0;
-    }
+    new_documents(&batch);
     int left = batch.padded && PyUnicode_Check(args[6]) && PyUnicode_CompareWithASCIIString(args[6], "left") == 0;
     if (batch.documents != NULL && take_documents(&batch, args[0], names) &&
         lay_out(&batch, numbers[0], numbers[1], left)) {
         result = collated(&batch, &arrays);
     }
-    for (int64_t i = 0; batch.documents != NULL && i < batch.count; i++) {
-        release(&batch.documents[i].buffers);
-    }
+    drop_documents(&batch);
     for (int i = 0; i < ARRAYS; i++) {
         Py_XDECREF(arrays.array[i]);
     }
     Py_XDECREF(batch.scheme);
-    free(batch.documents);
     free(batch.patches.edges);
     free(batch.audio.edges);
     return answer(&arrays.buffers, result);
+}
+
+/* Take tables of a class, each behind those before it; how many documents they hold, or -1 if one does not fit. */
+static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyObject *const *names) {
+    int64_t headers = 0;
+    for (int64_t i = 0; i < batch->count; i++) {
+        Document *each = &batch->documents[i];
+        PyObject *table = PySequence_GetItem(tables, i);
+        int fits =
+            table != NULL && (PyObject *)Py_TYPE(table) == class && take_table(each, table, names, &each->tokens);
+        Py_XDECREF(table);
+        PyErr_Clear();
+        if (!fits || each->table.rows != batch->documents[0].table.rows || each->tokens > INT64_MAX - batch->tokens ||
+            each->table.columns > PTRDIFF_MAX / 8 / each->table.rows - batch->segments ||
+            each->header.columns > PTRDIFF_MAX / 8 / 4 - headers) {
+            return -1;
+        }
+        each->first = each->start = batch->tokens;
+        each->stop = batch->tokens += each->tokens;
+        batch->segments += each->table.columns;
+        headers += each->header.columns;
+    }
+    return headers;
+}
+
+/* concatenate(tables, class, names) -> (table, documents, tokens) as bytes, or None.
+ *
+ * tables: a list of placed tables, which are of this class; names: of their table, documents and tokens. */
+PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    PyObject *names[3], *result = NULL;
+    Batch batch = {0};
+    (void)self;
+    if (!arguments("concatenate", 3, count)) {
+        return NULL;
+    }
+    batch.count = length_of(args[0]);
+    if (batch.count < 1 || batch.count > INT32_MAX || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 3) {
+        Py_RETURN_NONE;
+    }
+    for (int i = 0; i < 3; i++) {
+        names[i] = PyTuple_GetItem(args[2], i);
+    }
+    new_documents(&batch);
+    int64_t headers = batch.documents == NULL ? -1 : take_tables(&batch, args[0], args[1], names);
+    if (headers >= 0) {
+        int64_t rows = batch.documents[0].table.rows, at = 0, d = 0;
+        PyObject *table = PyBytes_FromStringAndSize(NULL, 8 * rows * batch.segments);
+        PyObject *documents = PyBytes_FromStringAndSize(NULL, 8 * 4 * headers);
+        if (table != NULL && documents != NULL) {
+            Matrix columns = matrix_of(PyBytes_AsString(table), rows, batch.segments);
+            Matrix header = matrix_of(PyBytes_AsString(documents), 4, headers);
+            for (int64_t i = 0; i < batch.count; d += batch.documents[i].header.columns, i++) {
+                at = put_positions(&columns, &header, at, d, &batch.documents[i]);
+            }
+            result = Py_BuildValue("(OOL)", table, documents, (long long)batch.tokens);
+        }
+        Py_XDECREF(table);
+        Py_XDECREF(documents);
+    }
+    drop_documents(&batch);
+    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }

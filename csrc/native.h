@@ -131,6 +131,7 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 Py_ssize_t length_of(PyObject *list);
 
 PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);

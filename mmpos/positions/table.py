@@ -128,6 +128,14 @@ class PositionTable:
         Raises:
             InvalidInputError: no tables, something else, or tables with different axes.
         """
+        core = native.core
+        joined = core and core.concatenate(tables, PositionTable, _READ)
+        if joined is None:
+            return cls._joined(tables)
+        return _of_bytes(joined, len(tables[0].table), *_sort_of(tables))
+
+    @classmethod
+    def _joined(cls, tables: Sequence[PositionTable]) -> PositionTable:
         for i, table in enumerate(tables):
             if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
                 got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
@@ -140,9 +148,7 @@ class PositionTable:
         before = np.cumsum(sizes, axis=1) - sizes
         columns[OFFSET] += before[1].repeat(sizes[0])
         documents[:NEXT_POSITION] += before.repeat([table.num_documents for table in tables], axis=1)
-        schemes = " + ".join(dict.fromkeys(table.scheme for table in tables))
-        fractional = any(table.fractional for table in tables)
-        return cls(columns, documents, int(sizes[1].sum()), fractional, schemes)
+        return cls(columns, documents, int(sizes[1].sum()), *_sort_of(tables))
 
     @property
     def axes(self) -> int:
@@ -598,16 +604,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        table, documents, tokens = cut
-        rows, made = len(self.table), object.__new__(PositionTable)
-        vars(made).update(
-            table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
-            documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
-            num_tokens=tokens,
-            fractional=self.fractional,
-            scheme=self.scheme,
-        )
-        return made
+        return _of_bytes(cut, len(self.table), self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
@@ -749,6 +746,30 @@ class _Location(NamedTuple):
 
 _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
 """Markers before the patches that a segment holds, and as many after them."""
+
+
+_READ = ("table", "documents", "num_tokens")
+"""Names of what the extension reads of a table."""
+
+
+def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
+    """Tell whether ids of tables side by side may be fractions, and name their schemes."""
+    schemes = dict.fromkeys(table.scheme for table in tables)
+    return any(table.fractional for table in tables), " + ".join(schemes)
+
+
+def _of_bytes(arrays: tuple[bytes, bytes, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
+    """Make a table of this many rows of what the extension wrote, without a copy."""
+    table, documents, num_tokens = arrays
+    made = object.__new__(PositionTable)
+    vars(made).update(
+        table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
+        documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
+        num_tokens=num_tokens,
+        fractional=fractional,
+        scheme=scheme,
+    )
+    return made
 
 
 def _gaps(firsts: IntArray, stop: int) -> IntArray:

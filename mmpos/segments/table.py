@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ from mmpos.segments.kinds import (
 from mmpos.segments.placeholders import Merging, PackedIds, Placeholders, find_spans, times_of_videos
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, boolean, counted, first_bad, host_array, int_array, shown
-from mmpos.support.ragged import insert_padding, ragged_arange
+from mmpos.support.ragged import ragged_arange
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
 
@@ -310,25 +310,20 @@ class SegmentTable:
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.extra_tokens, [0]))
-        rows: list[npt.NDArray[Any]] = [self.kind[None], self.extents]
-        pad, cuts = [PAD, 1, 1, 0], [1, 4]
-        for values, padding in optional:
-            if values is not None:
-                rows.append(np.atleast_2d(values))
-                pad += padding
-            cuts.append(len(pad))
-        columns, offsets = insert_padding(
-            np.vstack(rows).astype(np.int64), self.segment_offsets, left, right, np.array(pad), length_rows=(3,)
-        )
-        kind, extents, seconds, separator, extra, _ = np.split(columns, cuts)
+        # Right padding of one document stands before left padding of the next: interleave in document order.
+        tokens = np.stack([left, right], axis=1)
+        used = tokens > 0
+        at = np.stack([self.segment_offsets[:-1], self.segment_offsets[1:]], axis=1)[used]
+        pad = np.ones((3, at.size), np.int64)
+        pad[2] = tokens[used]
+        seconds, separator, extra = self.seconds_per_frame, self.row_separator, self.extra_tokens
         return SegmentTable(
-            kind[0].astype(np.uint8),
-            extents,
-            offsets,
-            seconds if seconds.size else None,
-            separator[0].astype(np.bool_) if separator.size else None,
-            extra[0] if extra.size else None,
+            np.insert(self.kind, at, PAD),
+            np.insert(self.extents, at, pad, axis=1),
+            self.segment_offsets + np.append(0, used.sum(axis=1).cumsum()),
+            None if seconds is None else np.insert(seconds, at, [[0], [1]], axis=1),
+            None if separator is None else np.insert(separator, at, False),
+            None if extra is None else np.insert(extra, at, 0),
         )
 
     @property

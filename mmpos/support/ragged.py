@@ -1,4 +1,4 @@
-"""Arrays of rows of different lengths: numbers counted per owner, and padding put around documents."""
+"""Arrays of rows of different lengths: numbers counted per owner, and runs of a mask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from mmpos.support.checks import IntArray
 
-__all__ = ["insert_padding", "ragged_arange", "true_runs"]
+__all__ = ["ragged_arange", "true_runs"]
 
 
 def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArray, IntArray]:
@@ -44,36 +44,3 @@ def true_runs(mask: npt.NDArray[np.bool_], starts: IntArray | None = None) -> In
         edge[starts] = True
     (at,) = edge.nonzero()
     return np.stack([at[:-1], at[1:]], axis=1)[mask[at[:-1]]]
-
-
-def insert_padding(
-    columns: IntArray,
-    offsets: IntArray,
-    left: IntArray,
-    right: IntArray,
-    pad: IntArray,
-    *,
-    length_rows: tuple[int, ...],
-) -> tuple[IntArray, IntArray]:
-    """Insert one padding column before and after each document where its length is not 0.
-
-    Args:
-        columns: (rows, segments) of any table with one column per segment.
-        offsets: (documents + 1,) first segment of each document, then the total.
-        left: (documents,) padding tokens before each document.
-        right: (documents,) padding tokens after each document.
-        pad: (rows,) the padding column, whose ``length_rows`` become the number of tokens.
-        length_rows: the rows that hold the number of tokens.
-
-    Returns:
-        new columns and new offsets.
-    """
-    # Right padding of one document stands before left padding of the next: interleave in document order.
-    lengths = np.column_stack([left, right]).ravel()
-    edges = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
-    used = lengths > 0
-    values = np.repeat(pad[:, None], int(used.sum()), axis=1)
-    values[list(length_rows)] = lengths[used]
-    added = used.reshape(-1, 2).sum(axis=1)
-    new_offsets = offsets + np.concatenate([[0], np.cumsum(added)])
-    return np.insert(columns, edges[used], values, axis=1), new_offsets

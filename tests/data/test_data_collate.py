@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni import BUILDER, CLIP
 from results import same
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
@@ -26,8 +25,6 @@ from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
-from mmpos.segments import Audio
-from mmpos.support import native
 from mmpos_bench.data import labelled
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
@@ -167,64 +164,6 @@ def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, 
     assert found == want
     pairs = zip(spans, features, strict=True)
     assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
-
-
-class Watched:
-    """The extension, which counts how often it collated."""
-
-    core, answered = native.core, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.core, name)
-
-    def collate(self, *arguments: Any) -> Any:
-        made = self.core.collate(*arguments)
-        self.answered += made is not None
-        return made
-
-
-def pools() -> list[list[Example]]:
-    """Examples of one number of axes each, in every form that a batch may meet."""
-    rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
-    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
-    heard = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
-    halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
-    long = example("long", 5000, (20, 30), 4000)
-    odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])
-    spoken = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, audio=259)).build([Audio(2)])
-    return [
-        [FIRST, SECOND, FIRST.slice(6, 7), *with_photos(), long, Example("o", odd, FIRST.labels[::-1])],
-        [FIRST, SECOND, Example("h", halves, halves.input_ids), Example("i", odd, FIRST.labels.astype(np.int32))],
-        [Example(f"{i}", each, each.input_ids) for i, each in enumerate((rows, bare, spoken))],
-        [Example(f"{i}", each, each.input_ids) for i, each in enumerate(heard)],
-        [FIRST, *with_photos("mrope")],
-    ]
-
-
-def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.core is None:
-        pytest.skip("the extension was not built")
-    rng, watched, drawn = np.random.default_rng(0), Watched(), pools()
-    for _ in range(400):
-        pool = drawn[rng.integers(len(drawn))]
-        examples = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
-        multiple_of, pad_token_id = (int(rng.choice(numbers)) for numbers in ([1, 1, 3, 8], [0, 7]))
-        length = int(rng.choice([0, 8, 24, 96])) * multiple_of or None
-        side: Any = ["left", "right"][rng.integers(2)]
-        for collator in (
-            PackedCollator(multiple_of, length, pad_token_id),
-            PaddedCollator(side, multiple_of, length, pad_token_id),
-        ):
-            outcomes: list[Any] = []
-            for way in (watched, None):
-                with monkeypatch.context() as patch:
-                    patch.setattr(native, "core", way)
-                    try:
-                        outcomes.append(collator(examples))
-                    except InvalidInputError as error:
-                        outcomes.append(error)
-            same(*outcomes)
-    assert watched.answered > 400
 
 
 @pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])

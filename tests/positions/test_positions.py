@@ -319,6 +319,7 @@ def test_explain_takes_patches_apart_and_no_marker() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "rows"])
+@pytest.mark.usefixtures("way")
 def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Text(1), Grid(1, 2)]]
     whole = place(SegmentTable.from_documents(documents), scheme)
@@ -329,6 +330,7 @@ def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None
     assert repr(joined) == repr(whole)
 
 
+@pytest.mark.usefixtures("way")
 def test_concatenation_keeps_views_and_names_every_scheme() -> None:
     one = place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).slice(4, 8)
     two = place(SegmentTable.from_documents([[Text(2)]]), "rope-tie-v2").pad(4, "left")
@@ -352,6 +354,7 @@ def test_concatenation_keeps_views_and_names_every_scheme() -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("way")
 def test_tables_that_do_not_fit_together_are_refused(tables: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         PositionTable.concatenate(tables)

@@ -1,0 +1,105 @@
+"""Collation in C: what the reference writes, and nothing outside of its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from omni import BUILDER, CLIP
+from results import same
+from test_data_collate import FIRST, SECOND, with_photos
+from test_data_packing import example
+
+from mmpos import Grid, InvalidInputError, Markers, SequenceBuilder
+from mmpos.data.collate import _MAKE, _READ, PackedCollator, PaddedCollator
+from mmpos.data.examples import Example
+from mmpos.positions.table import PositionTable
+from mmpos.segments import Audio
+from mmpos.support import native
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="the extension was not built")
+
+
+class Watched:
+    """The extension, which counts how often it collated."""
+
+    core, answered = native.core, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def collate(self, *arguments: Any) -> Any:
+        made = self.core.collate(*arguments)
+        self.answered += made is not None
+        return made
+
+
+def pools() -> list[list[Example]]:
+    """Examples of one number of axes each, in every form that a batch may meet."""
+    rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
+    heard = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
+    halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
+    long = example("long", 5000, (20, 30), 4000)
+    odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])
+    spoken = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, audio=259)).build([Audio(2)])
+    return [
+        [FIRST, SECOND, FIRST.slice(6, 7), *with_photos(), long, Example("o", odd, FIRST.labels[::-1])],
+        [FIRST, SECOND, Example("h", halves, halves.input_ids), Example("i", odd, FIRST.labels.astype(np.int32))],
+        [Example(f"{i}", each, each.input_ids) for i, each in enumerate((rows, bare, spoken))],
+        [Example(f"{i}", each, each.input_ids) for i, each in enumerate(heard)],
+        [FIRST, *with_photos("mrope")],
+    ]
+
+
+def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, watched, drawn = np.random.default_rng(0), Watched(), pools()
+    for _ in range(400):
+        pool = drawn[rng.integers(len(drawn))]
+        examples = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
+        multiple_of, pad_token_id = (int(rng.choice(numbers)) for numbers in ([1, 1, 3, 8], [0, 7]))
+        length = int(rng.choice([0, 8, 24, 96])) * multiple_of or None
+        side: Any = ["left", "right"][rng.integers(2)]
+        for collator in (
+            PackedCollator(multiple_of, length, pad_token_id),
+            PaddedCollator(side, multiple_of, length, pad_token_id),
+        ):
+            outcomes: list[Any] = []
+            for way in (watched, None):
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "core", way)
+                    try:
+                        outcomes.append(collator(examples))
+                    except InvalidInputError as error:
+                        outcomes.append(error)
+            same(*outcomes)
+    assert watched.answered > 400
+
+
+def test_examples_of_any_numbers_are_never_read_past() -> None:
+    rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
+
+    def array(*shape: int) -> np.ndarray[Any, Any]:
+        numbers = rng.choice(odd[5 if rng.random() < 0.7 else 0 :], shape)
+        return [numbers, numbers[..., ::-1], np.repeat(numbers, 2, axis=0)[::2]][rng.integers(3)]
+
+    for _ in range(2000):
+        tokens, images, segments = (int(n) for n in rng.integers([1, 0, 0], [9, 3, 5]))
+        documents = array(4, 1)
+        documents[:2] *= rng.random() < 0.2
+        spans = np.sort(rng.integers(0, tokens, (images, 2)), axis=0) if rng.random() < 0.7 else array(images, 2)
+        table = PositionTable(array(13, segments), documents, tokens, False, "odd")
+        types = rng.integers(0, 4, tokens).astype(np.uint8)
+        sequence = SimpleNamespace(
+            input_ids=array(tokens), token_type_ids=types, image_spans=spans, grid_thw=array(images, 3)
+        )
+        sequence.positions, sequence.patches = table, None
+        one: Any = SimpleNamespace(sequence=sequence, labels=array(tokens))
+        multiple_of, length = int(rng.choice(odd)), [None, int(rng.choice(odd))][rng.integers(2)]
+        side = [None, "left", "right"][rng.integers(3)]
+        answered += native.core.collate([one, one], _READ, _MAKE, multiple_of, length, 0, side) is not None
+        native.core.concatenate([table, table], PositionTable, ("table", "documents", "num_tokens"))
+    assert answered > 50

@@ -1,0 +1,462 @@
+"""Layouts of models that generate are those of diffusers' own classes and pipelines, for random sizes and texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from oracle import placed
+from tolerance import FREQUENCY, cos_sin, gamma
+
+from mmpos import Grid, Scheme, Text
+from mmpos.schemes import (
+    CogVideoX,
+    Cosmos3,
+    Flux,
+    Ltx,
+    Ltx2,
+    Lumina2,
+    MiniMaxH3,
+    QwenImage,
+    Wan,
+)
+from mmpos.segments.kinds import Segment
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+Ids = npt.NDArray[np.float64]
+
+
+class Turned(NamedTuple):
+    """What a class says of the angles of some tokens.
+
+    Args:
+        cos: (tokens, pairs).
+        sin: likewise.
+        dims: channels of each axis.
+        theta: base of the frequencies.
+    """
+
+    cos: Ids
+    sin: Ids
+    dims: Sequence[int]
+    theta: float = 1e4
+
+
+class Drawn(NamedTuple):
+    """A document, and what diffusers says of it.
+
+    Args:
+        scheme: whose ids they are.
+        document: its segments.
+        ids: (axes, tokens) ids, or the rotations of tokens.
+        tokens: those that ``ids`` is of; all of them if None.
+    """
+
+    scheme: str | Scheme
+    document: Sequence[Segment]
+    ids: Ids | Turned
+    tokens: slice = slice(None)
+
+
+def model(name: str) -> Any:
+    return import_module(f"diffusers.models.transformers.transformer_{name}")
+
+
+@cache
+def rope(file: str, name: str, *arguments: Any) -> Any:
+    """The module that makes rotations, once, since its tables are large."""
+    return getattr(model(file), name)(*arguments)
+
+
+def pipeline(name: str) -> Any:
+    return import_module(f"diffusers.pipelines.{name}")
+
+
+def blocks(name: str) -> Any:
+    return import_module(f"diffusers.modular_pipelines.{name}.before_denoise")
+
+
+def ids(*parts: Any) -> Ids:
+    """Parts of ids, (tokens, axes) each, as (axes, tokens)."""
+    return np.concatenate([np.asarray(part, np.float64) for part in parts]).T
+
+
+def interleaved(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
+    """Cos and sin of every channel, of which two neighbours are a pair."""
+    cos, sin = (part.double().numpy().reshape(-1, part.shape[-1])[:, ::2] for part in cos_and_sin)
+    return Turned(cos, sin, dims, theta)
+
+
+def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
+    """Cos and sin of every channel, the first half of which are first channels of pairs."""
+    cos, sin = (part.double().numpy()[:, : part.shape[-1] // 2] for part in cos_and_sin)
+    return Turned(cos, sin, dims, theta)
+
+
+def complex_(turns: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
+    flat = turns.reshape(-1, turns.shape[-1])
+    return Turned(flat.real.double().numpy(), flat.imag.double().numpy(), dims, theta)
+
+
+def sizes(draw: random.Random, most: int = 24) -> tuple[int, int]:
+    return draw.randint(1, most), draw.randint(1, most)
+
+
+def several(draw: random.Random, most: int = 3) -> list[Segment]:
+    return [Grid(*sizes(draw)) for _ in range(draw.randint(1, most))]
+
+
+def latents(*shape: int) -> Any:
+    return torch.zeros(shape)
+
+
+def flux(draw: random.Random) -> Drawn:
+    grids, text = several(draw), draw.randint(1, 40)
+    prepare = pipeline("flux.pipeline_flux").FluxPipeline._prepare_latent_image_ids
+    parts = [prepare(1, *grid.extents[1:], None, torch.float32) for grid in grids]
+    for k, part in enumerate(parts):
+        part[:, 0] = k  # as FluxKontextPipeline writes 1, and BriaFiboEditPipeline the number of the reference
+    return Drawn("flux", [Text(text), *grids], ids(torch.zeros(text, 3), *parts))
+
+
+def visualcloze(draw: random.Random) -> Drawn:
+    grids = several(draw)
+    of = pipeline("visualcloze.pipeline_visualcloze_generation").VisualClozeGenerationPipeline
+    images = [latents(1, 3, 16 * grid.extents[1], 16 * grid.extents[2]) for grid in grids]
+    return Drawn(Flux(first=1), grids, ids(of._prepare_latent_image_ids(images, 8, None, torch.float32)))
+
+
+def flux2(draw: random.Random) -> Drawn:
+    first, *others = grids = several(draw, 4)
+    text, of = draw.randint(1, 40), pipeline("flux2.pipeline_flux2").Flux2Pipeline
+    parts = [of._prepare_text_ids(latents(1, text, 2))[0], of._prepare_latent_ids(latents(1, 2, *first.extents[1:]))[0]]
+    if others:
+        parts.append(of._prepare_image_ids([latents(1, 2, *grid.extents[1:]) for grid in others])[0])
+    return Drawn("flux2", [Text(text), *grids], ids(*parts))
+
+
+def flux3(draw: random.Random) -> Drawn:
+    grids, text, of = several(draw), draw.randint(1, 40), blocks("flux3")
+    scale = of.Flux3PrepareLatentsStep().image_rope_scale
+    parts = [of._prepare_image_ids(*grid.extents[1:], scale, -k) for k, grid in enumerate(grids)]
+    words = of.Flux3TextRoPEInputsStep._prepare_text_ids(latents(1, text, 2))
+    return Drawn("flux3", [Text(text), *grids], ids(words, *parts))
+
+
+def qwen_image(draw: random.Random) -> Drawn:
+    grids, text, layered = several(draw, 4), draw.randint(1, 40), draw.random() < 0.5
+    name = "QwenEmbedLayer3DRope" if layered else "QwenEmbedRope"
+    turn = rope("qwenimage", name, 10000, (16, 56, 56), True)
+    images, words = turn([[grid.extents for grid in grids]], max_txt_seq_len=text, device=torch.device("cpu"))
+    turned = complex_(torch.cat([words, images]), [16, 56, 56])
+    return Drawn(QwenImage(layered=layered), [Text(text), *grids], turned)
+
+
+def qwen_image_21(draw: random.Random) -> Drawn:
+    document: list[Segment] = []
+    for grid in several(draw):
+        document += [Text(draw.randint(1, 20)), grid]
+    document.append(Text(draw.randint(1, 5)))
+    mask = torch.tensor([isinstance(part, Grid) for part in document]).repeat_interleave(
+        torch.tensor([int(np.prod(part.extents)) for part in document])
+    )
+    shapes = [part.extents for part in document if isinstance(part, Grid)]
+    turned = rope("qwenimage21", "QwenImage21Rope", 10000, (16, 56, 56))(shapes, mask, "cpu")
+    return Drawn("qwen-image-2.1", document, complex_(turned, [16, 56, 56]))
+
+
+def lumina2(draw: random.Random) -> Drawn:
+    (h, w), text = sizes(draw), draw.randint(1, 40)
+    turn = rope("lumina2", "Lumina2RotaryPosEmbed", 10000, (32, 32, 32), (300, 512, 512), 2)
+    turned = turn(latents(1, 1, 2 * h, 2 * w), torch.ones(1, text, dtype=torch.long))[3]
+    return Drawn("lumina2", [Text(text), Grid(h, w)], complex_(turned, [32, 32, 32]))
+
+
+def z_image(draw: random.Random) -> Drawn:
+    of = model("z_image").ZImageTransformer2DModel
+    (h, w), f, text = sizes(draw), draw.randint(1, 3), draw.randint(1, 70)
+    asked = of.__new__(of)
+    image, words = latents(1, f, 2 * h, 2 * w), latents(text, 4)
+    found = of.patchify_and_embed(asked, [image], [words], 2, 1)
+    image_ids, text_ids = found[3][0], found[4][0][: -(-text // 32) * 32]  # of whose padding it has two
+    padding = [Text(1)] * (len(image_ids) > f * h * w)
+    assert not image_ids[f * h * w :].any()  # where ours are those of padding, too
+    document: list[Segment] = [Text(len(text_ids)), Grid(h, w, frames=f)]
+    return Drawn(
+        Lumina2(first=1), [*document, *padding], ids(text_ids, image_ids[: f * h * w]), slice(len(text_ids) + f * h * w)
+    )
+
+
+def longcat_image(draw: random.Random) -> Drawn:
+    prepare = pipeline("longcat_image.pipeline_longcat_image_edit").prepare_pos_ids
+    grids, text = several(draw, 2), draw.randint(1, 40)
+    parts = [
+        prepare(1 + k, "image", (text, text), height=grid.extents[1], width=grid.extents[2])
+        for k, grid in enumerate(grids)
+    ]
+    return Drawn("longcat-image", [Text(text), *grids], ids(prepare(0, "text", (0, 0), num_token=text), *parts))
+
+
+def ovis_image(draw: random.Random) -> Drawn:
+    (h, w) = sizes(draw)
+    of = pipeline("ovis_image.pipeline_ovis_image").OvisImagePipeline
+    return Drawn("ovis-image", [Grid(h, w)], ids(of._prepare_latent_image_ids(1, h, w, None, torch.float32)))
+
+
+def ideogram4(draw: random.Random) -> Drawn:
+    (h, w), text = sizes(draw), draw.randint(1, 40)
+    of = pipeline("ideogram4.pipeline_ideogram4").Ideogram4Pipeline
+    position_ids = of._prepare_ids([text], h, w, text + 3, "cpu")[0]
+    return Drawn("ideogram4", [Text(text), Grid(h, w)], ids(position_ids[0, 3:]))
+
+
+def video(draw: random.Random) -> tuple[int, int, int]:
+    return draw.randint(1, 8), *sizes(draw, 16)
+
+
+WAN = [44, 42, 42]
+
+
+def wan(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    turn = rope("wan", "WanRotaryPosEmbed", 128, (1, 2, 2), 1024)
+    return Drawn("wan", [Grid(h, w, frames=f)], interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), WAN))
+
+
+def chronoedit(draw: random.Random) -> Drawn:
+    (h, w), f = sizes(draw, 16), draw.choice([2, 2, 5])
+    turn = rope("chronoedit", "ChronoEditRotaryPosEmbed", 128, (1, 2, 2), 1024, 1e4, 8)
+    turned = interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), WAN)
+    return Drawn(Wan(skip_length=8), [Grid(h, w, frames=f)], turned)
+
+
+def wan_animate(draw: random.Random) -> Drawn:
+    """The reference of Wan-Animate 2: tables of one axis each, from where the config puts it."""
+    f, h, w = video(draw)
+    rope_params = model("wan_animate_2").rope_params
+    tables = [rope_params(512, dim, offset=offset) for dim, offset in zip(WAN, (1, 0, w), strict=True)]
+    t, i, j = np.unravel_index(np.arange(f * h * w), (f, h, w))
+    turned = torch.cat([table[index] for table, index in zip(tables, (t, i, j), strict=True)], dim=1)
+    grid = Grid(h, w, frames=f)
+    return Drawn(Wan(beside=True), [grid, grid], complex_(turned, WAN), slice(f * h * w, None))
+
+
+def anyflow_far(draw: random.Random) -> Drawn:
+    total, (h, w) = draw.randint(2, 6), (2 * draw.randint(1, 6), 2 * draw.randint(1, 6))
+    compressed, clean = draw.randint(1, total - 1), draw.choice([None, True])
+    turn = rope("anyflow_far", "AnyFlowCausalRotaryPosEmbed", 128, (1, 2, 2), (1, 4, 4), 1024)
+    far = {
+        "total_frames": total,
+        "num_compressed_frames": compressed,
+        "full_frame_shape": (h, w),
+        "compressed_frame_shape": (h // 2, w // 2),
+    }
+    turned = complex_(turn(far, torch.device("cpu"), clean)["query"], WAN)
+    full = Grid(h, w, frames=total - compressed)
+    document = [Grid(h // 2, w // 2, frames=compressed), full, *[full] * bool(clean)]
+    return Drawn("anyflow-far", document, turned)
+
+
+def hunyuan_video(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    name, of = draw.choice(
+        [
+            ("hunyuan_video", "HunyuanVideoRotaryPosEmbed"),
+            ("hunyuan_video15", "HunyuanVideo15RotaryPosEmbed"),
+            ("motif_video", "MotifVideoRotaryPosEmbed"),
+        ]
+    )
+    turn = rope(name, of, 2, 1, (16, 56, 56), 256.0)
+    turned = interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), [16, 56, 56], 256)
+    return Drawn("hunyuan-video", [Grid(h, w, frames=f)], turned)
+
+
+def hunyuan_image(draw: random.Random) -> Drawn:
+    h, w = sizes(draw)
+    turn = rope("hunyuanimage", "HunyuanImageRotaryPosEmbed", (1, 1), (64, 64), 256.0)
+    return Drawn("hunyuan-image", [Grid(h, w)], interleaved(turn(latents(1, 1, h, w)), [64, 64], 256))
+
+
+def glm_image(draw: random.Random) -> Drawn:
+    h, w = sizes(draw)
+    turn = rope("glm_image", "GlmImageRotaryPosEmbed", 64, 2)
+    return Drawn("hunyuan-image", [Grid(h, w)], halves(turn(latents(1, 1, 2 * h, 2 * w)), [32, 32]))
+
+
+def cogvideox(draw: random.Random) -> Drawn:
+    f, h, w = draw.randint(1, 4), *sizes(draw, 60)
+    embeddings = import_module("diffusers.models.embeddings")
+    crops = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid((h, w), 45, 30)
+    turned = embeddings.get_3d_rotary_pos_embed(64, crops, (h, w), f)
+    return Drawn("cogvideox", [Grid(h, w, frames=f)], interleaved(turned, [16, 24, 24]))
+
+
+def easyanimate(draw: random.Random) -> Drawn:
+    f, h, w = draw.randint(1, 4), *sizes(draw, 60)
+    turned = rope("easyanimate", "EasyAnimateRotaryPosEmbed", 2, 64)(latents(1, 1, f, 2 * h, 2 * w))
+    return Drawn(CogVideoX(30, 45), [Grid(h, w, frames=f)], interleaved(turned, [16, 24, 24]))
+
+
+def cogvideox_as_meant(draw: random.Random) -> Drawn:
+    """numpy's linspace without the endpoint, over diffusers' region."""
+    h, w = sizes(draw, 60)
+    (top, left), (bottom, right) = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid(
+        (h, w), 45, 30
+    )
+    rows, columns = np.linspace(top, bottom, h, endpoint=False), np.linspace(left, right, w, endpoint=False)
+    grid = np.stack(np.meshgrid([0], rows, columns, indexing="ij"), -1).reshape(-1, 3)
+    return Drawn(CogVideoX(as_released=False), [Grid(h, w)], ids(grid))
+
+
+def allegro(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    embeddings = import_module("diffusers.models.embeddings")
+    *axes, t, i, j = embeddings.get_3d_rotary_pos_embed_allegro(96, ((0, 0), (h, w)), (h, w), f, (2.2, 2.0, 2.0))
+    index = torch.cartesian_prod(t.long(), i.long(), j.long()).reshape(-1, 3).T
+    both = [torch.cat([axis[part][at] for axis, at in zip(axes, index, strict=True)], dim=1) for part in (0, 1)]
+    cos, sin = (part.reshape(len(part), 3, 2, 16)[:, :, 0].reshape(len(part), 48).double().numpy() for part in both)
+    return Drawn("allegro", [Grid(h, w, frames=f)], Turned(cos, sin, [32, 32, 32]))
+
+
+def ltx(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    fps, turn = draw.choice([24, 25, 30, 12.5]), rope("ltx", "LTXVideoRotaryPosEmbed", 64)
+    grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps))
+    if draw.random() < 0.5:
+        places = turn._prepare_video_coords(1, f, h, w, (8 / fps, 32, 32), torch.device("cpu"))[0]
+        return Drawn(Ltx(causal_offset=8), [grid], ids(places * 2 - 1))
+    of = pipeline("ltx.pipeline_ltx_condition").LTXConditionPipeline
+    coords = of._scale_video_ids(of._prepare_video_ids(1, f, h, w), 32, 8)[0].double()
+    coords[0] /= fps
+    return Drawn("ltx", [grid], ids((2 * coords / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T))
+
+
+def ltx2(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    fps, of = draw.choice([24, 25, 30, 12.5]), model("ltx2").LTX2AudioVideoRotaryPosEmbed
+    if draw.random() < 0.5:
+        middle = (
+            of(64, modality="audio", scale_factors=(4,))
+            .prepare_audio_coords(1, f, torch.device("cpu"))[0]
+            .double()
+            .mean(-1)
+        )
+        grid = Grid(1, 1, frames=f, seconds_per_frame=Fraction(1, 100))
+        return Drawn(Ltx2(axes=1, frames_per_latent=4), [grid], ids((2 * middle / 20 - 1).T))
+    middle = of(64).prepare_video_coords(1, f, h, w, torch.device("cpu"), fps)[0].double().mean(-1)
+    grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps))
+    return Drawn("ltx2", [grid], ids((2 * middle / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T))
+
+
+def cosmos(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    fps = draw.choice([None, 16, 24, 30])
+    turn = rope("cosmos", "CosmosRotaryPosEmbed", 96, (128, 240, 240), (1, 2, 2), 24, (1.0, 1.0, 1.0))
+    turned = halves(turn(latents(1, 1, f, 2 * h, 2 * w), fps), [32, 32, 32])
+    seconds = None if fps is None else Fraction(1, fps)
+    return Drawn("cosmos", [Grid(h, w, frames=f, seconds_per_frame=seconds)], turned)
+
+
+def cosmos3(draw: random.Random) -> Drawn:
+    of, text, (f, h, w) = pipeline("cosmos.pipeline_cosmos3_omni"), draw.randint(1, 40), video(draw)
+    fps, sound = draw.choice([None, 16, 24, 30]), draw.randint(2, 9)
+    words, following = of.get_3d_mrope_ids_text_tokens(text, 0)
+    first = following + 15000
+    seen, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
+    heard, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
+    seconds = None if fps is None else Fraction(1, fps)
+    grids = [
+        Grid(h, w, frames=f, seconds_per_frame=seconds),
+        Grid(1, 1, frames=sound, seconds_per_frame=Fraction(1, 25)),
+    ]
+    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, seen.T, heard.T))
+
+
+def kandinsky(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    places, dims = [torch.arange(n) for n in (f, h, w)], (16, 24, 24)
+    turned = rope("kandinsky", "Kandinsky5RoPE3D", dims)((1, f, h, w), places, (1.0, 1.0, 1.0))
+    if draw.random() < 0.5:
+        turned = rope("kandinsky6", "Kandinsky6RoPE3D", dims)(places, (1.0, 1.0, 1.0))
+    pairs = turned.reshape(f * h * w, -1, 2, 2).double().numpy()
+    return Drawn("kandinsky", [Grid(h, w, frames=f)], Turned(pairs[..., 0, 0], pairs[..., 1, 0], dims))
+
+
+def joyimage(draw: random.Random) -> Drawn:
+    dims, grids = [16, 56, 56], [Grid(*sizes(draw, 12), frames=draw.randint(1, 3)) for _ in range(draw.randint(1, 3))]
+    of = model("joyimage_edit_plus").JoyImageEditPlusTransformer3DModel
+    config = SimpleNamespace(hidden_size=256, num_attention_heads=2, rope_dim_list=dims, theta=256.0)
+    before, parts = 0, []
+    for grid in grids:
+        stop = (before + grid.frames, grid.height, grid.width)
+        parts.append(of._get_rotary_pos_embed_for_range(SimpleNamespace(config=config), (before, 0, 0), stop))
+        before += grid.frames
+    turned = [torch.cat(each) for each in zip(*parts, strict=True)]
+    return Drawn("joyimage", [*grids], interleaved(turned, dims, 256))
+
+
+def minimax_h3(draw: random.Random) -> Drawn:
+    text, f = draw.randint(1, 40), draw.randint(1, 14)
+    a, b, common = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
+    h, w = common * a * a, common * b * b
+    step = blocks("minimax_h3").MiniMaxH3PrepareLayoutStep
+    position_ids = step.build_packed_sequence(torch.ones(text), f, 2 * h, 2 * w, 3, (1, 2, 2), 2, 2, 0)[0]
+    kept = np.r_[:text, text + 6 : len(position_ids)]  # without audio
+    return Drawn(MiniMaxH3(), [Text(text), Grid(h, w, frames=f)], ids(position_ids[kept]))
+
+
+OF_MODELS: list[Callable[[random.Random], Drawn]] = [
+    qwen_image, qwen_image_21, lumina2, z_image, wan, chronoedit, wan_animate, anyflow_far, hunyuan_video,
+    hunyuan_image, glm_image, easyanimate, allegro, ltx2, cosmos, kandinsky, joyimage,
+]  # fmt: skip
+"""What follows from modules of models."""
+
+OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
+    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx, cosmos3,
+    minimax_h3,
+]  # fmt: skip
+"""What follows from pipelines, too, which import much."""
+
+
+def compare(drawn: Drawn) -> None:
+    positions = placed(drawn.document, drawn.scheme)
+    got = positions.dense().astype(np.float64)[:, drawn.tokens]
+    if not isinstance(drawn.ids, Turned):
+        assert got.shape == drawn.ids.shape
+        # Theirs are computed in float32 where they are fractions.
+        bound = 0 if not positions.fractional else gamma(8) * (np.abs(got) + 2)
+        assert (np.abs(got - drawn.ids) <= bound).all()
+        return
+    cos, sin, dims, theta = drawn.ids
+    ladders = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
+    angles = np.concatenate([axis[:, None] * ladder for axis, ladder in zip(got, ladders, strict=True)], axis=1)
+    assert angles.shape == cos.shape
+    # Frequencies, ids that are fractions, and their product in float32; of means of rotations, a few more.
+    bound = cos_sin(angles, FREQUENCY + 8)
+    assert (np.abs(np.cos(angles) - cos) <= bound).all()
+    assert (np.abs(np.sin(angles) - sin) <= bound).all()
+
+
+@pytest.mark.parametrize("layout", OF_MODELS, ids=lambda layout: layout.__name__)
+def test_ids_are_those_of_the_models_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
+    draw = random.Random(layout.__name__)
+    for _ in range(4):
+        compare(layout(draw))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OF_MODELS + OF_PIPELINES, ids=lambda layout: layout.__name__)
+def test_ids_of_many_sizes_are_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
+    draw = random.Random(f"{layout.__name__}, slow")
+    for _ in range(200):
+        compare(layout(draw))

@@ -160,8 +160,8 @@ static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
     if (rest == 0) {
         return 1;
     }
-    int64_t id = plus(next, start < known ? 0 : minus(start, known));
-    if (next == INT64_MIN || id < INT32_MIN || id > INT32_MAX || id + rest - 1 > INT32_MAX) {
+    int64_t id = plus(next, start < known ? 0 : minus(start, known)); /* far below int32 without a next position */
+    if (id < INT32_MIN || id > INT32_MAX || id + rest - 1 > INT32_MAX) {
         return 0;
     }
     if (cut->header.data != NULL && cut->opened <= cut->header.columns) {

@@ -141,6 +141,7 @@ PyObject *native_forms(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_mask(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -54,8 +54,12 @@ typedef struct {
 } Grids;
 
 typedef struct {
-    const char *ids;
+    const char *data;
     int64_t size, itemsize;
+} Ids;
+
+typedef struct {
+    Ids ids, markers; /* the same, or token types and the ids of the markers around crops */
     int64_t token[TOKENS], option[OPTIONS], searched[3];
     int num_searched, framed;
     Grids grids[2]; /* of images, of videos */
@@ -66,32 +70,33 @@ typedef struct {
     int64_t first, start, stop, at; /* of a document: its segment and tokens, and the next token without a segment */
 } Scan;
 
-static int64_t id_at(const Scan *scan, int64_t i) {
-    return scan->itemsize == 8   ? at_wide(scan->ids, i)
-           : scan->itemsize == 4 ? at_narrow(scan->ids, i)
-                                 : at_byte(scan->ids, i);
+static int64_t id_at(const Ids *ids, int64_t i) {
+    return ids->itemsize == 8   ? at_wide(ids->data, i)
+           : ids->itemsize == 4 ? at_narrow(ids->data, i)
+                                : at_byte(ids->data, i);
 }
 
 /* The first token from i on that is searched for, else the end of the document. */
 static int64_t next_of(const Scan *scan, int64_t i) {
-    const int64_t *tokens = scan->searched;
+    const char *ids = scan->ids.data;
     int count = scan->num_searched;
-    return scan->itemsize == 8   ? next_wide(scan->ids, i, scan->stop, tokens, count)
-           : scan->itemsize == 4 ? next_narrow(scan->ids, i, scan->stop, tokens, count)
-                                 : next_byte(scan->ids, i, scan->stop, tokens, count);
+    return scan->ids.itemsize == 8   ? next_wide(ids, i, scan->stop, scan->searched, count)
+           : scan->ids.itemsize == 4 ? next_narrow(ids, i, scan->stop, scan->searched, count)
+                                     : next_byte(ids, i, scan->stop, scan->searched, count);
 }
 
-/* The first token from i on that is not this one, else stop. */
-static int64_t end_of(const Scan *scan, int64_t i, int64_t stop, int64_t token) {
-    return scan->itemsize == 8   ? other_wide(scan->ids, i, stop, token)
-           : scan->itemsize == 4 ? other_narrow(scan->ids, i, stop, (int32_t)token)
-                                 : other_byte(scan->ids, i, stop, (uint8_t)token);
+/* The first element from i on that is not this one, else stop. */
+static int64_t end_of(const Ids *ids, int64_t i, int64_t stop, int64_t token) {
+    return ids->itemsize == 8   ? other_wide(ids->data, i, stop, token)
+           : ids->itemsize == 4 ? other_narrow(ids->data, i, stop, (int32_t)token)
+                                : other_byte(ids->data, i, stop, (uint8_t)token);
 }
 
 static int are_types(const Scan *scan) {
-    return scan->itemsize == 8   ? types_wide(scan->ids, scan->start, scan->stop)
-           : scan->itemsize == 4 ? types_narrow(scan->ids, scan->start, scan->stop)
-                                 : types_byte(scan->ids, scan->start, scan->stop);
+    const char *ids = scan->ids.data;
+    return scan->ids.itemsize == 8   ? types_wide(ids, scan->start, scan->stop)
+           : scan->ids.itemsize == 4 ? types_narrow(ids, scan->start, scan->stop)
+                                     : types_byte(ids, scan->start, scan->stop);
 }
 
 /* 0 for want of memory. */
@@ -133,7 +138,7 @@ static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     }
     int64_t frames = entry(&grids->thw, grids->next, 0), height = entry(&grids->thw, grids->next, 1);
     int64_t width = entry(&grids->thw, grids->next, 2), merge = scan->option[MERGED_SIDES];
-    int64_t merged_frames = scan->option[MERGED_FRAMES];
+    int64_t merged_frames = kind == VIDEO || scan->option[MERGED_FRAMES] == 0 ? scan->option[MERGED_FRAMES] : 1;
     if (frames < 0 || frames > INT32_MAX || height < 1 || width < 1 ||
         (!lenient && (height % merge != 0 || width % merge != 0))) {
         return 0;
@@ -165,11 +170,11 @@ static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
 
 /* A grid whose rows end in tokens of their own. */
 static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
-    int64_t token = id_at(scan, i), rows = grid.frames * grid.height, at = i;
+    int64_t token = id_at(&scan->ids, i), rows = grid.frames * grid.height, at = i;
     for (int64_t row = 0; row < rows; row++) {
         int64_t end = at + grid.width;
-        if (end_of(scan, at, end, token) != end ||
-            id_at(scan, end) != scan->token[row + 1 == rows ? LAST_ROW_END : ROW_END]) {
+        if (end_of(&scan->ids, at, end, token) != end ||
+            id_at(&scan->ids, end) != scan->token[row + 1 == rows ? LAST_ROW_END : ROW_END]) {
             return -1;
         }
         at = end + 1;
@@ -179,8 +184,16 @@ static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
 
 /* A grid whose rows end in one more placeholder, in a run of its own, which one more may begin and end. */
 static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
-    int64_t end = end_of(scan, i, scan->stop, id_at(scan, i)), around = end - i - tokens;
+    int64_t end = end_of(&scan->ids, i, scan->stop, id_at(&scan->ids, i)), around = end - i - tokens;
     return (around == 0 || around == 2) && add_span(scan, i + around / 2, end - around / 2, grid) ? end : -1;
+}
+
+static int is_marker(const Scan *scan, int64_t i) {
+    int64_t id = id_at(&scan->markers, i), found = 0;
+    for (int j = THUMBNAIL_START; j <= NEWLINE; j++) {
+        found |= id == scan->token[j];
+    }
+    return found != 0;
 }
 
 /* A thumbnail or a tile: a grid between its markers, with all markers that follow and do not open the next one. */
@@ -189,24 +202,17 @@ static int64_t put_crop(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     if (i <= scan->start || end >= scan->stop || grid.frames != 1) {
         return -1;
     }
-    int64_t before = id_at(scan, i - 1), tile = before == scan->token[TILE_START];
+    int64_t before = id_at(&scan->markers, i - 1), tile = before == scan->token[TILE_START];
     if ((!tile && before != scan->token[THUMBNAIL_START]) ||
-        id_at(scan, end) != scan->token[tile ? TILE_END : THUMBNAIL_END]) {
+        id_at(&scan->markers, end) != scan->token[tile ? TILE_END : THUMBNAIL_END]) {
         return -1;
     }
-    int64_t id = 0, marker = 1;
-    while (last < scan->stop) {
-        id = id_at(scan, last);
-        marker = 0;
-        for (int j = THUMBNAIL_START; j <= NEWLINE; j++) {
-            marker |= id == scan->token[j];
-        }
-        if (!marker) {
-            break;
-        }
+    int64_t id;
+    while (last < scan->stop && is_marker(scan, last)) {
         last++;
     }
-    last -= last < scan->stop && id != ABSENT && (id == scan->token[IMAGE] || id == scan->token[VIDEO]);
+    id = last < scan->stop ? id_at(&scan->ids, last) : ABSENT;
+    last -= id != ABSENT && (id == scan->token[IMAGE] || id == scan->token[VIDEO]);
     int64_t follows = scan->num_segments > scan->first && scan->at == i - 1 &&
                       scan->segments[scan->num_segments - 1].kind >= THUMBNAIL;
     if (last <= end || (tile && !follows)) {
@@ -227,11 +233,11 @@ static int heard(Scan *scan, int64_t tokens) {
 static int64_t put_sound(Scan *scan, int64_t i) {
     int64_t seen = 0, audio = 0, end = i;
     while (end < scan->stop) {
-        int64_t id = id_at(scan, end), from = end;
+        int64_t id = id_at(&scan->ids, end), from = end;
         if (id == ABSENT || (id != scan->token[VIDEO] && id != scan->token[SOUND])) {
             break;
         }
-        end = end_of(scan, end, scan->stop, id);
+        end = end_of(&scan->ids, end, scan->stop, id);
         *(id == scan->token[SOUND] ? &audio : &seen) += end - from;
     }
     if (audio == 0) {
@@ -258,14 +264,14 @@ static int64_t put_enclosed(Scan *scan, int64_t i) {
     if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
         return scan->stop;
     }
-    if (id_at(scan, i) != scan->token[IMAGE_START]) {
+    if (id_at(&scan->ids, i) != scan->token[IMAGE_START]) {
         return -1;
     }
     int64_t end = next_of(scan, i + 1);
     if (end == scan->stop) {
         return end;
     }
-    return id_at(scan, end) == scan->token[IMAGE_END] && next_grid(scan, IMAGE, &grid) == end - i - 1 &&
+    return id_at(&scan->ids, end) == scan->token[IMAGE_END] && next_grid(scan, IMAGE, &grid) == end - i - 1 &&
                    add_span(scan, i + 1, end, grid)
                ? end + 1
                : -1;
@@ -275,7 +281,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
     if (scan->token[IMAGE_START] != ABSENT) {
         return put_enclosed(scan, i);
     }
-    int64_t id = id_at(scan, i);
+    int64_t id = id_at(&scan->ids, i);
     int kind = id == scan->token[IMAGE] ? IMAGE : VIDEO;
     if (scan->token[SOUND] != ABSENT && kind != IMAGE) {
         return put_sound(scan, i);
@@ -291,7 +297,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
     if (scan->token[ROW_END] != ABSENT) {
         return put_rows(scan, i, tokens, grid);
     }
-    if (end_of(scan, i, i + tokens, id) != i + tokens) {
+    if (end_of(&scan->ids, i, i + tokens, id) != i + tokens) {
         return -1;
     }
     if (scan->token[THUMBNAIL_START] != ABSENT) {
@@ -302,7 +308,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
 
 /* Add the segments of a document with so much padding around it; 0 if they do not fit. */
 static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, int64_t right) {
-    if (start < 0 || start >= stop || stop > scan->size || stop - start > INT32_MAX || left > INT32_MAX ||
+    if (start < 0 || start >= stop || stop > scan->ids.size || stop - start > INT32_MAX || left > INT32_MAX ||
         right > INT32_MAX || !add_run(scan, PAD, left)) {
         return 0;
     }
@@ -323,21 +329,10 @@ static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, i
 
 /* Where the ones of a row of a mask begin and end; 0 if it has none, a hole, or other numbers. */
 static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
-    const char *data = mask->data + row * mask->row_stride;
-    int64_t stop = mask->columns;
-    if (mask->itemsize == 8) {
-        *begin = other_wide(data, 0, stop, 0);
-        *end = other_wide(data, *begin, stop, 1);
-        return *begin < *end && other_wide(data, *end, stop, 0) == stop;
-    }
-    if (mask->itemsize == 4) {
-        *begin = other_narrow(data, 0, stop, 0);
-        *end = other_narrow(data, *begin, stop, 1);
-        return *begin < *end && other_narrow(data, *end, stop, 0) == stop;
-    }
-    *begin = other_byte(data, 0, stop, 0);
-    *end = other_byte(data, *begin, stop, 1);
-    return *begin < *end && other_byte(data, *end, stop, 0) == stop;
+    Ids elements = {mask->data + row * mask->row_stride, mask->columns, mask->itemsize};
+    *begin = end_of(&elements, 0, mask->columns, 0);
+    *end = end_of(&elements, *begin, mask->columns, 1);
+    return *begin < *end && end_of(&elements, *end, mask->columns, 0) == mask->columns;
 }
 
 /* Where the documents of a batch are: (batch, seq), with a mask or none, or packed; and what belongs to each. */
@@ -372,7 +367,7 @@ static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
             images->count += own;
         }
         int64_t padding = layout->cu_seqlens == NULL ? layout->seq - end : 0;
-        if (start < 0 || start > scan->size || end > scan->size - start ||
+        if (start < 0 || start > scan->ids.size || end > scan->ids.size - start ||
             !put_document(scan, start + begin, start + end, begin, padding)) {
             return 0;
         }
@@ -439,12 +434,17 @@ static int take_integers(PyObject *tuple, int count, int64_t *numbers) {
 }
 
 /* Take contiguous ids of any integer type that is scanned here. */
-static Py_buffer *take_ids(Buffers *buffers, PyObject *object) {
-    Py_buffer *ids = NULL;
-    for (const char *format = "qiB?"; ids == NULL && *format; format++) {
-        ids = take_flat(buffers, object, *format, 0);
+static Py_buffer *take_ids(Buffers *buffers, PyObject *object, Ids *ids) {
+    Py_buffer *buffer = NULL;
+    for (const char *format = "qiB?"; buffer == NULL && *format; format++) {
+        buffer = take_flat(buffers, object, *format, 0);
     }
-    return ids != NULL && (ids->ndim == 1 || ids->ndim == 2) ? ids : NULL;
+    if (buffer != NULL) {
+        ids->data = buffer->buf;
+        ids->itemsize = buffer->itemsize;
+        ids->size = buffer->len / buffer->itemsize;
+    }
+    return buffer != NULL && (buffer->ndim == 1 || buffer->ndim == 2) ? buffer : NULL;
 }
 
 static int take_grids(Buffers *buffers, PyObject *object, int64_t token, Grids *grids) {
@@ -468,7 +468,7 @@ static int prepare(Scan *scan) {
     for (int i = 0; i < TOKENS; i++) {
         int64_t token = scan->token[i];
         if (token != ABSENT &&
-            (scan->itemsize == 1 ? token < 0 || token > 255 : token < INT32_MIN || token > INT32_MAX)) {
+            (scan->ids.itemsize == 1 ? token < 0 || token > 255 : token < INT32_MIN || token > INT32_MAX)) {
             return 0;
         }
     }
@@ -482,7 +482,7 @@ static int prepare(Scan *scan) {
 static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
     const Vector *cu = layout->cu_seqlens;
     if (cu != NULL) {
-        return layout->mask == NULL && cu->size > 0 && item(cu, 0) == 0 && item(cu, cu->size - 1) == scan->size;
+        return layout->mask == NULL && cu->size > 0 && item(cu, 0) == 0 && item(cu, cu->size - 1) == scan->ids.size;
     }
     if (layout->mask != NULL) {
         const Matrix *mask = layout->mask;
@@ -495,11 +495,12 @@ static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
 }
 
 /* scan(input_ids, cu_seqlens, attention_mask, tokens, options, image_grid_thw, video_grid_thw, audio_lengths,
- *      images_per_document)
+ *      images_per_document, marker_ids)
  * -> (kind, extents, segment_offsets, row_separator, extra_tokens, video of each segment) as bytes, or None.
  *
  * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous. Arrays are int64, but the mask, which
- * is any of these; each may be None. The last three of the answer may be None: where none of the segments has such. */
+ * is any of these; each may be None. Token ids of markers, of the same shape, are those of the markers around crops,
+ * where input_ids are types. The last three of the answer may be None: where none of the segments has such. */
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Scan scan;
@@ -507,12 +508,13 @@ PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Matrix mask;
     PyObject *result = NULL, *firsts = NULL;
     (void)self;
-    if (!arguments("scan", 9, count)) {
+    if (!arguments("scan", 10, count)) {
         return NULL;
     }
     memset(&scan, 0, sizeof scan);
     buffers.count = 0;
-    Py_buffer *ids = take_ids(&buffers, args[0]);
+    Py_buffer *ids = take_ids(&buffers, args[0], &scan.ids);
+    scan.markers = scan.ids;
     Layout layout = {0, 0, args[1] == Py_None ? NULL : &cu_seqlens, args[8] == Py_None ? NULL : &images,
                      args[2] == Py_None ? NULL : &mask};
     if (ids != NULL && take_integers(args[3], TOKENS, scan.token) && take_integers(args[4], OPTIONS, scan.option) &&
@@ -523,10 +525,9 @@ PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         take_grids(&buffers, args[6], scan.token[VIDEO], &scan.grids[VIDEO]) &&
         (args[7] == Py_None ||
          (scan.token[SOUND] != ABSENT && take_vector(&buffers, args[7], 'q', 0, &audio_lengths))) &&
-        (layout.images == NULL || take_vector(&buffers, args[8], 'q', 0, &images))) {
-        scan.ids = ids->buf;
-        scan.itemsize = ids->itemsize;
-        scan.size = ids->len / ids->itemsize;
+        (layout.images == NULL || take_vector(&buffers, args[8], 'q', 0, &images)) &&
+        (args[9] == Py_None ||
+         (take_ids(&buffers, args[9], &scan.markers) != NULL && scan.markers.size == scan.ids.size))) {
         scan.audio_lengths = args[7] == Py_None ? NULL : &audio_lengths;
         layout.documents = layout.cu_seqlens != NULL ? cu_seqlens.size - 1 : ids->ndim == 2 ? ids->shape[0] : 1;
         layout.seq = ids->shape[ids->ndim - 1];

@@ -149,24 +149,44 @@ int place_batch(Batch *batch, const Vector *starts, int64_t start) {
     return fits;
 }
 
-/* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules, table, documents)
- * -> tokens; or -1 - s, where segment s is the first grid of a shape that the plan does not have; or None.
+/* New bytes for (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory. */
+static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, 8 * rows * columns);
+    Matrix block = {bytes == NULL ? NULL : PyBytes_AsString(bytes), rows, columns, 8 * columns, 8, 8, 'q'};
+    *matrix = block;
+    return bytes;
+}
+
+/* Place all documents, of one start or of one each; 0 where they do not fit. */
+static int put_documents(Batch *batch, const Vector *starts, int64_t start) {
+    int fits = 1;
+    for (int64_t d = 0; fits && d < batch->documents.columns; d++) {
+        int64_t first = starts == NULL ? start : item(starts, d);
+        fits = first >= INT32_MIN && first <= INT32_MAX && put_document(batch, d, first);
+    }
+    return fits;
+}
+
+/* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
+ * -> (table, documents, tokens), arrays as bytes; or the first grid of a shape that the plan does not have; or None.
  *
- * Fills table, (5 + 4·axes, segments), and documents, (4, documents). Start is one integer or (documents,); rules are
- * whether grids must not touch, may have frames and may have row separators; timed is whether frames have times, for
- * which no plan holds. It declines what it cannot place, whatever the reason. */
+ * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
+ * grids must not touch, may have frames and may have row separators; timed is whether frames have times, for which no
+ * plan holds. It declines what it cannot place, whatever the reason. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;
     Vector starts = {NULL, 0, 0};
     int64_t start = 0;
     (void)self;
-    if (!arguments("place", 10, count)) {
+    if (!arguments("place", 8, count)) {
         return NULL;
     }
     buffers.count = 0;
     batch.separated = args[3] != Py_None;
     batch.timed = args[4] == Py_True;
+    batch.token = 0;
+    batch.unknown = -1;
     int one = PyLong_CheckExact(args[5]);
     if (one) {
         start = PyLong_AsLongLong(args[5]);
@@ -179,12 +199,9 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         !take_vector(&buffers, args[2], 'q', 0, &batch.offsets) ||
         (batch.separated && !take_vector(&buffers, args[3], '?', 0, &batch.separator)) ||
         (!one && !take_vector(&buffers, args[5], 'q', 0, &starts)) || !take_matrix(&buffers, args[6], 0, &batch.plan) ||
-        !take_matrix(&buffers, args[8], PyBUF_WRITABLE, &batch.table) ||
-        !take_matrix(&buffers, args[9], PyBUF_WRITABLE, &batch.documents) || !is_block(&batch.extents, 3) ||
-        batch.table.rows <= AXES || !is_block(&batch.table, AXES + (batch.table.rows - AXES) / 4 * 4) ||
-        !is_plan(&batch.plan, (batch.table.rows - AXES) / 4) || !is_block(&batch.documents, 4) ||
-        batch.extents.columns != batch.kind.size || batch.table.columns != batch.kind.size ||
-        batch.offsets.size != batch.documents.columns + 1 || (!one && starts.size != batch.documents.columns) ||
+        !is_plan(&batch.plan, (batch.plan.columns - PLAN_AXES) / PLAN_AXIS) || batch.plan.columns <= PLAN_AXES ||
+        !is_block(&batch.extents, 3) || batch.extents.columns != batch.kind.size || batch.offsets.size < 1 ||
+        (!one && starts.size != batch.offsets.size - 1) ||
         (batch.separated && batch.separator.size != batch.kind.size) || !PyTuple_Check(args[7]) ||
         PyTuple_Size(args[7]) != 3) {
         return answer(&buffers, NULL);
@@ -192,9 +209,19 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     batch.strict = PyTuple_GetItem(args[7], 0) == Py_True;
     batch.frames = PyTuple_GetItem(args[7], 1) == Py_True;
     batch.separators = PyTuple_GetItem(args[7], 2) == Py_True;
-    int fits = place_batch(&batch, one ? NULL : &starts, start);
-    int64_t result = fits ? batch.token : -1 - batch.unknown;
-    return answer(&buffers, fits || batch.unknown >= 0 ? PyLong_FromLongLong(result) : NULL);
+    int64_t axes = (batch.plan.columns - PLAN_AXES) / PLAN_AXIS;
+    PyObject *table = new_block(AXES + 4 * axes, batch.kind.size, &batch.table), *result = NULL;
+    PyObject *documents = new_block(4, batch.offsets.size - 1, &batch.documents);
+    if (table != NULL && documents != NULL) {
+        if (put_documents(&batch, one ? NULL : &starts, start)) {
+            result = Py_BuildValue("(OOL)", table, documents, (long long)batch.token);
+        } else if (batch.unknown >= 0) {
+            result = PyLong_FromLongLong(batch.unknown);
+        }
+    }
+    Py_XDECREF(table);
+    Py_XDECREF(documents);
+    return answer(&buffers, result);
 }
 
 /* enter(plan, rows) -> True, or None.

@@ -152,6 +152,32 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
+/* numbers(list) -> bytes of int64 of a list of ints from 0 on, or None. */
+PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (!arguments("numbers", 1, count)) {
+        return NULL;
+    }
+    Py_ssize_t size = PyList_CheckExact(args[0]) ? PyList_Size(args[0]) : -1;
+    PyObject *result = size < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 8 * size);
+    if (result != NULL) {
+        char *out = PyBytes_AsString(result);
+        int fits = 1;
+        for (Py_ssize_t i = 0; fits && i < size; i++) {
+            PyObject *number = PyList_GetItem(args[0], i); /* ints run no code of others that could change the list */
+            int64_t value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
+            fits = value >= 0; /* errors are -1 */
+            put_int64(out + 8 * i, value);
+        }
+        if (!fits) {
+            PyErr_Clear();
+            Py_DECREF(result);
+            result = NULL;
+        }
+    }
+    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
 /* Segments of documents with spans: with a shape they are written, without they are counted; -1 for a mistake. */
 static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const Vector *offsets,
                          const Matrix *grid_thw, const Vector *documents, int64_t separator) {

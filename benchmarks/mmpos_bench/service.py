@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -207,6 +206,8 @@ def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: Servic
 
 def _new_pages(call: Call) -> int:
     """Return the bytes of pages that this process touches for the first time during a call."""
+    import resource  # which Windows lacks
+
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()

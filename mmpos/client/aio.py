@@ -8,19 +8,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import closed, error_of
+from mmpos.client.channel import OpenChannel, closed, error_of, unreadable
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from google.protobuf.message import Message
 
     from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
@@ -112,7 +111,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     ) -> None:
         await self.close()
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _connection(self) -> OpenChannel[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
         # Nothing runs between looking and opening, so none is opened twice.
         return self._channels.get(
@@ -132,13 +131,13 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     async def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
-        send: grpc.aio.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, request.parse)
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        send = self._connection().method(call.method.path)
         patience = self._reach.patience(self._options.timeout)
         while True:
             asked = send(request.data, timeout=patience.left, metadata=self._metadata())
             try:
-                answer = await asked
+                raw = await asked
                 trailing = await asked.trailing_metadata() if lease is not None else None
                 break
             except grpc.RpcError as error:
@@ -154,6 +153,10 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         self._reach.answered()
         if lease is not None:
             lease.arrived(trailing)
+        try:
+            answer = request.parse(raw)
+        except DecodeError:
+            return call.refused(unreadable())
         return request.read(answer)
 
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
@@ -163,7 +166,9 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> TaskLink:
-        return TaskLink(self._channel().stream_stream(method.path, None, method.response.FromString), self._metadata())
+        return TaskLink(
+            self._connection().channel.stream_stream(method.path, None, method.response.FromString), self._metadata()
+        )
 
 
 def _being_cancelled() -> bool:

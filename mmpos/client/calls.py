@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -162,11 +161,10 @@ def documented(method: F, maker: Maker[P, T]) -> F:
     return method
 
 
-@contextmanager
-def _answer() -> Iterator[None]:
-    """Turn errors of reading an answer into those of a server: the caller did nothing wrong."""
+def _answer(read: Callable[..., T], *arguments: object) -> T:
+    """Read a part of an answer, with errors as those of a server: the caller did nothing wrong."""
     try:
-        yield
+        return read(*arguments)
     except MmposError as error:
         raise ServiceError(f"answer: {error}") from error
 
@@ -230,9 +228,7 @@ def _positions(profile: str | None, query: PositionsQuery, of: Callable[[Positio
             memory.answer(request.query)
 
         def read(response: PlaceResponse) -> T:
-            with _answer():
-                result = get_result("positions", response.positions, memory)
-            return of(result)
+            return of(_answer(get_result, "positions", response.positions, memory))
 
         return read
 
@@ -395,14 +391,18 @@ def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) 
         raise _of_part(error, sent.names) or sent.error or error
     if sent.error is not None:
         raise sent.error
-    with _answer():
-        sequence = get_sequence("sequence", result.sequence, sent.hashes, memory)
-        offsets, want = sequence.part_offsets, len(sent.origins) + 1
-        if offsets.size != want:
-            raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-        # A Video has gone as its plain parts: the first of each part counts, and the total.
-        edges = np.diff(sent.origins, prepend=-1, append=-1).nonzero()[0]
-        return replace(sequence, part_offsets=offsets[edges])
+    return _answer(_of_parts, result.sequence, sent, memory)
+
+
+def _of_parts(message: sequences_pb2.Sequence, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+    """Read a sequence with the offsets of the caller's parts: a Video has gone as its plain parts."""
+    sequence = get_sequence("sequence", message, sent.hashes, memory)
+    offsets, want = sequence.part_offsets, len(sent.origins) + 1
+    if offsets.size != want:
+        raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
+    # The first of each part counts, and the total.
+    edges = np.diff(sent.origins, prepend=-1, append=-1).nonzero()[0]
+    return replace(sequence, part_offsets=offsets[edges])
 
 
 def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
@@ -578,8 +578,7 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside)
     """Read a tensor of an answer, to the device of the caller's tensor if that is one."""
     import torch
 
-    with _answer():
-        tensor = get_torch(name, message, memory)
+    tensor = _answer(get_torch, name, message, memory)
     return tensor.to(like.device) if isinstance(like, torch.Tensor) else tensor
 
 

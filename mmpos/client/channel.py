@@ -54,6 +54,26 @@ _OPTIONS = {
 }
 
 
+class OpenChannel(Generic[C]):
+    """Channel of a client, with its unary methods, each of which gRPC prepares for many calls.
+
+    Args:
+        channel: the channel.
+    """
+
+    def __init__(self, channel: C) -> None:
+        self.channel = channel
+        self._methods: dict[str, Any] = {}
+
+    def method(self, path: str) -> Any:
+        """Return what calls the method of this path, from bytes to bytes."""
+        method = self._methods.get(path)
+        if method is None:
+            channel: Any = self.channel
+            method = self._methods[path] = channel.unary_unary(path)
+        return method
+
+
 class ProcessChannels(Generic[C]):
     """Channels of a client, by process, and by event loop where there is one.
 
@@ -61,30 +81,35 @@ class ProcessChannels(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, AbstractEventLoop | None], C] = {}
+        self._open: dict[tuple[int, AbstractEventLoop | None], OpenChannel[C]] = {}
 
-    def get(self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None) -> C:
+    def get(
+        self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None
+    ) -> OpenChannel[C]:
         """Get the channel of this process and event loop, opened now if there is none.
 
         Raises:
             UnsupportedError: in a forked child of a process that called, where gRPC would hang.
         """
         key = (os.getpid(), loop)
-        if key not in self._open:
+        connection = self._open.get(key)
+        if connection is None:
             if any(pid != key[0] for pid, _ in list(self._open)) and not _fork_support():
                 raise UnsupportedError(
                     "fork: got a client that called before the fork, want GRPC_ENABLE_FORK_SUPPORT=1 in the "
                     "environment before grpc is imported, the start method 'spawn', or no call before the fork"
                 )
             # No lock, which a fork could copy while it is held: the second of two threads drops the channel it opened.
-            opened = connect()
-            if self._open.setdefault(key, opened) is not opened:
-                close(opened)
-        return self._open[key]
+            opened = OpenChannel(connect())
+            connection = self._open.setdefault(key, opened)
+            if connection is not opened:
+                close(opened.channel)
+        return connection
 
     def pop(self, loop: AbstractEventLoop | None = None) -> C | None:
         """Remove the channel of this process and event loop, and return it."""
-        return self._open.pop((os.getpid(), loop), None)
+        connection = self._open.pop((os.getpid(), loop), None)
+        return None if connection is None else connection.channel
 
     def forget_closed_loops(self) -> None:
         """Drop the channels of event loops that are closed."""
@@ -199,6 +224,11 @@ def closed() -> ServiceError:
 def was_closed(error: ValueError) -> bool:
     """Check whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
     return str(error).startswith(_CLOSED)
+
+
+def unreadable() -> MmposError:
+    """Return the error of an answer that is no message, in the words in which gRPC says it of streams."""
+    return from_status("INTERNAL", "Exception deserializing response!")
 
 
 def error_of(error: grpc.RpcError) -> MmposError:

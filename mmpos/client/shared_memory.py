@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -63,6 +62,8 @@ class SharedObject:
             os.posix_fallocate(descriptor, 0, size)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if sealed:
+                import fcntl  # which other systems lack
+
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", path)
         except OSError as error:

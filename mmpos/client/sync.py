@@ -8,19 +8,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import closed, error_of, was_closed
+from mmpos.client.channel import OpenChannel, closed, error_of, unreadable, was_closed
 from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from google.protobuf.message import Message
 
     from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
@@ -115,7 +114,7 @@ class Client(BaseClient[grpc.Channel]):
     ) -> None:
         self.close()
 
-    def _channel(self) -> grpc.Channel:
+    def _connection(self) -> OpenChannel[grpc.Channel]:
         return self._channels.get(
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )
@@ -131,12 +130,12 @@ class Client(BaseClient[grpc.Channel]):
 
     def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
-        send: grpc.UnaryUnaryMultiCallable[bytes, Message]
-        send = self._channel().unary_unary(call.method.path, None, request.parse)
+        send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        send = self._connection().method(call.method.path)
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
-                answer, done = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
+                raw, done = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)
@@ -151,6 +150,10 @@ class Client(BaseClient[grpc.Channel]):
         self._reach.answered()
         if lease is not None:
             lease.arrived(done.trailing_metadata())
+        try:
+            answer = request.parse(raw)
+        except DecodeError:
+            return call.refused(unreadable())
         return request.read(answer)
 
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:
@@ -162,7 +165,8 @@ class Client(BaseClient[grpc.Channel]):
     def _link(self, method: Rpc[Answer]) -> ThreadLink:
         try:
             return ThreadLink(
-                self._channel().stream_stream(method.path, None, method.response.FromString), self._metadata()
+                self._connection().channel.stream_stream(method.path, None, method.response.FromString),
+                self._metadata(),
             )
         except ValueError as error:
             if not was_closed(error):

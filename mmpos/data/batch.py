@@ -110,13 +110,6 @@ class Batch(metaclass=_WholeType):
             if got != want:
                 raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
 
-    @classmethod
-    def of(cls, **fields: Any) -> Batch:
-        """Make a batch of all its fields, which are not checked."""
-        batch = object.__new__(cls)
-        vars(batch).update(fields)
-        return batch
-
     @property
     def packed(self) -> bool:
         """Whether documents follow each other in one row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
 __all__ = ["PackedCollator", "PaddedCollator"]
+
+T = TypeVar("T")
 
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
@@ -150,10 +152,24 @@ def _collate(
     arrays.documents.setflags(write=False)
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
-    return Batch.of(
+    return _made(
+        Batch,
         keys=tuple([example.key for example in flattened]),
-        positions=PositionTable(arrays.table, arrays.documents, tokens, arrays.fractional, scheme),
-        device_positions=DevicePositions(tensor(table), tokens, arrays.row_length, arrays.fractional),
+        positions=_made(
+            PositionTable,
+            table=arrays.table,
+            documents=arrays.documents,
+            num_tokens=tokens,
+            fractional=arrays.fractional,
+            scheme=scheme,
+        ),
+        device_positions=_made(
+            DevicePositions,
+            table=tensor(table),
+            num_tokens=tokens,
+            row_length=arrays.row_length,
+            fractional=arrays.fractional,
+        ),
         input_ids=tensor(arrays.input_ids),
         labels=tensor(arrays.labels),
         text_positions=tensor(arrays.text_positions),
@@ -168,6 +184,13 @@ def _collate(
         shifted=False,
         world_size=1,
     )
+
+
+def _made(cls: type[T], **fields: Any) -> T:
+    """Make an object of a dataclass of all its fields, which are not checked."""
+    made = object.__new__(cls)
+    vars(made).update(fields)
+    return made
 
 
 def _write(

@@ -28,6 +28,7 @@ from mmpos.positions.table_rows import (
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, NOUNS, PAD, TEXT, THUMBNAIL, Grid, Text
 from mmpos.segments.table import SegmentTable
+from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
 
 __all__ = ["ids_consumed", "place"]
@@ -240,8 +241,7 @@ def _placed(
         demanded = scheme.next_after(split.grids, before_grid)
         if demanded is not None:
             np.maximum.at(end, split.document[split.grid], demanded)
-    table, document = _columns(scheme, segments, split, of_text, of_grids)
-    _check_columns(table, document, scheme)
+    columns, document = _columns(scheme, segments, split, of_text, of_grids)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
     if scheme.resumable:
         whole = np.ones(end.size, np.bool_)
@@ -250,10 +250,13 @@ def _placed(
             end, rest = np.divmod(end, split.units)
             whole = rest == 0
         header[0, whole] = end[whole]
-        check_next(header[0])
         tokens = np.add.reduceat(split.lengths * (segments.kind != PAD), segments.segment_offsets[:-1])
         header[1, whole] = (end - split.start - tokens)[whole]
-    return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
+    made = assemble(columns, document, header)
+    if native.core is None or not native.core.placed(*made, scheme.fractional):
+        _check_columns(columns, np.diff(columns[OFFSET], append=made[2]), document, scheme)
+        check_next(header[0])
+    return PositionTable(*made, scheme.fractional, scheme.label)
 
 
 def _columns(
@@ -305,22 +308,22 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
                 columns[AXES + 4 * axis + i, where] = _integers(scheme, name, values)
 
 
-def _check_columns(columns: IntArray, document: IntArray, scheme: Scheme) -> None:
+def _check_columns(columns: IntArray, lengths: IntArray, document: IntArray, scheme: Scheme) -> None:
     """Raise for the first denominator or id beyond its limit, in floats since integers could wrap."""
     denominator = columns[DENOMINATOR]
     if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
         s = int(denominator.argmax())
-        tokens = _tokens_of(document, columns[OFFSET], s)
+        tokens = _tokens_of(document, lengths, s)
         raise LimitExceededError(f"{tokens}: got denominator {denominator[s]}, want below 2**31")
     if scheme.fractional and denominator.min(initial=1) < 1:
         raise InvalidInputError(f"scheme {scheme.name!r}: got denominator {denominator.min()}, want >= 1")
-    bounds = id_bounds(columns, columns[OFFSET])
+    bounds = id_bounds(columns, lengths)
     beyond = bounds.beyond_int32
     if beyond.any():
         s = int(beyond.argmax())
         low, high = bounds.lowest[:, s].min(), bounds.highest[:, s].max()
         got = f"up to {high:.0f}" if high > INT32_MAX else f"down to {low:.0f}"
-        raise LimitExceededError(f"{_tokens_of(document, columns[OFFSET], s)}: got ids {got}, want ids within int32")
+        raise LimitExceededError(f"{_tokens_of(document, lengths, s)}: got ids {got}, want ids within int32")
 
 
 def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import MmposError
-from mmpos.positions.table import PositionTable
+from mmpos.positions.table import PositionTable, of_bytes
 from mmpos.positions.table_rows import AXES
 from mmpos.schemes import Grids, Placement, Scheme
 from mmpos.segments.kinds import GRID
@@ -90,19 +90,16 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
     core, plan = native.core, plan_of(scheme)
     if core is None or plan is None or type(start) not in (int, np.ndarray):
         return None
-    table = np.empty((AXES + 4 * scheme.axes, segments.kind.size), np.int64)
-    header = np.empty((4, segments.segment_offsets.size - 1), np.int64)
     timed = segments.seconds_per_frame is not None
     for _ in range(2):
-        tokens = core.place(
+        placed = core.place(
             segments.kind, segments.extents, segments.segment_offsets, segments.row_separator, timed, start,
-            plan.table, (strict, *plan.rules), table, header,
+            plan.table, (strict, *plan.rules),
         )  # fmt: skip
-        if tokens is None:
+        if placed is None:
             return None
-        if tokens >= 0:
-            table.flags.writeable = header.flags.writeable = False
-            return PositionTable(table, header, tokens, scheme.fractional, scheme.label)
+        if type(placed) is tuple:
+            return of_bytes(placed, AXES + 4 * scheme.axes, scheme.fractional, scheme.label)
         shapes = _new_shapes(segments, plan)
         if shapes.shape[1] > MAX_SHAPES:
             return None

@@ -132,7 +132,7 @@ class PositionTable:
         joined = core and core.concatenate(tables, PositionTable, _READ)
         if joined is None:
             return cls._joined(tables)
-        return _of_bytes(joined, len(tables[0].table), *_sort_of(tables))
+        return of_bytes(joined, len(tables[0].table), *_sort_of(tables))
 
     @classmethod
     def _joined(cls, tables: Sequence[PositionTable]) -> PositionTable:
@@ -301,15 +301,15 @@ class PositionTable:
             InvalidInputError: out, dtype or axes do not fit.
         """
         core = native.core
-        # An array that fits as it is needs no check, which costs more than writing thousands of ids.
-        if (
-            axes is None
-            and dtype is None
-            and isinstance(out, np.ndarray)
-            and core is not None
-            and core.expand(self.table, self.num_tokens, self.fractional, out, None, True)
-        ):
-            return out
+        # What fits as it is needs no check, which costs more than writing thousands of ids.
+        if axes is None and dtype is None and core is not None:
+            ids = out
+            if ids is None:
+                ids = np.empty((self.axes, self.num_tokens), np.float64 if self.fractional else np.int32)
+            if isinstance(ids, np.ndarray) and core.expand(
+                self.table, self.num_tokens, self.fractional, ids, None, True
+            ):
+                return ids
         wanted = range(self.axes) if axes is None else self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)
@@ -604,7 +604,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
             return None
-        return _of_bytes(cut, len(self.table), self.fractional, self.scheme)
+        return of_bytes(cut, len(self.table), self.fractional, self.scheme)
 
     def _assembled(self, columns: CutColumns, header: IntArray) -> PositionTable:
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
@@ -758,17 +758,14 @@ def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
     return any(table.fractional for table in tables), " + ".join(schemes)
 
 
-def _of_bytes(arrays: tuple[bytes, bytes, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
+def of_bytes(arrays: tuple[bytes, bytes, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
     """Make a table of this many rows of what the extension wrote, without a copy."""
     table, documents, num_tokens = arrays
     made = object.__new__(PositionTable)
-    vars(made).update(
-        table=np.ndarray((rows, len(table) // (8 * rows)), np.int64, table),
-        documents=np.ndarray((4, len(documents) // 32), np.int64, documents),
-        num_tokens=num_tokens,
-        fractional=fractional,
-        scheme=scheme,
-    )
+    fields = vars(made)
+    fields["table"] = np.ndarray((rows, len(table) // (8 * rows)), native.INT64, table)
+    fields["documents"] = np.ndarray((4, len(documents) // 32), native.INT64, documents)
+    fields["num_tokens"], fields["fractional"], fields["scheme"] = num_tokens, fractional, scheme
     return made
 
 

@@ -92,14 +92,9 @@ def apply_rotary(
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
         UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
     """
-    if norm is None and cos_sin is None and implementation == "auto" and validate is False:
-        turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
-        if turned is not None:
-            return turned
-    form = None
-    if cos_sin is None and validate is False and k is not None and _by_kernel(q, implementation):
-        form = launches.form_of((q, k), positions, rotary, norm, layout, inplace, conjugate)
-    if form is not None and k is not None and (turned := launches.rotated(form, q, k, positions, norm, inplace)):
+    asked = cos_sin is None and validate is False  # what goes at once
+    turned, form = _at_once(q, k, positions, rotary, layout, norm, inplace, conjugate, implementation, asked)
+    if turned is not None:
         return turned
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
@@ -107,12 +102,7 @@ def apply_rotary(
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
     if inplace:
         check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
-        operators.call(operators.rotate_, q4, k4, *checked, *rotation)
-        q_out, k_out = q4, k4
-    else:
-        q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
-    if form is not None and rotation.implementation == reference.TRITON:
-        launches.learn_rotation(form, q4, k4, q_out, k_out, rotation, checked)
+    q_out, k_out = _rotated(q4, k4, checked, rotation, inplace, form)
     if inplace:
         return q, k
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
@@ -180,30 +170,20 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
-    form = None
-    if cos_sin is None and validate is False and return_k is False and _by_kernel(q, implementation):
-        form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace)
+    alone = cos_sin is None and validate is return_k is False and _by_kernel(q, implementation)
+    form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace) if alone else None
     if form is not None and (done := launches.stored(form, q, k, v, positions, norm, cache, inplace)):
         return done
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    if k is None:
-        raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
-    q4, k4 = _views(q, k, layout)
+    q4, k4 = _views(q, k, layout, stored=True)
     v4 = _values(v, k, k4, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
-    tensors = {"q": q, "k": k, "v": v}
-    check_inference(tensors | checked.named())
+    check_inference((tensors := {"q": q, "k": k, "v": v}) | checked.named())
     stored = _stored(cache, k4, v4, return_k, validate, _query_scale(cache, q, layout, inplace))
     written = ("key_cache", "value_cache", *stored.scales.written, *("qk" if return_k else "q") * inplace)
     check_written(tensors | cache.tensors(), written)
-    if inplace:
-        operators.call(operators.rotate_and_store_, q4, k4, *stored.arguments(), *checked, *rotation)
-        q_out, k_out = q4, k4
-    else:
-        q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
-    if form is not None and rotation.implementation == reference.TRITON:
-        launches.learn_store(form, q4, k4, q_out, stored, rotation, checked)
+    q_out, k_out = _rotated_and_stored(q4, k4, stored, checked, rotation, inplace, form)
     if inplace:
         return q, k if return_k else None
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
@@ -279,6 +259,50 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
 
+def _at_once(
+    q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
+    inplace: bool, conjugate: bool, implementation: Implementation, asked: bool,
+) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
+    """Rotate by one call in C, or by a kernel that is bound; None for the long way, and the form that it may learn."""
+    if asked and norm is None and implementation == "auto":
+        turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
+        if turned is not None:
+            return turned, None
+    if not asked or not _by_kernel(q, implementation):
+        return None, None
+    form = launches.form_of((q, k), positions, rotary, norm, layout, inplace, conjugate)
+    return (None if form is None else launches.rotated(form, q, k, positions, norm, inplace)), form
+
+
+def _rotated(
+    q: Tensor, k: Tensor, norm: Norm, rotation: RotationArguments, inplace: bool, form: launches.Form | None
+) -> tuple[Tensor, Tensor]:
+    """Rotate by the operators, and learn the form of a launch."""
+    outs = q, k
+    if inplace:
+        operators.call(operators.rotate_, q, k, *norm, *rotation)
+    else:
+        outs = operators.call(operators.rotate, q, k, *norm, *rotation)
+    if form is not None and rotation.implementation == reference.TRITON:
+        launches.learn_rotation(form, q, k, *outs, rotation, norm)
+    return outs
+
+
+def _rotated_and_stored(
+    q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments, inplace: bool,
+    form: launches.Form | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate and store likewise."""
+    outs = q, k
+    if inplace:
+        operators.call(operators.rotate_and_store_, q, k, *stored.arguments(), *norm, *rotation)
+    else:
+        outs = operators.call(operators.rotate_and_store, q, k, *stored.arguments(), *norm, *rotation)
+    if form is not None and rotation.implementation == reference.TRITON:
+        launches.learn_store(form, q, k, outs[0], stored, rotation, norm)
+    return outs
+
+
 def _by_kernel(q: object, implementation: object) -> bool:
     """Check whether a call may go to a kernel."""
     return type(q) is Tensor and (implementation == "triton" or (implementation == "auto" and q.is_cuda))
@@ -343,8 +367,10 @@ def _arguments(
     return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """Check q and k and view them as (batch, seq, heads, head_dim); no k has no heads."""
+def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
+    """Check q and k and view them as (batch, seq, heads, head_dim); no k has no heads, and is not stored."""
+    if stored and k is None:
+        raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):

@@ -45,7 +45,7 @@ _KNOWN: dict[Form, _Known] = {}
 
 
 def form_of(
-    tensors: Sequence[Tensor], positions: object, rotary: Rotary, norm: Norm | None, *options: object
+    tensors: Sequence[Tensor | None], positions: object, rotary: Rotary, norm: Norm | None, *options: object
 ) -> Form | None:
     """Return the form of a call; None if it has none, or if somebody would miss a part of the long way.
 
@@ -66,7 +66,7 @@ def form_of(
         tensors = *tensors, *_weights(norm)
     if positions.form is None or not is_unseen(*tensors):
         return None
-    forms = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
+    forms = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors if x is not None]  # which none is
     return *options, *map(type, options), rotary.text, positions.form, *of_norm, *forms  # True is no 1
 
 
@@ -88,10 +88,11 @@ def form_of_store(
 
 
 def rotated(
-    form: Form, q: Tensor, k: Tensor, positions: Positions, norm: Norm | None, inplace: bool
+    form: Form, q: Tensor, k: Tensor | None, positions: Positions, norm: Norm | None, inplace: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Rotate as ``apply_rotary`` does; None for the long way, and then nothing was written."""
     assert isinstance(positions, DevicePositions)  # others have no form
+    assert k is not None  # likewise
     table, weights = positions.table, _weights(norm)
     known = _known(form, (q, k, table, *weights))
     if known is None or (inplace and not are_apart((q, k), known.spans, 2)):

@@ -30,14 +30,14 @@ def is_plain(*tensors: Tensor) -> bool:
         return False
 
 
-def is_unseen(*tensors: Tensor) -> bool:
+def is_unseen(*tensors: Tensor | None) -> bool:
     """Check for plain tensors as ``is_plain`` does, but not whether they are in memory."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:  # noqa: SIM110  # all(…) would take longer
-        if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
+        if x is None or type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
             return False
     return True
 

@@ -138,7 +138,9 @@ def _numbers(kind: Descriptor, fields: tuple[str, ...]) -> bytes:
 
 def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
     """Fill a repeated field with the numbers of an array, in order."""
-    field.extend(np.asarray(values).ravel().tolist())
+    array = np.asarray(values)
+    if array.size:
+        field.extend(array.ravel().tolist())
 
 
 def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:

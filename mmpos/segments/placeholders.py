@@ -131,7 +131,7 @@ class Merging(NamedTuple):
     """How grids are read, in the order of csrc/placeholders.c.
 
     Args:
-        frames: frames merged into one; 0 makes one frame of any number.
+        frames: frames of a video merged into one; 0 makes one frame of any number, of images as well.
         sides: patches merged along each side.
         frames_apart: whether every frame of a video is a grid of its own.
         lenient: whether merging rounds down, and grids that no token is left for are passed over.

@@ -42,6 +42,8 @@ from mmpos.support.ragged import ragged_arange
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
 
 
+_UINT8 = np.dtype(np.uint8)
+
 _DTYPES = {
     "kind": np.dtype(np.uint8),
     "extents": np.dtype(np.int64),
@@ -299,14 +301,13 @@ class SegmentTable:
     ) -> SegmentTable:
         """Make the table of what C has made, which needs no check."""
         table = object.__new__(cls)
-        vars(table).update(
-            kind=np.frombuffer(kind, np.uint8),
-            extents=native.int64(extents).reshape(3, -1),
-            segment_offsets=native.int64(offsets),
-            seconds_per_frame=None,
-            row_separator=None if separator is None else np.frombuffer(separator, np.bool_),
-            extra_tokens=None if extra is None else native.int64(extra),
-        )
+        fields = vars(table)
+        fields["kind"] = np.frombuffer(kind, _UINT8)
+        fields["extents"] = np.ndarray((3, len(kind)), native.INT64, extents)
+        fields["segment_offsets"] = np.frombuffer(offsets, native.INT64)
+        fields["seconds_per_frame"] = None
+        fields["row_separator"] = None if separator is None else np.frombuffer(separator, np.bool_)
+        fields["extra_tokens"] = None if extra is None else native.int64(extra)
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
@@ -360,6 +361,7 @@ def scan(
     attention_mask: Array | None = None,
     audio_lengths: IntArray | None = None,
     images_per_document: IntArray | None = None,
+    marker_ids: Array | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Make the table of a tokenised batch in one pass in C; None where Python must make it, or say what is wrong.
 
@@ -373,6 +375,7 @@ def scan(
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) tokens of each audio.
         images_per_document: (documents,) how many of image_grid_thw belong to each, some of which may be left over.
+        marker_ids: the ids of the tokens around crops, where input_ids are types.
 
     Returns:
         the table, and (segments,) index of the video of each segment, -1 for all else; None where no video is given.
@@ -382,7 +385,7 @@ def scan(
     if core is not None:
         arrays = core.scan(
             input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths,
-            images_per_document,
+            images_per_document, marker_ids,
         )  # fmt: skip
     if arrays is None:
         return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from mmpos.segments.kinds import (
     AUDIO,
     AUDIO_TOKEN,
     CLIP,
-    GRID,
     PATCH,
     TEXT,
     THUMBNAIL,
@@ -39,7 +38,7 @@ from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.tokenizers import ByteTokenizer, Tokenizer, adapt
 from mmpos.sequence.video import plain_parts, refuse_crop
-from mmpos.support import checks
+from mmpos.support import checks, native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
@@ -355,7 +354,8 @@ class SequenceBuilder:
     def _encode(self, name: str, text: str) -> IntArray:
         """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
         encoder, markers = f"{name}: tokenizer.encode", self._all_markers
-        ids = _token_ids(encoder, self.tokenizer.encode(checks.text(name, text)) if text else [])
+        encode = self.tokenizer.encode_array if type(self.tokenizer) is ByteTokenizer else self.tokenizer.encode
+        ids = _token_ids(encoder, encode(checks.text(name, text)) if text else [])
         # As is usual, special tokens come last.
         if not ids.size or ids.max() < markers[0] or not np.isin(ids, markers).any():
             return ids
@@ -386,14 +386,10 @@ def is_ids(part: object) -> bool:
 
 
 def _token_ids(name: str, ids: object) -> IntArray:
-    try:
-        # Half the time that numpy takes to find out what is in a list; a list of bools is refused below.
-        if type(ids) is list and ids and type(ids[0]) is int:
-            checked: IntArray = np.frombuffer(array("q", ids), np.int64)
-        else:
-            checked = int_array(name, ids, (None,))
-    except (TypeError, OverflowError):  # floats, strings, lists: int_array words the error
-        checked = int_array(name, ids, (None,))
+    numbers = None if native.core is None else native.core.numbers(ids)
+    if numbers is not None:
+        return native.int64(numbers)
+    checked = int_array(name, ids, (None,))
     first_bad(name, checked, minimum=0)
     return checked
 
@@ -571,12 +567,13 @@ class _Contents:
         positions, markers = place(segments, scheme, start), self.markers
         # Only now, since there may be no room for what is beyond a limit.
         pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
-        input_ids, stops = np.concatenate(pieces), np.cumsum([piece.size for piece in pieces])
-        spans = []
-        for piece, ids, stop in zip(self.pieces, pieces, stops.tolist(), strict=True):
+        input_ids, offsets = np.concatenate(pieces), [0, *accumulate(piece.size for piece in pieces)]
+        spans, grids = [], []
+        for piece, begin, stop in zip(self.pieces, offsets, offsets[1:], strict=False):
             if isinstance(piece, Grid | Clip):
                 before, after = (1, 1) if isinstance(piece, Clip) else markers.margins
-                spans.append((stop - ids.size + before, stop - after))
+                spans.append((begin + before, stop - after))
+                grids.append((piece.frames, piece.height, piece.width))
         if CLIP in segments.kind:  # whose scheme knows how patches and audio take turns
             assert markers.audio is not None, "checked with the clip"
             types = positions.token_types(segments)
@@ -593,10 +590,10 @@ class _Contents:
             segments=segments,
             positions=positions,
             patches=patches,
-            grid_thw=segments.extents[:, (segments.kind == GRID) | (segments.kind == CLIP)].T.copy(),
+            grid_thw=np.array(grids, np.int64).reshape(-1, 3),
             image_spans=np.array(spans, np.int64).reshape(-1, 2),
             image_hashes=tuple(None if image is None else image.content_hash for image in self.images),
-            part_offsets=np.append(0, stops)[[*self.parts, -1]],
+            part_offsets=np.array([offsets[first] for first in (*self.parts, -1)], np.int64),
             image_margins=markers.margins,
             audio_margins=markers.audio_margins,
         )

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from mmpos.errors import InvalidInputError
 from mmpos.support.cached import cached_property
-from mmpos.support.checks import integer
+from mmpos.support.checks import IntArray, integer
 
 __all__ = ["ByteTokenizer", "Tokenizer", "adapt"]
 
@@ -47,6 +49,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode the text to its bytes."""
         return list(text.encode())
+
+    def encode_array(self, text: str) -> IntArray:
+        """Encode the text to its bytes as an array, without an object for each."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; special tokens by their names, broken UTF-8 as replacement characters."""

@@ -13,12 +13,15 @@ import numpy as np
 
 from mmpos.support.checks import IntArray
 
-__all__ = ["core", "int64"]
+__all__ = ["INT64", "core", "int64"]
+
+INT64 = np.dtype(np.int64)
+"""As a dtype, of which numpy makes an array in two thirds of the time that it takes with the class of its elements."""
 
 
 def int64(data: bytes) -> IntArray:
     """Read int64 numbers from bytes; read-only, not copied."""
-    return np.frombuffer(data, np.int64)
+    return np.frombuffer(data, INT64)
 
 
 core: Any

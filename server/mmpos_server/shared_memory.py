@@ -200,10 +200,13 @@ def _stays(descriptor: int, size: int) -> bool:
     Pages that its client frees are replaced by the system, unless that promises no more memory than there is.
     """
     status = os.fstat(descriptor)
-    if status.st_dev != _device_of_memfd() or 512 * status.st_blocks < size:
+    try:
+        if status.st_dev != _device_of_memfd() or 512 * status.st_blocks < size:
+            return False
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        return bool(sealed) and Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
+    except OSError:  # a process that may not make memfds, or does not see the settings of the system
         return False
-    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    return bool(sealed) and Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
 
 
 @cache

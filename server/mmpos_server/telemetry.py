@@ -10,8 +10,8 @@ import re
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -77,6 +77,7 @@ class Metrics:
     def settle(self) -> None:
         """Count what was noted; from any thread. A call only notes, since counting takes longer than a small call."""
         begun = 0
+        ended: dict[tuple[MethodMetrics, str], list[_End]] = defaultdict(list)
         with suppress(IndexError):
             while True:
                 end = self.noted.popleft()
@@ -84,8 +85,10 @@ class Metrics:
                     begun += 1
                 else:
                     begun -= 1
-                    end.method.count(end)
+                    ended[end.method, end.status].append(end)
         self.in_flight.inc(begun)
+        for (method, status), ends in ended.items():
+            method.count(status, ends)
 
 
 class _Settling(Collector):
@@ -158,23 +161,23 @@ class MethodMetrics:
         if len(noted) > _MOST_NOTED:
             self._metrics.settle()
 
-    def count(self, end: _End) -> None:
-        """Count an end that was noted."""
-        status = end.status
+    def count(self, status: str, ends: Sequence[_End]) -> None:
+        """Count ends that were noted, of this method and status."""
         requests = self._requests.get(status)
         if requests is None:
             requests = self._requests[status] = self._metrics.requests.labels(self._method, status)
-        requests.inc()
-        for stage, seconds in end.stages:
-            child = self._stages.get(stage)
-            if child is None:
-                child = self._stages[stage] = self._metrics.stages.labels(self._method, stage)
-            child.observe(seconds)
-        self._bytes_in.inc(end.request_bytes)
+        requests.inc(len(ends))
+        for end in ends:
+            for stage, seconds in end.stages:
+                child = self._stages.get(stage)
+                if child is None:
+                    child = self._stages[stage] = self._metrics.stages.labels(self._method, stage)
+                child.observe(seconds)
+        self._bytes_in.inc(sum(end.request_bytes for end in ends))
         if status == "OK":
-            self._bytes_out.inc(end.response_bytes)
-            for name, count in end.counts.items():
-                self._counts[name].inc(count)
+            self._bytes_out.inc(sum(end.response_bytes for end in ends))
+            for name, counter in self._counts.items():
+                counter.inc(sum(end.counts.get(name, 0) for end in ends))
 
 
 def aggregate(folder: str) -> CollectorRegistry:

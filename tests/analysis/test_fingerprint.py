@@ -122,6 +122,11 @@ def test_fingerprints_differ_exactly_where_ids_do(
     assert diagnosis.equal or diagnosis.axis == at // positions.num_tokens
 
 
+def test_the_second_token_begins_a_run_also_where_its_step_is_the_first_id() -> None:
+    positions = place(SegmentTable.from_documents([[Text(3)], [Text(1)]]), "flatten", 1)
+    assert fingerprint(positions) == [canonical([[1, 2, 3]]), canonical([[1]])]
+
+
 def test_axes_tokens_and_steps_that_wrap_around_count() -> None:
     low, high = -(2**31), 2**31 - 1
     documents: list[Rows] = [

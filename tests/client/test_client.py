@@ -32,7 +32,7 @@ import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.calls import build, build_batch
-from mmpos.client.channel import channel_options, target
+from mmpos.client.channel import OpenChannel, channel_options, target
 from mmpos.client.options import Destination
 from mmpos.errors import (
     InvalidInputError,
@@ -407,7 +407,7 @@ def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_call
 ) -> None:
     with Client(server) as client, grpc.insecure_channel(server) as channel:
         channel.close()
-        monkeypatch.setattr(client, "_channel", lambda: channel)
+        monkeypatch.setattr(client, "_connection", lambda: OpenChannel(channel))
         asks: list[Callable[[], object]] = [
             lambda: client.place(SEGMENTS),
             lambda: list(client.stream([PositionsQuery(SEGMENTS)])),
@@ -431,6 +431,22 @@ def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> 
     asyncio.run(last())
     assert client._channels._open == {}
     gc.collect()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> None:
+    garbage: grpc.RpcMethodHandler[bytes, bytes]
+    garbage = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+    server = grpc.server(ThreadPoolExecutor(1))
+    for service, method in (("mmpos.rpc.v1.PositionService", "Place"), ("grpc.health.v1.Health", "Check")):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: garbage}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with opened(kind, f"127.0.0.1:{port}", timeout=60) as client:
+        with pytest.raises(ServiceError, match=r"^INTERNAL: Exception deserializing response!$"):
+            client.place(SEGMENTS)
+        assert client.healthy() is False
+    server.stop(None)
 
 
 def test_threads_share_one_channel(server: str) -> None:

@@ -293,14 +293,23 @@ def test_an_object_that_may_not_stay_is_not_mapped(seals: int, change: Callable[
         assert part.read("q", 0, 256).tobytes() == (bytes(256) if change else BYTES)
 
 
-def test_a_file_is_not_mapped_nor_anything_where_the_system_may_refuse_memory(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_mapped(key: str) -> None:
     assert opened(key).map("q", 256) is None
-    with sealed(BYTES) as (other, _):
-        assert opened(other).map("q", 256) is not None
-        monkeypatch.setattr(Path, "read_text", lambda path, **_: "2\n" if path.name == "overcommit_memory" else "")
-        assert opened(other).map("q", 256) is None
+
+
+@pytest.mark.parametrize(("setting", "mapped"), [("0\n", True), ("1\n", True), ("2\n", False), (None, False)])
+def test_nothing_is_mapped_where_the_system_may_refuse_memory(
+    setting: str | None, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, **_: object) -> str:
+        assert str(path) == "/proc/sys/vm/overcommit_memory"
+        if setting is None:
+            raise FileNotFoundError
+        return setting
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with sealed(BYTES) as (key, _):
+        assert (opened(key).map("q", 256) is not None) is mapped
 
 
 def test_an_object_that_shrinks_before_it_is_sealed_is_refused() -> None:

@@ -678,7 +678,7 @@ def test_parts_become_ids_and_records_batches_in_few_hops() -> None:
         def make(self, i: int) -> Any:
             return row
 
-    assert walked(batch) <= 118
+    assert walked(batch) <= 110
 
 
 # Memory

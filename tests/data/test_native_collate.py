@@ -79,6 +79,12 @@ def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.Monk
     assert watched.answered > 400
 
 
+def test_schemes_are_named_once_in_their_order() -> None:
+    one, _, other, _ = pools()[1]
+    names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
+    assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]
+
+
 def test_examples_of_any_numbers_are_never_read_past() -> None:
     rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
 

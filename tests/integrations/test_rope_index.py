@@ -592,6 +592,30 @@ def test_graphs_without_breaks_hold_the_functions(name: str) -> None:
     assert [each.stride() for each in tree_leaves(got)] == [each.stride() for each in tree_leaves(want)]
 
 
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
+def test_tokens_of_whole_batches_are_read_in_one_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, answers = native.core, []
+
+    def scan(*arguments: Any) -> Any:
+        answers.append(core.scan(*arguments))
+        return answers[-1]
+
+    others = {name: getattr(core, name) for name in dir(core) if name != "scan"}
+    monkeypatch.setattr(native, "core", SimpleNamespace(**others, scan=scan))
+    function, asked, _, _ = CALLS[name]
+    function(**asked)
+    assert len(answers) == 1
+    assert answers[0] is not None
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
+def test_results_are_on_the_device_of_input_ids_whatever_the_default_one_is(name: str) -> None:
+    function, asked, _, _ = CALLS[name]
+    want = function(**asked)
+    with torch.device("meta"):
+        assert_same(function(**asked), want)
+
+
 class Away(Tensor):
     """Tensor that says that it is on an accelerator, and is on the host."""
 

@@ -42,6 +42,8 @@ def numbers(random: Random, count: int, most: int) -> Any:
     values = random.integers(0, max(most, 0) + 1, count).tolist()
     if count and random.random() < 0.04:
         values[random.integers(count)] = int(random.choice([*BEYOND, most + 1]))
+    if random.random() < 0.01:
+        values = [True] * count
     forms: list[Callable[[list[int]], Any]] = [
         list,
         tuple,
@@ -52,10 +54,12 @@ def numbers(random: Random, count: int, most: int) -> Any:
     return forms[random.integers(len(forms))](values)
 
 
-def ranges(random: Random, tokens: int) -> tuple[Any, Any]:
-    """Draw token ranges, most of them ascending."""
-    edges = random.integers(0, tokens + 1, 2 * int(random.integers(0, 4)))
-    edges = edges if random.random() < 0.1 else np.sort(edges)
+def ranges(random: Random, table: PositionTable) -> tuple[Any, Any]:
+    """Draw token ranges, most of them ascending; some begin or end where documents do, or a token before."""
+    edges = random.integers(0, table.num_tokens + 1, 2 * int(random.integers(0, 4)))
+    if random.random() < 0.3:
+        edges = np.maximum(random.choice(table.cu_seqlens, edges.size) - random.integers(0, 2, edges.size), 0)
+    edges = np.sort(edges.reshape(-1, 2)).ravel() if random.random() < 0.2 else np.sort(edges)
     return edges[::2], edges[1::2] if random.random() < 0.5 else edges[1::2].tolist()
 
 
@@ -67,7 +71,7 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
     of, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
     lengths, steps, each = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
     world, layout, one = int(random.integers(1, 4)), random.choice(LAYOUTS), int(random.integers(-1, longest + 4))
-    starts, stops = ranges(random, tokens)
+    starts, stops = ranges(random, table)
     mask = random.random(tokens) < 0.7
     cuts: list[Cut] = [
         lambda t: t.slice(start, stop),
@@ -75,7 +79,7 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
         lambda t: t.take(first, lengths),
         lambda t: t.window(of, first, lengths),
         lambda t: t.decode(steps),
-        lambda t: t.decode(one % 4 - (one < 0)),
+        lambda t: t.decode(True if one == 1 else one % 4 - (one < 0)),
         lambda t: t.shard(int(random.integers(world)), world, layout),
         lambda t: t.pad(-(-longest // world) * world).shard(world - 1, world, layout),
         lambda t: t.pad(2 * world * -(-longest // (2 * world)), "left").shard(0, world, layout),
@@ -122,6 +126,14 @@ def test_random_programs_give_the_same_in_c_and_in_the_reference(steps: int, mon
         table = random_table(random) if again else result  # type: ignore[assignment]  # again says it
     assert steps / 20 < refused < steps / 2
     assert cut_by_c > steps / 3
+
+
+def test_a_segment_is_padding_only_if_its_origin_and_all_its_steps_are_0(way: str) -> None:
+    table = np.concatenate([np.ones((5, 9), np.int64), np.eye(8, 9, dtype=np.int64)])
+    table[0], table[1] = range(9), 0
+    positions = PositionTable(table, np.array([[0], [0], [9], [0]]), 9, False, "by hand")
+    assert positions.is_padding.tolist() == [False] * 8 + [True]
+    assert positions.padded(10, "left")[1].tolist() == [[0, *[1] * 8, 0]]
 
 
 def test_tables_of_any_numbers_are_never_read_past() -> None:

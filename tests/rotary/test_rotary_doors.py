@@ -164,7 +164,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[0])],
     "positions: got shape (0, 16), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[:0])],
     "positions: got documents of unequal tokens, want 8, the seq of q; pad the table, or use layout thd": [
-        calls(zeros(2, 8, 2, 16))
+        calls(zeros(2, 8, 2, 16)),
+        calls(zeros(2, 8, 2, 16), positions=POSITIONS),
     ],
     "positions: got documents of 4 tokens, want 8, the seq of q; pad the table, or use layout thd": [
         calls(zeros(2, 8, 2, 16), positions=FOUR),

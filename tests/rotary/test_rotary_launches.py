@@ -30,6 +30,7 @@ def test_a_known_form_is_launched_as_by_the_long_way_and_refuses_the_same() -> N
         "layout: got [], want one of 'thd', 'bshd', 'bhsd'",
         "norm.eps: got [], want an int or float from 2⁻¹²⁶ to 2¹²⁷",
         "conjugate: got 0, want True or False",
+        "q: got a forward-mode tangent, want reverse-mode gradients",
         "slot_mapping[2]: got 1, the slot of token 1, want one of its own: a slot of two tokens holds some of each",
         "slot_mapping[3]: got 8, want < 8, the slots of key_cache",
     ]

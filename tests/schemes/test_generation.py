@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from layouts_by_hand import LAYOUTS, NEXT, numbers
@@ -57,6 +58,17 @@ def test_an_image_of_bagel_takes_one_id() -> None:
     for wrong in pictures:
         with pytest.raises(UnsupportedError, match="bagel: got tiles or tokens after a thumbnail"):
             placed(wrong, "bagel")
+
+
+def test_diffusers_steps_beside_what_is_meant_over_a_crop_that_does_not_begin_at_0() -> None:
+    # 30 rows of 45 stretched over all of 30; of 30 columns 20 are taken, from 12 on.
+    released, meant = (
+        [row[2] for row in exact(placed([Grid(45, 30)], CogVideoX(as_released=as_released)))[:30]]
+        for as_released in (True, False)
+    )
+    assert (released[0], meant[0]) == (12, 12)
+    assert {b - a for a, b in pairwise(released)} == {(Fraction(32 * 29, 30) - 12) / 29}
+    assert {b - a for a, b in pairwise(meant)} == {Fraction(20, 30)}
 
 
 def test_text_at_rest_is_no_padding() -> None:

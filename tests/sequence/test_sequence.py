@@ -299,3 +299,24 @@ def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
 
 def test_repr_says_what_is_in_it() -> None:
     assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 token, 0 images, patches=None)"
+
+
+LISTS: list[tuple[list[Any], str | None]] = [
+    ([], None),
+    ([0, 5, 2**40], None),
+    ([7, -1], r"parts\[0\]\[1\]: got -1, want >= 0"),
+    ([7, 1.5], r"parts\[0\]: got dtype float64, want integers"),
+    ([True, False], r"parts\[0\]: got dtype bool, want integers"),
+    ([7, 2**63], r"parts\[0\]: got .*, want integers"),
+    ([7, "a"], r"parts\[0\]: got .*, want integers"),
+    ([7, [1]], r"parts\[0\]: got "),
+]
+
+
+@pytest.mark.parametrize(("ids", "error"), LISTS)
+def test_a_list_of_token_ids_is_taken_or_refused(way: str, ids: list[Any], error: str | None) -> None:
+    if error is None:
+        assert SequenceBuilder().build([ids, [9]]).input_ids.tolist() == [*ids, 9]
+        return
+    with pytest.raises(InvalidInputError, match=error):
+        SequenceBuilder().build([ids])

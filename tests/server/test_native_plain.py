@@ -153,8 +153,8 @@ NOT_PLAIN: dict[str, bytes] = {
     "an unknown field": field(1, field(1, SEGMENTS)) + field(15, b"\1", 0),
     "an unknown field of the query": field(1, field(1, SEGMENTS) + field(12, b"")),
     "an unknown field of segments": field(1, field(1, SEGMENTS + field(9, b""))),
-    "the query twice": field(1, field(1, SEGMENTS)) + field(1, b""),
-    "a list twice": field(1, field(1, SEGMENTS + field(1, b""))),
+    "the query twice": field(1, field(1, SEGMENTS)) * 2,
+    "all lists twice": field(1, field(1, SEGMENTS * 2)),
     "numbers one by one": field(1, field(1, field(1, b"\1", 0) + SEGMENTS[3:])),
     "times": query([[Text(1), Grid(1, 2, frames=2, seconds_per_frame=1)]], scheme="mrope-qwen2.5"),
     "separators": query([[Text(1), Grid(2, 2, row_separator=True), Text(1)]]),
@@ -203,11 +203,11 @@ LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "request_byt
 OVER: dict[str, tuple[bytes, str | None]] = {
     "at all limits": (query([[Text(3), Grid(2, 3), Text(2)], [Text(9)]]), None),
     "documents": (query([[Text(1)]] * 3), "documents"),
-    "segments": (query([[Text(1), Grid(1, 1), Text(1)], [Text(1), Text(1)]]), "segments"),
+    "segments": (query([[Text(1), Grid(2, 3), Text(1)], [Text(1), Text(1)]]), "segments"),
     "frames as segments": (query([[Text(1), Grid(1, 1, frames=4)]], scheme="mrope"), "segments"),
     "tokens": (query([[Text(20)]]), None),
     "one token more": (query([[Text(21)]]), "tokens"),
-    "images": (query([[Grid(1, 1), Text(1), Grid(1, 1)]]), "images"),
+    "images": (query([[Grid(2, 3), Text(1), Grid(2, 3)]]), "images"),
     "bytes of the answer": (query([[Text(20)]], dense=Dense("float64", (0,) * 7)), "response_bytes"),
     "bytes of the answer with all around the ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
     "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "request"),
@@ -273,6 +273,9 @@ def test_shapes_and_settings_are_learnt_and_forgotten() -> None:
     assert plain.answer(new) is None  # its plan was forgotten for others
     PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
     assert plain.answer(new) is not None
+    forget_plans()
+    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(5, 9), Text(1)]])).run()  # by another plan
+    assert plain.answer(query([[Text(1), Grid(5, 9), Text(1)]])) is not None
     assert plain.answer(query(scheme=RopeTie(), profile="nobody")) is None
 
 

@@ -6,16 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, on_host, shapes
+from mmpos.integrations.hf.token_types import (
+    IMAGE,
+    VIDEO,
+    Ids,
+    TokenTypes,
+    answer,
+    check_tensors,
+    on_host,
+    scan_tensors,
+    shapes,
+)
 from mmpos.integrations.models.settings import MERGES
 from mmpos.positions.place import place
+from mmpos.rotary.memory import is_plain
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeCanvas
-from mmpos.segments.placeholders import CropMarkers, Placeholders
+from mmpos.segments.placeholders import CropMarkers, Merging, Placeholders
 from mmpos.support.checks import INT32_MAX, IntArray, one_of
 
 __all__ = ["CanvasRopeIndex"]
@@ -66,7 +78,7 @@ class CanvasRopeIndex:
             InvalidInputError: sizes that do not fit the tokens, a thumbnail or a slice that is not between its markers,
                 a slice apart from its thumbnail, or arguments of other shapes.
         """
-        tensors = check_tensors(
+        given = check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             target_sizes=target_sizes,
@@ -78,7 +90,11 @@ class CanvasRopeIndex:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
         own = self.crop_markers
         markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
-        ids: Ids = _OPERATOR(*tensors, markers, merge)
+        assert mm_token_type_ids is not None, "checked"
+        compute = _compute if is_plain(*given) else _OPERATOR
+        ids: Ids = compute(
+            input_ids, mm_token_type_ids, target_sizes, target_sizes_videos, attention_mask, markers, merge
+        )
         return ids
 
 
@@ -91,9 +107,22 @@ def _compute(
     markers: Sequence[int],
     spatial_merge_size: int,
 ) -> Ids:
-    mask = None if attention_mask is None else attention_mask.bool()
+    mask = attention_mask if attention_mask is None or attention_mask.is_cpu else attention_mask.bool()
     kinds, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
+    assert kinds is not None, "the call has looked"
     assert ids is not None, "the call has looked"
+    merging = Merging(1, spatial_merge_size, frames_apart=False, lenient=True, types=True)
+    crops = CropMarkers(*markers)
+    scanned = None
+    if min(markers) > 0 and max(markers) < _PLACEHOLDER:
+        own = Placeholders(IMAGE, VIDEO).tokens
+        scanned = scan_tensors(
+            kinds, (*own[:5], *markers, *own[10:]), merging, _of_one_frame(images), _of_one_frame(videos), mask,
+            marker_ids=ids,
+        )  # fmt: skip
+    if scanned is not None:
+        return answer(place(scanned[0], _CANVAS), input_ids.long())
+    mask = None if mask is None else mask.bool()
     tokens = TokenTypes.of(kinds, mask)
     text = ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real]
     types = np.where(tokens.types > 0, tokens.types + _PLACEHOLDER, text.clip(0, _PLACEHOLDER))
@@ -101,12 +130,17 @@ def _compute(
         segments = replace(tokens, types=types).segments(
             _grids(tokens, "target_sizes", images, IMAGE, spatial_merge_size),
             _grids(tokens, "target_sizes_videos", videos, VIDEO, spatial_merge_size),
-            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=CropMarkers(*markers)),
+            Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=crops),
         )
     except InvalidInputError as error:
         words = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")
         raise InvalidInputError(words) from None
     return tokens.answer(place(segments, _CANVAS), input_ids.long())
+
+
+def _of_one_frame(sizes: Tensor | None) -> Tensor | None:
+    """Make (crops, 3) grids of sizes, which are (crops, 2) as long as nothing is wrong."""
+    return sizes if sizes is None or sizes.dim() != 2 else torch.nn.functional.pad(sizes, (1, 0), value=1)
 
 
 def _grids(tokens: TokenTypes, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:

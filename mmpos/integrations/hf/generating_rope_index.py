@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +11,24 @@ from torch import Tensor
 from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.token_types import IMAGE, Ids, TokenTypes, check_tensors, merged, on_host
+from mmpos.integrations.hf.token_types import (
+    IMAGE,
+    Ids,
+    TokenTypes,
+    answer,
+    check_tensors,
+    merged,
+    on_host,
+    scan_tensors,
+)
 from mmpos.integrations.models.settings import generated, per_sample
 from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.rotary.memory import is_plain
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers
-from mmpos.segments.placeholders import Placeholders
+from mmpos.segments.kinds import PAD
+from mmpos.segments.placeholders import Merging, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos.support.ragged import ragged_arange
@@ -24,6 +36,7 @@ from mmpos.support.ragged import ragged_arange
 __all__ = ["GeneratingRopeIndex"]
 
 _MROPE = MRopeTransformers()
+_MERGING = Merging(1, 1, frames_apart=False)
 
 
 @dataclass(frozen=True)
@@ -94,14 +107,22 @@ class GeneratingRopeIndex:
         """
         if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
             attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None
-        tensors = check_tensors(
+        given = check_tensors(
             input_ids=input_ids,
             image_grid_thw=image_grid_thw,
             images_per_sample=images_per_sample,
             attention_mask=attention_mask,
         )
         assert input_ids is not None, "checked"
-        ids, ahead = _OPERATOR(*tensors, self.image_start_token_id, self.image_end_token_id)
+        compute = _compute if is_plain(*given) else _OPERATOR
+        ids, ahead = compute(
+            input_ids,
+            image_grid_thw,
+            images_per_sample,
+            attention_mask,
+            self.image_start_token_id,
+            self.image_end_token_id,
+        )
         deltas = input_ids.new_zeros((len(input_ids), 1))
         return (ids, deltas), None if image_grid_thw is None or not len(image_grid_thw) else ahead
 
@@ -114,39 +135,95 @@ def _compute(
     image_start_token_id: int,
     image_end_token_id: int,
 ) -> tuple[Tensor, Tensor]:
+    markers = image_start_token_id, image_end_token_id
+    prompts = _scanned(input_ids, image_grid_thw, images_per_sample, attention_mask, markers)
+    if prompts is not None:
+        positions = place(prompts.segments, _MROPE)
+        ids, _ = answer(positions, input_ids)
+        if attention_mask is not None and (prompts.segments.kind == PAD).any():
+            ids.masked_fill_(attention_mask == 0, 1)
+        return ids, torch.from_numpy(np.ascontiguousarray(_laid(prompts, positions)))
     mask = None if attention_mask is None else attention_mask == 1
-    markers = torch.zeros_like(input_ids, dtype=torch.uint8)
-    for kind, token in enumerate((image_start_token_id, image_end_token_id), 1):
-        markers.masked_fill_(input_ids == token, kind)
-    kinds, mask, grids, counts = on_host(markers, mask, image_grid_thw, images_per_sample)
+    types = torch.zeros_like(input_ids, dtype=torch.uint8)
+    for kind, token in enumerate(markers, 1):
+        types.masked_fill_(input_ids == token, kind)
+    kinds, mask, grids, counts = on_host(types, mask, image_grid_thw, images_per_sample)
     tokens = TokenTypes.of(kinds, mask).packed()
+    prompts = _matched(tokens, grids, counts)
+    positions = place(prompts.segments, _MROPE)
+    laid = _laid(prompts, positions)
+    size = 3 * input_ids.numel()
+    numbers = np.ones(size + laid.size, np.int64)
+    numbers[:size].reshape(3, -1)[:, tokens.own] = positions.dense()
+    numbers[size:] = laid.ravel()
+    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, ahead = moved.split([size, laid.size])
+    return ids.view(3, *input_ids.shape).to(input_ids.dtype), ahead.view(laid.shape).clone()
+
+
+class _Prompts(NamedTuple):
+    """Prompts, and all grids that belong to them.
+
+    Args:
+        segments: the prompts.
+        grid_thw: (grids, 3) of each prompt those of its images, then those to generate.
+        per_row: (documents,) how many belong to each.
+    """
+
+    segments: SegmentTable
+    grid_thw: IntArray
+    per_row: IntArray
+
+
+def _scanned(
+    input_ids: Tensor,
+    image_grid_thw: Tensor | None,
+    images_per_sample: Tensor | None,
+    attention_mask: Tensor | None,
+    markers: tuple[int, int],
+) -> _Prompts | None:
+    """Make the prompts in one pass in C over tokens on the host; None for all that it does not take."""
+    grids = input_ids.new_zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
+    if not input_ids.is_cpu or grids.dtype != torch.int64 or grids.dim() != 2 or (grids[:, :1] != 1).any():
+        return None
+    counts = images_per_sample
+    if counts is None:
+        batch = len(input_ids)
+        counts, grids = grids.new_full((batch,), len(grids)), grids.repeat(batch, 1)
+    tokens = *Placeholders().tokens[:-2], *markers
+    scanned = scan_tensors(input_ids, tokens, _MERGING, grids, None, attention_mask, counts)
+    if scanned is None or (grids < 1).any():
+        return None
+    return _Prompts(scanned[0], grids.numpy(), counts.numpy())
+
+
+def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) -> _Prompts:
+    """Make the prompts of packed markers, 1 before an image and 2 after it."""
     assert tokens.cu_seqlens is not None, "packed"
     grid_thw = merged("image_grid_thw", grids, np.ones(3, np.int64))
     grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw
     if (grid_thw[:, 0] != 1).any():
         g = int((grid_thw[:, 0] != 1).argmax())
         raise InvalidInputError(f"image_grid_thw[{g}, 0]: got {grid_thw[g, 0]} frames, want 1")
-    batch = len(input_ids)
+    batch = tokens.cu_seqlens.size - 1
     if counts is None:
-        counts, grid_thw = torch.full((batch,), len(grid_thw)), np.tile(grid_thw, (batch, 1))
+        counts, grid_thw = torch.full((batch,), len(grid_thw), device="cpu"), np.tile(grid_thw, (batch, 1))
     grid_thw, per_row = per_sample(grid_thw, counts.numpy(), batch)
     inside, images = _between_markers(tokens.types, tokens.cu_seqlens, per_row)
     owner, index = ragged_arange(per_row)
     sources = grid_thw[index < images[owner]]
     segments = SegmentTable.from_input_ids(inside, Placeholders(image=IMAGE), sources, cu_seqlens=tokens.cu_seqlens)
-    positions = place(segments, _MROPE)
+    return _Prompts(segments, grid_thw, per_row)
+
+
+def _laid(prompts: _Prompts, positions: PositionTable) -> IntArray:
+    """Lay the ids of the images to come, (rows with grids, 3, steps); the last of shorter rows is repeated."""
+    segments, grid_thw, per_row = prompts
     ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
-    lengths = ahead.lengths[per_row > 0]
-    step = (
-        np.minimum(np.arange(lengths.max(initial=0)), lengths[:, None] - 1) + ahead.cu_seqlens[:-1][per_row > 0, None]
-    )
-    size = 3 * input_ids.numel()
-    numbers = np.ones(size + 3 * step.size, np.int64)
-    numbers[:size].reshape(3, -1)[:, tokens.own] = positions.dense()
-    numbers[size:] = ahead.dense()[:, step].transpose(1, 0, 2).ravel()
-    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
-    ids, laid = moved.split([size, 3 * step.size])
-    return ids.view(3, *input_ids.shape).to(input_ids.dtype), laid.view(len(step), 3, step.shape[1]).clone()
+    own = per_row > 0
+    lengths, first = ahead.lengths[own, None], ahead.cu_seqlens[:-1][own, None]
+    step = np.minimum(np.arange(lengths.max(initial=0)), lengths - 1) + first
+    return ahead.dense(dtype=np.int64)[:, step].transpose(1, 0, 2)
 
 
 def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> tuple[IntArray, IntArray]:

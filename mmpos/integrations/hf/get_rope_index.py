@@ -16,17 +16,31 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
 from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex
 from mmpos.integrations.hf.omni_rope_index import OmniRopeIndex
-from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, merged, on_host, shapes
+from mmpos.integrations.hf.token_types import (
+    IMAGE,
+    VIDEO,
+    Ids,
+    TokenTypes,
+    answer,
+    check_tensors,
+    merged,
+    on_host,
+    scan_tensors,
+    shapes,
+)
 from mmpos.integrations.models.from_config import audio_chunk, from_hf_config, thinker
 from mmpos.integrations.models.model_types import MODEL_TYPES, ModelType
 from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES, DELTA, FIRST_SEGMENT, HEIGHT, NEXT_POSITION, OFFSET, WIDTH
 from mmpos.rotary.hf_config import Fields
+from mmpos.rotary.memory import is_plain
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
 from mmpos.schemes.base import Grids, Placement
 from mmpos.schemes.mrope import TimedMRope
 from mmpos.segments.kinds import GRID
-from mmpos.segments.placeholders import Placeholders
+from mmpos.segments.placeholders import Merging, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
@@ -46,6 +60,7 @@ __all__ = [
 Model = TypeVar("Model", bound=nn.Module)
 
 _MROPE = MRopeTransformers()
+_TYPES = Placeholders(IMAGE, VIDEO).tokens
 _METHOD = "get_rope_index"
 
 
@@ -104,15 +119,18 @@ class RopeIndex:
         attention_mask: Tensor | None,
         intervals: Tensor | None,
     ) -> Ids:
-        tensors = check_tensors(
+        given = check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             attention_mask=attention_mask,
         )
-        merges = self.spatial_merge_size, self.temporal_merge_size, self.frames_apart
-        ids: Ids = _OPERATOR(*tensors, intervals, *merges)
+        compute = _compute if is_plain(*given) else _OPERATOR
+        ids: Ids = compute(
+            input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, intervals,
+            self.spatial_merge_size, self.temporal_merge_size, self.frames_apart,
+        )  # fmt: skip
         return ids
 
 
@@ -224,12 +242,13 @@ class XDRopeIndex:
         Raises:
             InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
         """
-        tensors = check_tensors(
+        check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             image_grid_thw=image_grid_thw,
             attention_mask=attention_mask,
         )
+        tensors = input_ids, mm_token_type_ids, image_grid_thw, attention_mask
         ids: Ids = _XD_OPERATOR(*tensors, self.spatial_merge_size, self.axes)
         return ids
 
@@ -255,6 +274,19 @@ class _FrameTimes(MRopeTransformers):
 
     def last_ids(self, grids: Grids) -> IntArray:
         return np.asarray(np.maximum.reduceat(self.times, grids.frames.cumsum() - grids.frames))
+
+
+@dataclass(frozen=True)
+class _Still(MRopeTransformers):
+    """M-RoPE of Transformers as if no frame came after the first."""
+
+    by_shape = True
+
+    def last_ids(self, grids: Grids) -> IntArray:
+        return np.zeros_like(grids.frames)
+
+
+_STILL = _Still()
 
 
 def rope_index(config: object) -> Function:
@@ -375,16 +407,24 @@ def _compute(
     temporal_merge_size: int,
     frames_apart: bool,
 ) -> Ids:
-    mask = None if attention_mask is None else attention_mask.bool()
+    mask = attention_mask if attention_mask is None or attention_mask.is_cpu else attention_mask.bool()
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
-    tokens = TokenTypes.of(types, mask)
+    merging = Merging(temporal_merge_size, spatial_merge_size, frames_apart, lenient=True, types=True)
+    assert types is not None, "the call has looked"
+    scanned = scan_tensors(types, _TYPES, merging, images, videos, mask)
+    if scanned is not None:
+        segments, of_videos = scanned
+        positions = place(segments, _MROPE) if intervals is None else _timed(segments, of_videos, intervals)
+        if positions is not None:
+            return answer(positions, input_ids)
+    tokens = TokenTypes.of(types, None if mask is None else mask.bool())
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = tokens.segments(
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
         frames_apart=frames_apart,
     )
-    positions = place(segments, _MROPE if intervals is None else _timed(segments, tokens, intervals))
+    positions = place(segments, _MROPE if intervals is None else _with_times(segments, tokens, intervals))
     return tokens.answer(positions, input_ids)
 
 
@@ -406,25 +446,61 @@ def _compute_xd(
     return ids, deltas.to(input_ids.dtype)
 
 
-def _timed(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
+def _with_times(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
     """Give frames of videos the ids that products of floats have when they are cut off."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO
-    videos = int(is_video.sum())
+    owner, times = ragged_arange(segments.extents[0, grid])
+    moving = is_video[owner]
+    times[moving] = _times((is_video.cumsum() - 1)[owner[moving]], times[moving], int(is_video.sum()), intervals)
+    return _FrameTimes(times=times)
+
+
+def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> IntArray:
+    """Count the ids from the first frame of videos to others, (frames,), of these videos and these indices."""
     if intervals.dim() != 1 or len(intervals) < videos:
         got = f"shape {tuple(intervals.shape)}"
         raise InvalidInputError(f"second_per_grid_ts: got {got}, want at least {videos} values, one per video")
-    owner, times = ragged_arange(segments.extents[0, grid])
-    moving = is_video[owner]
-    video = torch.from_numpy((is_video.cumsum() - 1)[owner[moving]])
-    ids = torch.from_numpy(times[moving]) * intervals[video]
-    wide = ids.double()
-    if not (good := (wide >= 0) & (wide <= INT32_MAX)).all():
-        v = int(video[good.logical_not().int().argmax()])
+    ids = torch.from_numpy(frame) * intervals[torch.from_numpy(video)]
+    wide = ids.double().numpy()
+    good = (wide >= 0) & (wide <= INT32_MAX)
+    if not good.all():
+        v = int(video[good.argmin()])
         got = f"frames that are {intervals[v].item():g} ids apart"
         raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0, and ids within int32")
-    times[moving] = ids.long().numpy()
-    return _FrameTimes(times=times)
+    times: IntArray = ids.long().numpy()
+    return times
+
+
+def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -> PositionTable | None:
+    """Place segments, and every frame of a video at its own time; None where ids might be beyond int32.
+
+    Args:
+        segments: the documents.
+        videos: (segments,) index of the video of each, -1 for all else; None where there is no video.
+        intervals: (videos,) ids between frames.
+    """
+    positions = place(segments, _STILL)
+    if videos is None or not (moving := videos >= 0).any():
+        return positions
+    frames = np.where(moving, segments.extents[0], 1)
+    first = frames.cumsum() - frames
+    owner, frame = ragged_arange(frames)
+    of_video = moving[owner]
+    frame *= of_video
+    times = np.zeros_like(frame)
+    times[of_video] = _times(videos[owner[of_video]], frame[of_video], int(videos.max()) + 1, intervals)
+    table, documents = positions.table[:, owner], positions.documents.copy()
+    table[OFFSET] += frame * table[HEIGHT] * table[WIDTH]
+    table[AXES] += times
+    last = np.maximum.reduceat(table[AXES], first)
+    if last.max() > INT32_MAX:
+        return None
+    document = np.arange(positions.num_documents).repeat(np.diff(segments.segment_offsets))
+    np.maximum.at(documents[NEXT_POSITION], document[moving], last[moving] + 1)
+    documents[DELTA] += documents[NEXT_POSITION] - positions.next_positions
+    documents[FIRST_SEGMENT] = first[documents[FIRST_SEGMENT]]
+    return PositionTable(table, documents, positions.num_tokens, False, positions.scheme)
 
 
 def _xd_shapes(

@@ -12,11 +12,24 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
-from mmpos.segments.placeholders import Placeholders
-from mmpos.segments.table import SegmentTable
+from mmpos.positions.table_rows import DELTA
+from mmpos.segments.placeholders import Merging, Placeholders
+from mmpos.segments.table import SegmentTable, scan
 from mmpos.support.checks import Array, IntArray, int_array
 
-__all__ = ["IMAGE", "VIDEO", "Ids", "TokenTypes", "check_tensors", "merged", "moved", "on_host", "shapes"]
+__all__ = [
+    "IMAGE",
+    "VIDEO",
+    "Ids",
+    "TokenTypes",
+    "answer",
+    "check_tensors",
+    "merged",
+    "moved",
+    "on_host",
+    "scan_tensors",
+    "shapes",
+]
 
 Ids = tuple[Tensor, Tensor]
 """(axes, batch, seq) position ids and (batch, 1) deltas."""
@@ -24,27 +37,78 @@ Ids = tuple[Tensor, Tensor]
 IMAGE, VIDEO = 1, 2
 """Of mm_token_type_ids; text is 0."""
 
+_MASKS = (torch.int64, torch.bool, torch.int32, torch.uint8)
 
-def check_tensors(**named: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return arguments, but refuse what is no tensor, and values per token in other shapes than input_ids."""
+
+def check_tensors(**named: Tensor | None) -> list[Tensor]:
+    """Return the arguments that are there, but refuse what is no tensor, and other shapes of tokens than input_ids."""
     tensors = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
             tensors[name] = value
         elif value is not None or name in ("input_ids", "mm_token_type_ids"):
             raise InvalidInputError(f"{name}: got {type(value).__name__}, want a tensor")
-    shape = tuple(tensors["input_ids"].shape)
+    shape = tensors["input_ids"].shape
     if len(shape) != 2:
-        raise InvalidInputError(f"input_ids: got shape {shape}, want (batch, seq)")
+        raise InvalidInputError(f"input_ids: got shape {tuple(shape)}, want (batch, seq)")
     for name in ("mm_token_type_ids", "attention_mask"):
         if name in tensors and tensors[name].shape != shape:
-            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {shape} as input_ids")
-    return tuple(named.values())
+            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {tuple(shape)} as input_ids")
+    return [*tensors.values()]
+
+
+def scan_tensors(
+    input_ids: Tensor,
+    tokens: tuple[int, ...],
+    merging: Merging,
+    image_grid_thw: Tensor | None,
+    video_grid_thw: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    images_per_document: Tensor | None = None,
+    marker_ids: Tensor | None = None,
+) -> tuple[SegmentTable, IntArray | None] | None:
+    """Make the table of token ids, or of their types, in one pass in C; see ``mmpos.segments.table.scan``.
+
+    Args are tensors on the host; None for all that the pass does not take, as masks with holes.
+    """
+    if attention_mask is not None and attention_mask.dtype not in _MASKS:
+        return None
+    return scan(
+        input_ids.contiguous().numpy(),
+        tokens,
+        merging,
+        None if image_grid_thw is None else image_grid_thw.numpy(),
+        None if video_grid_thw is None else video_grid_thw.numpy(),
+        attention_mask=None if attention_mask is None else attention_mask.numpy(),
+        images_per_document=None if images_per_document is None else images_per_document.numpy(),
+        marker_ids=None if marker_ids is None else marker_ids.contiguous().numpy(),
+    )
+
+
+def answer(positions: PositionTable, input_ids: Tensor) -> Ids:
+    """Expand the ids of whole rows in the dtype of input_ids, and int64 deltas, on its device.
+
+    Their scheme gives every document a next position.
+    """
+    (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
+    if not input_ids.is_cpu:
+        numbers = np.empty(axes * batch * seq + batch, np.int64)
+        positions.dense(out=numbers[: numbers.size - batch].reshape(axes, -1))
+        numbers[numbers.size - batch :] = positions.documents[DELTA]
+        ids, after = moved(numbers, input_ids, axes)
+        return ids.to(dtype), after
+    exact = dtype in (torch.int64, torch.int32)
+    ids = input_ids.new_empty((axes, batch, seq), dtype=dtype if exact else torch.int64)
+    positions.dense(out=ids.numpy().reshape(axes, batch * seq))
+    deltas = torch.from_numpy(positions.documents[DELTA, :, None].copy())
+    return ids if exact else ids.to(dtype), deltas
 
 
 def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
     """Copy tensors to the host, those of one device in one copy."""
-    away = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
+    away = [tensor for tensor in tensors if tensor is not None and not tensor.is_cpu]
+    if not away:
+        return [*tensors]
     if len({tensor.device for tensor in away}) != 1:
         return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
     away.sort(key=lambda tensor: -tensor.element_size())  # the widest first, so that all stand at multiples of theirs

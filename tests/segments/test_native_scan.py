@@ -159,3 +159,43 @@ def test_one_pass_gives_what_python_gives(name: str, monkeypatch: pytest.MonkeyP
         assert answered == before
         sound += isinstance(want, dict)
     assert answered >= sound * 0.9 - 300 * (name == "sound and rows"), (answered, sound)
+
+
+def test_any_numbers_are_read_inside_their_arrays() -> None:
+    """And give tables that are sound, or nothing."""
+    random, absent, made = Random("numbers"), -(2**63), 0
+    wide = [0, 1, 2, 3, 4, -1, 7, 100, 2**31 - 1, 2**31, 2**62, -(2**63), 2**63 - 1]
+
+    def numbers(*shape: int, dtype: Any = np.int64, most: int = 4) -> Any:
+        array = np.array([random.randint(0, most) for _ in range(int(np.prod(shape)))], np.int64).reshape(shape)
+        if array.size and random.random() < 0.2:
+            array.flat[random.randrange(array.size)] = random.choice(wide)
+        return array.astype(dtype)
+
+    for _ in range(4000):
+        batch, seq = random.randint(0, 3), random.randint(0, 70)
+        dtype = random.choice([np.int64, np.int32, np.uint8])
+        shape = random.choice([(batch, seq), (batch * seq,)])
+        cu = random.choice([None, np.sort(numbers(batch + 1, most=max(seq * batch, 1)))])
+        kept = random.choice([[0, 1, 2], [0, 1], [0, 5, 6, 7, 8, 9], [0, 3, 4], [0, 1, 2, 3, 4], [10, 11]])
+        tokens = tuple(random.randint(0, 4) if i in kept else absent for i in range(12))
+        options = (*(random.randint(0, 2) for _ in range(2)), random.random() < 0.5, random.random() < 0.9, False)
+        answer = native.core.scan(
+            numbers(*shape, dtype=dtype),
+            cu,
+            random.choice([None, numbers(*shape, dtype=dtype, most=1)]),
+            tokens,
+            tuple(map(int, options)),
+            random.choice([None, numbers(random.randint(0, 9), 3, most=3)]),
+            random.choice([None, numbers(random.randint(0, 9), 3, most=3)]),
+            random.choice([None, None, numbers(random.randint(0, 3))]),
+            random.choice([None, None, numbers(random.randint(0, 3))]),
+            random.choice([None, None, numbers(*shape, dtype=dtype)]),
+        )
+        if answer is not None:
+            made += 1
+            kind, extents, offsets, separator, extra, _ = answer
+            arrays = np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets)
+            marks = None if separator is None else np.frombuffer(separator, np.bool_)
+            SegmentTable(*arrays, None, marks, None if extra is None else native.int64(extra))
+    assert made > 20

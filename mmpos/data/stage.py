@@ -47,9 +47,9 @@ class Stage:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.preprocess):
-            got = type(self.preprocess).__name__
-            raise InvalidInputError(f"preprocess: got {got}, want a callable of record and location")
+        given: object = self.preprocess
+        if not callable(given):
+            raise InvalidInputError(f"preprocess: got {type(given).__name__}, want a callable of record and location")
         boolean("patches", self.patches)
 
     def __call__(self, block: Block) -> pa.Table:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis, diagnose, same_positions
     from mmpos.analysis.fingerprint import fingerprint
     from mmpos.images import ImageProcessor, ImageSize
+    from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
     from mmpos.integrations.models import ModelSettings, from_hf_config
     from mmpos.sequence import ByteTokenizer, InterleavedSequence, Markers, SequenceBuilder, Video
 
@@ -46,6 +47,7 @@ __all__ = [
     "SegmentTable",
     "SequenceBuilder",
     "Text",
+    "TransformerSettings",
     "UnsupportedError",
     "Video",
     "analysis",
@@ -55,6 +57,7 @@ __all__ = [
     "diagnose",
     "encodings",
     "fingerprint",
+    "from_diffusers",
     "from_hf_config",
     "info",
     "integrations",
@@ -75,6 +78,7 @@ if not TYPE_CHECKING:
             "Markers": "sequence",
             "ModelSettings": "integrations.models",
             "SequenceBuilder": "sequence",
+            "TransformerSettings": "integrations.diffusers.settings",
             "Video": "sequence",
             "analysis": "analysis",
             "client": "client",
@@ -82,6 +86,7 @@ if not TYPE_CHECKING:
             "diagnose": "analysis.diagnosis",
             "encodings": "encodings",
             "fingerprint": "analysis.fingerprint",
+            "from_diffusers": "integrations.diffusers.settings",
             "from_hf_config": "integrations.models",
             "integrations": "integrations",
             "rotary": "rotary",

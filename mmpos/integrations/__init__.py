@@ -1,1 +1,1 @@
-"""Positions and rotations in Transformers, vLLM, SGLang and Megatron; settings from configs."""
+"""Positions and rotations in Transformers, diffusers, vLLM, SGLang and Megatron; settings from configs."""

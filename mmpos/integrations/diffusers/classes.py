@@ -1,0 +1,522 @@
+"""Classes of transformers in diffusers: how the scheme and the rotation of each follow from its config.
+
+Each row names what its class computes; ``test_diffusers_settings`` compares cos and sin with those of the class.
+Defaults are those of the classes, for fields that a config.json leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from math import pi
+from types import MappingProxyType
+from typing import Any
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.diffusers.config import TransformerConfig
+from mmpos.rotary.config import Rotary
+from mmpos.schemes import get_scheme
+from mmpos.schemes.generation import (
+    NOT_AFFINE,
+    Flux2,
+    Flux3,
+    HunyuanImage,
+    JoyImage,
+    LongCatImage,
+    Lumina2,
+    QwenImage,
+)
+from mmpos.schemes.generation_video import (
+    Allegro,
+    AnyFlowFar,
+    CogVideoX,
+    Cosmos,
+    Cosmos3,
+    Kandinsky,
+    Ltx,
+    Ltx2,
+    MiniMaxH3,
+    Wan,
+)
+
+__all__ = ["REFUSED", "TRANSFORMERS"]
+
+Settings = dict[str, Any]
+"""Arguments of TransformerSettings but for the class."""
+
+Reader = Callable[[TransformerConfig], Settings]
+
+_PACKED = (1, 2, 2)
+"""Latents in a token of pipelines that pack them."""
+
+
+def _axial(
+    scheme: Any,
+    field: str,
+    dims: tuple[int, ...],
+    theta: float | str = 10000.0,
+    default_theta: float = 10000.0,
+    *,
+    patch: tuple[int, int, int] | None = _PACKED,
+    default_patch: int | tuple[int, ...] = 2,
+    limits: tuple[int, int] | str | None = None,
+    ends: tuple[int, ...] = (),
+) -> Reader:
+    """Read a rotation with adjacent pairs and a full ladder for each axis, whose channels the config names.
+
+    Args:
+        scheme: its name, or a scheme.
+        field: of the channels of each axis.
+        dims: their defaults.
+        theta: base, or the field that names it.
+        default_theta: default of that field.
+        patch: latents in a token; None where the transformer cuts them and its config says how.
+        default_patch: default of that.
+        limits: lowest and highest id, or the field with the number of ids from 0 on each axis.
+        ends: defaults of that field.
+    """
+
+    def read(config: TransformerConfig) -> Settings:
+        channels = config.integers(field, dims)
+        base = config.number(theta, default_theta) if isinstance(theta, str) else theta
+        settings: Settings = {
+            "scheme": get_scheme(scheme),
+            "rotary": _ladders(channels, base),
+            "patch_size": config.patch(default=default_patch) if patch is None else patch,
+        }
+        if isinstance(limits, str):
+            settings["limits"] = tuple((0, end - 1) for end in config.integers(limits, ends))
+        elif limits is not None:
+            settings["limits"] = (limits,) * len(channels)
+        return settings
+
+    return read
+
+
+def _ladders(channels: tuple[int, ...], theta: Any = 10000.0, pairing: Any = "adjacent") -> Rotary:
+    """Make the rotation with a full ladder for each axis, block after block."""
+    axes = len(channels)
+    return Rotary(
+        head_dim=sum(channels), theta=theta, axes=axes, allocation="axial", axes_dim=channels, pairing=pairing
+    )
+
+
+def _thirds(head_dim: int) -> tuple[int, int, int]:
+    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, frames the rest."""
+    side = 2 * (head_dim // 6)
+    return head_dim - 2 * side, side, side
+
+
+def _wan(default_heads: int, scheme: Any = "wan", *, rows: int | None = None) -> Reader:
+    """Read Wan and its likes; ids end with the table, whose rows the config names, or these."""
+
+    def read(config: TransformerConfig) -> Settings:
+        end = config.integer("rope_max_seq_len", 1024) if rows is None else rows
+        return {
+            "scheme": get_scheme(scheme),
+            "rotary": _ladders(_thirds(config.integer("attention_head_dim", default_heads))),
+            "patch_size": config.patch(),
+            "limits": ((0, end - 1),) * 3,
+        }
+
+    return read
+
+
+def _chrono_edit(config: TransformerConfig) -> Settings:
+    return _wan(128, Wan(skip_length=config.integer("rope_temporal_skip_len", 8)))(config)
+
+
+def _sana_wm(config: TransformerConfig) -> Settings:
+    config.want("pos_embed_type", "wan_rope", "wan_rope")
+    head = config.integer("linear_head_dim", 112)
+    return _wan(head, rows=1024)(config) | {"patch_size": config.patch(default=(1, 1, 1))}
+
+
+def _wan_animate_2(config: TransformerConfig) -> Settings:
+    offsets = tuple(
+        config.integer(f"refer_offset_{axis}", n, minimum=-1) for axis, n in zip("thw", (1, 0, -1), strict=True)
+    )
+    if offsets != (1, 0, -1):
+        got, want = f"offsets {offsets} of references", "(1, 0, -1), beside what is generated"
+        raise UnsupportedError(f"config.refer_offset_t, _h, _w: got {got}, want {want}")
+    config.want("refer_stride", 1, 1)
+    head = config.integer("dim", 5120) // config.integer("num_heads", 40)
+    return _wan(head, Wan(beside=True), rows=512)(config)
+
+
+def _any_flow_far(config: TransformerConfig) -> Settings:
+    patch, coarse = config.patch(), config.patch("compressed_patch_size", (1, 4, 4))
+    ratio = coarse[1] // patch[1]
+    if coarse != (patch[0], ratio * patch[1], ratio * patch[2]):
+        want = "one multiple of patch_size in rows and columns"
+        raise UnsupportedError(f"config.compressed_patch_size: got {list(coarse)}, want {want}")
+    return _wan(128, AnyFlowFar(ratio=ratio))(config)
+
+
+def _qwen_image(config: TransformerConfig) -> Settings:
+    scheme = QwenImage(layered=bool(config.get("use_layer3d_rope", False)))
+    return _axial(scheme, "axes_dims_rope", (16, 56, 56), limits=(-4096, 4095))(config)
+
+
+def _z_image(config: TransformerConfig) -> Settings:
+    if config.get("siglip_feat_dim") is not None:
+        raise UnsupportedError(f"config.siglip_feat_dim: got one, want None: {NOT_AFFINE['z-image-omni']}")
+    patch = config.integers("all_patch_size", (2,), count=1), config.integers("all_f_patch_size", (1,), count=1)
+    sizes = (patch[1][0], patch[0][0], patch[0][0])
+    reader = _axial(
+        Lumina2(first=1),
+        "axes_dims",
+        (32, 48, 48),
+        "rope_theta",
+        256.0,
+        patch=sizes,
+        limits="axes_lens",
+        ends=(1024, 512, 512),
+    )
+    return reader(config)
+
+
+def _bria_fibo_2(config: TransformerConfig) -> Settings:
+    scheme = Lumina2(first=1, image_at=config.integer("max_num_gist_tokens", 512) + 1)
+    side = 2 * config.integer("patch_size", 2)  # the pipeline packs latents before
+    reader = _axial(
+        scheme,
+        "axes_dims",
+        (32, 48, 48),
+        "rope_theta",
+        256.0,
+        patch=(1, side, side),
+        limits="axes_lens",
+        ends=(2048, 512, 512),
+    )
+    return reader(config)
+
+
+def _ernie_image(config: TransformerConfig) -> Settings:
+    """Read ERNIE-Image, which repeats each angle and then pairs channel j with j + d/2: channels of a pair differ."""
+    dims = config.integers("rope_axes_dim", (32, 48, 48))
+    theta = config.number("rope_theta", 256.0)
+    one = _ladders(dims, theta)
+    axes = [int(axis) for axis in one.pair_axis.repeat(2)]
+    angles = [float(value) for value in one.inv_freq_array.repeat(2)]
+    half = len(axes) // 2
+    first, second = (
+        Rotary(head_dim=sum(dims), axes=3, allocation=axes[part], inv_freq=angles[part])
+        for part in (slice(half), slice(half, None))
+    )
+    side = config.integer("patch_size", 1)
+    patch = (1, 2 * side, 2 * side)  # the pipeline packs latents before
+    return {"scheme": Lumina2(image_first=True), "rotary": first, "second_rotary": second, "patch_size": patch}
+
+
+def _ideogram_4(config: TransformerConfig) -> Settings:
+    head = config.integer("attention_head_dim", 256)
+    section = config.integers("mrope_section", (24, 20, 20))
+    axes = [0] * (head // 2)
+    for axis in (1, 2):
+        places = range(axis, 3 * section[axis], 3)
+        if places.stop > head // 2 + 2:
+            raise InvalidInputError(f"config.mrope_section: got {list(section)}, want pairs within {head // 2}")
+        for place in places:
+            axes[place] = axis
+    rotary = Rotary(head_dim=head, theta=config.number("rope_theta", 5e6), axes=3, allocation=axes)
+    return {"scheme": get_scheme("ideogram4"), "rotary": rotary, "patch_size": _PACKED}
+
+
+def _prx(config: TransformerConfig) -> Settings:
+    dims = config.integers("axes_dim", (32, 32))
+    rotary = _ladders(dims, config.number("theta", 10000.0))
+    return {"scheme": HunyuanImage(), "rotary": rotary, "patch_size": config.patch(default=2)}
+
+
+def _hunyuan_image(config: TransformerConfig) -> Settings:
+    patch = config.get("patch_size", (1, 1))
+    count = len(patch) if isinstance(patch, list | tuple) else 2
+    dims = config.integers("rope_axes_dim", (64, 64) if count == 2 else (16, 56, 56), count=count)
+    rotary = _ladders(dims, config.number("rope_theta", 256.0))
+    return {"scheme": HunyuanImage(axes=count), "rotary": rotary, "patch_size": config.patch(default=(1, 1))}
+
+
+def _glm_image(config: TransformerConfig) -> Settings:
+    head = config.integer("attention_head_dim", 40)
+    rotary = _ladders((head // 2, head // 2), pairing="half")
+    return {"scheme": HunyuanImage(), "rotary": rotary, "patch_size": config.patch(default=2)}
+
+
+def _joy_image(config: TransformerConfig) -> Settings:
+    head = config.integer("hidden_size", 3072) // config.integer("num_attention_heads", 24)
+    dims = config.integers("rope_dim_list", (16, 56, 56))
+    if sum(dims) != head:
+        raise InvalidInputError(f"config.rope_dim_list: got {list(dims)}, want numbers that sum to {head}, a head")
+    rotary = _ladders(dims, config.number("theta", 256.0))
+    return {"scheme": JoyImage(), "rotary": rotary, "patch_size": config.patch()}
+
+
+def _joy_image_edit(config: TransformerConfig) -> Settings:
+    return _joy_image(config) | {"scheme": JoyImage(text_runs=config.get("rope_type") == "mrope")}
+
+
+def _cog_video(default_head: int = 64, *, stretched: bool = False) -> Reader:
+    """Read CogVideoX: a quarter of the channels for frames; 1.0 stretches a base grid, 1.5 (patch_size_t) cuts one."""
+
+    def read(config: TransformerConfig) -> Settings:
+        config.want("use_rotary_positional_embeddings", False, True)
+        head, side = config.integer("attention_head_dim", default_head), config.integer("patch_size", 2)
+        base = config.integer("sample_height", 60) // side, config.integer("sample_width", 90) // side
+        rotary = _ladders(_quarter(head))
+        if stretched or config.get("patch_size_t") is None:
+            return {"scheme": CogVideoX(*base), "rotary": rotary, "patch_size": (1, side, side)}
+        limits = ((0, 2**31 - 1), (0, base[0] - 1), (0, base[1] - 1))
+        scheme = get_scheme("hunyuan-video")
+        return {"scheme": scheme, "rotary": rotary, "patch_size": config.patch(default=2), "limits": limits}
+
+    return read
+
+
+def _quarter(head: int) -> tuple[int, int, int]:
+    if head % 16:
+        raise InvalidInputError(f"config.attention_head_dim: got {head}, want a multiple of 16")
+    return head // 4, head // 8 * 3, head // 8 * 3
+
+
+def _easy_animate(config: TransformerConfig) -> Settings:
+    config.want("time_position_encoding_type", "3d_rope", "3d_rope")
+    side = config.integer("patch_size", 2)
+    rotary = _ladders(_quarter(config.integer("attention_head_dim", 64)))
+    return {"scheme": CogVideoX(60 // side, 90 // side), "rotary": rotary, "patch_size": (1, side, side)}
+
+
+def _hunyuan_dit(config: TransformerConfig) -> Settings:
+    """Read HunyuanDiT, whose first half of channels turns by columns and whose frames turn nothing."""
+    head, side = config.integer("attention_head_dim", 88), config.integer("patch_size", 2)
+    ladder = [float(value) for value in _ladders((head // 2, head // 2)).inv_freq_array]
+    axes = [2] * (head // 4) + [1] * (head // 4)
+    rotary = Rotary(head_dim=head, axes=3, allocation=axes, inv_freq=ladder, pairing="adjacent")
+    base = 512 // 8 // side
+    return {"scheme": CogVideoX(base, base), "rotary": rotary, "patch_size": (1, side, side)}
+
+
+def _allegro(config: TransformerConfig) -> Settings:
+    """Read Allegro, where each axis turns a third of every head by halves: thrice as many heads, each of one axis."""
+    head, heads = config.integer("attention_head_dim", 96), config.integer("num_attention_heads", 24)
+    if head % 6:
+        raise InvalidInputError(f"config.attention_head_dim: got {head}, want a multiple of 6")
+    scales = [config.fraction(f"interpolation_scale_{axis}", n) for axis, n in zip("thw", (2.2, 2.0, 2.0), strict=True)]
+    return {
+        "scheme": Allegro(*(1 / scale for scale in scales)),
+        "rotary": Rotary(head_dim=head // 3, axes=3, allocation="heads", head_axes=[0, 1, 2] * heads),
+        "patch_size": config.patch(default=2),
+    }
+
+
+def _ltx(config: TransformerConfig) -> Settings:
+    config.want("patch_size", 1, 1)
+    config.want("patch_size_t", 1, 1)
+    channels = config.integer("num_attention_heads", 32) * config.integer("attention_head_dim", 64)
+    return {"scheme": Ltx(), "rotary": _whole(channels, 10000.0, 3), "patch_size": (1, 1, 1)}
+
+
+def _ltx_2(config: TransformerConfig) -> Settings:
+    config.want("patch_size", 1, 1)
+    config.want("patch_size_t", 1, 1)
+    config.want("rope_type", "interleaved", "interleaved")
+    channels = config.integer("num_attention_heads", 32) * config.integer("attention_head_dim", 128)
+    scales = config.integers("vae_scale_factors", (8, 32, 32))
+    rows, columns = (config.integer(name, 2048) for name in ("base_height", "base_width"))
+    scheme = Ltx2(
+        row_step=Fraction(2 * scales[1], rows),
+        col_step=Fraction(2 * scales[2], columns),
+        tokens_per_second=Fraction(2, config.integer("pos_embed_max_pos", 20)),
+        causal_offset=config.integer("causal_offset", 1, minimum=0),
+        frames_per_latent=scales[0],
+    )
+    return {
+        "scheme": scheme,
+        "rotary": _whole(channels, config.number("rope_theta", 10000.0), 3),
+        "patch_size": (1, 1, 1),
+        "vae_scale": scales,
+    }
+
+
+def _whole(channels: int, theta: float, axes: int) -> Rotary:
+    """Make the rotation of all channels at once, up to θ·π/2 rad per id: axes take turns on every rung of one ladder.
+
+    The first channels, which the axes do not share out evenly, do not turn.
+    """
+    rungs = channels // (2 * axes)
+    ladder = [pi / 2 * theta ** (rung / (rungs - 1)) for rung in range(rungs)]
+    still = channels // 2 - rungs * axes
+    return Rotary(
+        head_dim=channels,
+        axes=axes,
+        pairing="adjacent",
+        allocation=[-1] * still + list(range(axes)) * rungs,
+        inv_freq=[0.0] * still + [value for value in ladder for _ in range(axes)],
+    )
+
+
+def _cosmos(config: TransformerConfig) -> Settings:
+    head = config.integer("attention_head_dim", 128)
+    side = head // 6 * 2
+    dims = head - 2 * side, side, side
+    scales = config.get("rope_scale", (2.0, 1.0, 1.0))
+    if not isinstance(scales, list | tuple) or len(scales) != 3:
+        raise InvalidInputError(f"config.rope_scale: got {scales!r}, want 3 numbers")
+    # An NTK factor of each axis's own, as an exponent of its own channels.
+    theta = [10000.0 * scale ** (dim / (dim - 2)) for scale, dim in zip(scales, dims, strict=True)]
+    patch = config.patch()
+    sizes = config.integers("max_size", (128, 240, 240))
+    longest = max(size // n for size, n in zip(sizes, patch, strict=True))
+    limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after they are looked up
+    return {"scheme": Cosmos(), "rotary": _ladders(dims, theta, "half"), "patch_size": patch, "limits": limits}
+
+
+def _cosmos_3(config: TransformerConfig) -> Settings:
+    config.want("unified_3d_mrope_reset_spatial_ids", True, True)
+    scaling = config.get("rope_scaling")
+    default = tuple(scaling.get("mrope_section", (24, 20, 20))) if isinstance(scaling, Mapping) else (24, 20, 20)
+    rotary = Rotary(
+        head_dim=config.integer("head_dim", 128),
+        theta=config.number("rope_theta", 5e6),
+        axes=3,
+        allocation="mrope-interleaved",
+        mrope_section=config.integers("rope_axes_dim", default),
+    )
+    side = config.integer("latent_patch_size", 2)
+    scheme = Cosmos3(
+        tokens_per_second=config.integer("base_fps", 24),
+        margin=config.integer("unified_3d_mrope_temporal_modality_margin", 15000, minimum=0),
+    )
+    return {"scheme": scheme, "rotary": rotary, "patch_size": (1, side, side)}
+
+
+def _kandinsky(dims: tuple[int, int, int], *, patch: tuple[int, int, int] = (1, 2, 2), scaled: bool = False) -> Reader:
+    """Read Kandinsky 5, whose pipeline says the scale of each size, and 6, whose config says it."""
+
+    def read(config: TransformerConfig) -> Settings:
+        channels = config.integers("axes_dims", dims)
+        scales = config.fractions("scale_factor", (1.0, 2.0, 2.0)) if scaled else (Fraction(1),) * 3
+        return {
+            "scheme": Kandinsky(*(1 / scale for scale in scales)),
+            "rotary": _ladders(channels),
+            "text_rotary": Rotary(head_dim=sum(channels), axes=1, pairing="adjacent"),
+            "patch_size": config.patch(default=patch),
+        }
+
+    return read
+
+
+def _kandinsky_6_sr(config: TransformerConfig) -> Settings:
+    return _kandinsky((16, 24, 24), patch=(1, 1, 1), scaled=True)(config) | {"text_rotary": None}
+
+
+def _minimax_h3(config: TransformerConfig) -> Settings:
+    rotary = Rotary(
+        head_dim=config.integer("attention_head_dim", 128),
+        rotary_dim=6 * config.integer("rope_freq_dim", 16),
+        theta=config.number("rope_theta", 10000.0),
+        axes=3,
+        allocation="axial",
+    )
+    return {"scheme": MiniMaxH3(), "rotary": rotary, "patch_size": config.patch()}
+
+
+_HUNYUAN = _axial("hunyuan-video", "rope_axes_dim", (16, 56, 56), "rope_theta", 256.0, patch=None)
+_FLUX = _axial("flux", "axes_dims_rope", (16, 56, 56))
+_BRIA = _axial("flux", "axes_dims_rope", (16, 56, 56), "rope_theta")
+
+TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        "AllegroTransformer3DModel": _allegro,
+        "AnyFlowFARTransformer3DModel": _any_flow_far,
+        "AnyFlowTransformer3DModel": _wan(128),
+        "BriaFibo2Transformer2DModel": _bria_fibo_2,
+        "BriaFiboTransformer2DModel": _BRIA,
+        "BriaTransformer2DModel": _BRIA,
+        "ChromaTransformer2DModel": _FLUX,
+        "ChronoEditTransformer3DModel": _chrono_edit,
+        "CogVideoXTransformer3DModel": _cog_video(),
+        "ConsisIDTransformer3DModel": _cog_video(stretched=True),
+        "Cosmos3OmniTransformer": _cosmos_3,
+        "CosmosTransformer3DModel": _cosmos,
+        "EasyAnimateTransformer3DModel": _easy_animate,
+        "ErnieImageTransformer2DModel": _ernie_image,
+        "Flux2Transformer2DModel": _axial(Flux2(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta", 2000.0),
+        "Flux3Transformer2DModel": _axial(Flux3(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta"),
+        "FluxTransformer2DModel": _FLUX,
+        "GlmImageTransformer2DModel": _glm_image,
+        "HiDreamImageTransformer2DModel": _axial("flux", "axes_dims_rope", (64, 32, 32), patch=None),
+        "HunyuanDiT2DModel": _hunyuan_dit,
+        "HunyuanImageTransformer2DModel": _hunyuan_image,
+        "HunyuanVideo15Transformer3DModel": _axial(
+            "hunyuan-video", "rope_axes_dim", (16, 56, 56), "rope_theta", 256.0, patch=None, default_patch=1
+        ),
+        "HunyuanVideoTransformer3DModel": _HUNYUAN,
+        "Ideogram4Transformer2DModel": _ideogram_4,
+        "JoyImageEditPlusTransformer3DModel": _joy_image,
+        "JoyImageEditTransformer3DModel": _joy_image_edit,
+        "Kandinsky5Transformer3DModel": _kandinsky((16, 24, 24)),
+        "Kandinsky6SRTransformer3DModel": _kandinsky_6_sr,
+        "Kandinsky6Transformer3DModel": _kandinsky((32, 48, 48), scaled=True),
+        "Krea2Transformer2DModel": _axial("flux", "axes_dims_rope", (32, 48, 48), "rope_theta", 1000.0),
+        "LTX2VideoTransformer3DModel": _ltx_2,
+        "LTXVideoTransformer3DModel": _ltx,
+        "LongCatImageTransformer2DModel": _axial(LongCatImage(), "axes_dims_rope", (16, 56, 56)),
+        "Lumina2Transformer2DModel": _axial(
+            Lumina2(), "axes_dim_rope", (32, 32, 32), patch=None, limits="axes_lens", ends=(300, 512, 512)
+        ),
+        "MiniMaxH3Transformer3DModel": _minimax_h3,
+        "MotifVideoTransformer3DModel": _HUNYUAN,
+        "NucleusMoEImageTransformer2DModel": _axial(QwenImage(), "axes_dims_rope", (16, 56, 56), limits=(-4096, 4095)),
+        "OvisImageTransformer2DModel": _axial("ovis-image", "axes_dims_rope", (16, 56, 56)),
+        "PRXTransformer2DModel": _prx,
+        "QwenImage21Transformer2DModel": _axial(
+            "qwen-image-2.1", "axes_dims_rope", (16, 56, 56), patch=None, default_patch=1, limits=(-1024, 8191)
+        ),
+        "QwenImageTransformer2DModel": _qwen_image,
+        "SanaVideoTransformer3DModel": _wan(112),
+        "SanaWMLTX2RefinerTransformer3DModel": _ltx_2,
+        "SanaWMTransformer3DModel": _sana_wm,
+        "SkyReelsV2Transformer3DModel": _wan(128),
+        "WanAnimate2Transformer3DModel": _wan_animate_2,
+        "WanAnimateTransformer3DModel": _wan(128),
+        "WanTransformer3DModel": _wan(128),
+        "WanVACETransformer3DModel": _wan(128),
+        "ZImageTransformer2DModel": _z_image,
+    }
+)
+"""Classes whose positions are known, and how each config is read."""
+
+_AUDIO = "it is of audio, with one id for each frame from 0, which needs no scheme"
+_ABSOLUTE = "it adds positions to its tokens, sines or learned ones, and turns nothing"
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "AceStepTransformer1DModel": _AUDIO,
+        "AuraFlowTransformer2DModel": _ABSOLUTE,
+        "CogView3PlusTransformer2DModel": _ABSOLUTE,
+        "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
+        "DiTTransformer2DModel": _ABSOLUTE,
+        "DreamLiteTransformer2DModel": "its tokens have no positions; convolutions around it see where they lie",
+        "HeliosTransformer3DModel": NOT_AFFINE["helios"],
+        "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
+        "LatteTransformer3DModel": _ABSOLUTE,
+        "LongCatAudioDiTTransformer": _AUDIO,
+        "LuminaNextDiT2DModel": "its pipeline scales the ladder anew at every timestep, so that none is its own",
+        "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
+        "MiniMaxMusic3Transformer1DModel": _AUDIO,
+        "MochiTransformer3DModel": NOT_AFFINE["mochi"],
+        "OmniGenTransformer2DModel": "it is a language model, with one id for each token, images included: flatten",
+        "PixArtTransformer2DModel": _ABSOLUTE,
+        "PriorTransformer": _ABSOLUTE,
+        "RFD4ProteinaTransformer": "it is of proteins, whose residues have no grid",
+        "SD3Transformer2DModel": _ABSOLUTE,
+        "SanaTransformer2DModel": "its tokens have no positions, or sines; convolutions see where they lie",
+        "StableAudio3DiTModel": _AUDIO,
+        "StableAudioDiTModel": _AUDIO,
+        "T5FilmDecoder": _AUDIO,
+        "Transformer2DModel": _ABSOLUTE,
+        "TransformerTemporalModel": _ABSOLUTE,
+    }
+)
+"""Classes whose positions no scheme holds, or that have none, and why."""

@@ -1,0 +1,121 @@
+"""Latents of mixed sizes in one tensor: every image as a strip of patches, one frame and one row of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import counted
+
+__all__ = ["pack_latents", "patch_sides", "unpack_latents"]
+
+PatchSize = int | Sequence[int]
+
+
+def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: bool = False) -> Tensor:
+    """Lay latents of mixed sizes out as strips of patches, in raster order, for a transformer that cuts patches itself.
+
+    A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) makes the same tokens
+    of a strip, in the same order; where each lies say positions.
+
+    Args:
+        latents: (channels, height, width) or (channels, frames, height, width) each.
+        patch_size: side of a patch, or its frames, height and width.
+        batch: whether each strip is a row of the batch, padded with zeros on the right, and not one behind the other.
+
+    Returns:
+        (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height where
+        latents have frames; new.
+
+    Raises:
+        InvalidInputError: no latents, latents unlike each other, or sizes that are no multiples of the patch.
+    """
+    if not latents:
+        raise InvalidInputError("latents: got none, want at least one")
+    dimensions, channels = latents[0].dim(), latents[0].shape[0]
+    strips = []
+    for i, each in enumerate(latents):
+        if each.dim() not in (3, 4) or (each.dim(), each.shape[0]) != (dimensions, channels):
+            want = "(channels, height, width) or (channels, frames, height, width), alike for all"
+            raise InvalidInputError(f"latents[{i}]: got shape {tuple(each.shape)}, want {want}")
+        strips.append(_strip(each, _sides(patch_size, dimensions - 1), f"latents[{i}]"))
+    if not batch:
+        return torch.cat(strips, -1).unsqueeze(0)
+    longest = max(strip.shape[-1] for strip in strips)
+    return torch.stack([torch.nn.functional.pad(strip, (0, longest - strip.shape[-1])) for strip in strips])
+
+
+def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: PatchSize) -> list[Tensor]:
+    """Cut what a transformer gives for strips of patches back into latents.
+
+    Args:
+        packed: as by ``pack_latents``, one row for each size or one for all.
+        sizes: (height, width) or (frames, height, width) of each, in latents.
+        patch_size: as for ``pack_latents``.
+
+    Raises:
+        InvalidInputError: sizes that do not fit.
+    """
+    dimensions = packed.dim() - 2
+    sides = _sides(patch_size, dimensions)
+    for i, size in enumerate(sizes):
+        if len(size) != dimensions:
+            raise InvalidInputError(f"sizes[{i}]: got {tuple(size)}, want {counted(dimensions, 'number')}")
+        _check_sides(size, sides, f"sizes[{i}]")
+    widths = [prod(size) // prod(sides) * sides[-1] for size in sizes]
+    rows = packed.shape[0]
+    if rows == len(sizes) > 1:
+        strips = [row[..., :width] for row, width in zip(packed, widths, strict=True)]
+    elif rows == 1 and sum(widths) == packed.shape[-1]:
+        strips = list(packed[0].split(widths, -1))
+    else:
+        got = f"{counted(len(sizes), 'size')} of {list(accumulate(widths))[-1:]} columns"
+        raise InvalidInputError(f"sizes: got {got}, want those of shape {tuple(packed.shape)}")
+    return [_image(strip, size, sides) for strip, size in zip(strips, sizes, strict=True)]
+
+
+def patch_sides(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read the frames, rows and columns of a patch from a transformer's config."""
+    size = config["patch_size"]
+    return (config.get("patch_size_t") or 1, size, size) if isinstance(size, int) else tuple(size)
+
+
+def _sides(patch_size: PatchSize, dimensions: int) -> tuple[int, ...]:
+    sides = (1, patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
+    return sides[-dimensions:]
+
+
+def _check_sides(size: Sequence[int], sides: Sequence[int], name: str) -> None:
+    if any(n % side or not n for n, side in zip(size, sides, strict=True)):
+        raise InvalidInputError(f"{name}: got size {tuple(size)}, want multiples of the patch {tuple(sides)}")
+
+
+def _strip(latents: Tensor, sides: Sequence[int], name: str) -> Tensor:
+    """Lay (channels, …) latents out as one row of patches, (channels, …, patch height, tokens · patch width)."""
+    _check_sides(latents.shape[1:], sides, name)
+    n = len(sides)
+    for axis, side in enumerate(sides):
+        latents = latents.unflatten(1 + 2 * axis, (-1, side))
+    # Within patches, then which patch, and the columns of a patch last.
+    order = [0, *range(2, 2 * n, 2), *range(1, 2 * n, 2), 2 * n]
+    return latents.permute(order).flatten(n)
+
+
+def _image(strip: Tensor, size: Sequence[int], sides: Sequence[int]) -> Tensor:
+    """Undo ``_strip``."""
+    n = len(sides)
+    counts = [extent // side for extent, side in zip(size, sides, strict=True)]
+    patches = strip.unflatten(-1, (*counts, sides[-1]))
+    order = [0]
+    for axis in range(n - 1):
+        order += [n + axis, 1 + axis]
+    image = patches.permute([*order, 2 * n - 1, 2 * n])
+    for axis in range(n):
+        image = image.flatten(1 + axis, 2 + axis)
+    return image

@@ -1,0 +1,353 @@
+"""Patched transformers of diffusers: images of mixed sizes, padded or packed, turn as each of them alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.transformers import transformer_flux2
+from diffusers_models import MODELS, Flux2, Model, Wan, joined
+from tolerance import FREQUENCY, assert_within, gamma, rounding
+from torch import Tensor, nn
+
+from mmpos import Grid, InvalidInputError, SegmentTable, Text, UnsupportedError, place
+from mmpos.integrations.diffusers import pack_latents, patch, unpack_latents, unpatch
+from mmpos.integrations.diffusers.anatomy import ANATOMIES, NOT_PATCHED
+from mmpos.integrations.diffusers.classes import TRANSFORMERS
+from mmpos.rotary import Rotary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = sorted(MODELS)
+THREE = (0, 1, 2)
+
+
+def made(name: str) -> tuple[Model, Any]:
+    model = MODELS[name]()
+    return model, model.transformer()
+
+
+@contextmanager
+def rotations_off(transformer: Any, off: float) -> Iterator[None]:
+    """Move the transformer's own cos and sin, up or down by chance, as far as its angles may be off."""
+    rope = getattr(transformer, ANATOMIES[type(transformer).__name__].rope or "pos_embed")
+
+    def moved(x: object) -> object:
+        floating = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+        return x + off * (2 * torch.randint(0, 2, x.shape) - 1) if floating else x  # type: ignore[attr-defined, operator]
+
+    hook = rope.register_forward_hook(lambda module, args, output: tuple(map(moved, output)))
+    yield
+    hook.remove()
+
+
+def bounds(model: Model, transformer: Any) -> list[float]:
+    """How far each image alone is moved by roundings, and by those of the class's own angles."""
+
+    def run() -> list[Tensor]:
+        return [model.alone(transformer, i) for i in THREE]
+
+    rotary, ids, alone = model.settings().rotary, model.positions(THREE).dense(dtype="float64"), run()
+    off = gamma(FREQUENCY) * float(abs(ids).max() * rotary.inv_freq_array.max())
+    by_weights, by_angles = rounding(run, transformer.parameters()), [0.0] * 3
+    for _ in range(4):
+        with rotations_off(transformer, off):
+            moved = [float((one - other).abs().max()) for one, other in zip(run(), alone, strict=True)]
+        by_angles = [max(pair) for pair in zip(by_angles, moved, strict=True)]
+    return [one + 2 * other for one, other in zip(by_weights, by_angles, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_images_of_mixed_sizes_are_what_each_is_alone(name: str) -> None:
+    model, transformer = made(name)
+    alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
+    patch(transformer, model.settings().rotary)
+    assert all(torch.equal(model.alone(transformer, i), alone[i]) for i in THREE)
+    for i in THREE:
+        (single,) = model.call(transformer, [i], False, model.positions([i]))
+        assert_within(single, alone[i], bound[i])
+    for batch in (False, True):
+        together = model.call(transformer, THREE, batch, model.positions(THREE))
+        for i in THREE:
+            assert_within(together[i], alone[i], bound[i])
+    assert all(torch.equal(model.alone(transformer, i), alone[i]) for i in THREE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_positions_decide(name: str) -> None:
+    model, transformer = made(name)
+    patch(transformer, model.settings().rotary)
+    right = model.call(transformer, THREE, False, model.positions(THREE))
+    documents = [model.document(i) for i in THREE]
+    swapped = [
+        [Grid(part.width, part.height, frames=part.frames) if isinstance(part, Grid) else part for part in document]
+        for document in documents
+    ]
+    wrong = model.call(transformer, THREE, False, model.settings().place(swapped))
+    for one, other in zip(right, wrong, strict=True):
+        assert (one - other).abs().max() > 1e-3 * one.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unpatch_leaves_nothing_behind(name: str) -> None:
+    model, transformer = made(name)
+    before = [(type(module), sorted(vars(module))) for module in transformer.modules()]
+    processors = [type(module.processor) for module in transformer.modules() if hasattr(module, "processor")]
+    patch(transformer, model.settings().rotary)
+    twin = copy.deepcopy(transformer)
+    for one in (transformer, twin):
+        assert unpatch(one) is one
+        assert [(type(module), sorted(vars(module))) for module in one.modules()] == before
+        assert [type(module.processor) for module in one.modules() if hasattr(module, "processor")] == processors
+        for module in one.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+        with pytest.raises(InvalidInputError, match=r"transformer: got \w+ that is not patched"):
+            unpatch(one)
+        with pytest.raises(TypeError, match="positions"):
+            model.call(one, THREE, False, model.positions(THREE))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_same_through_checkpoints(name: str) -> None:
+    model, transformer = made(name)
+    patch(transformer, model.settings().rotary)
+    transformer.train()
+    gradients = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            transformer.enable_gradient_checkpointing()
+        transformer.zero_grad()
+        squares = [x.square().mean() for x in model.call(transformer, THREE, False, model.positions(THREE))]
+        torch.stack(squares).sum().backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in transformer.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Flux2()
+    transformer = patch(model.transformer(), model.settings().rotary)
+    seen: list[tuple[Tensor, Tensor]] = []
+    attention = transformer_flux2.dispatch_attention_fn
+
+    def recording(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((query[0], key[0]))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(transformer_flux2, "dispatch_attention_fn", recording)
+    positions = model.positions([0]).pad(48)
+    text, image = model.texts[0], torch.cat([model.images[0], torch.randn(48 - 5 - 30, 16)])
+    arguments = {"timestep": model.timestep, "guidance": model.guidance}
+
+    def turned(table: Any, texts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        seen.clear()
+        with torch.no_grad():
+            transformer(hidden_states=images[None], encoder_hidden_states=texts[None], positions=table, **arguments)
+        return seen[0]
+
+    whole = turned(positions, text, image)
+    bound = rounding(lambda: turned(positions, text, image), transformer.parameters())
+    for layout in ("contiguous", "zigzag"):
+        for rank in range(2):
+            index = torch.from_numpy(positions.shard_indices(rank, 2, layout))
+            texts, images = text[index[index < 5]], image[index[index >= 5] - 5]
+            part = turned(positions.shard(rank, 2, layout), texts, images)
+            assert_within(list(part), [x[index] for x in whole], bound)
+
+
+@torch.no_grad()
+def test_frames_of_wan_may_have_timesteps_of_their_own_in_a_packed_row() -> None:
+    model = Wan()
+    transformer = model.transformer()
+    times = [torch.tensor([0.2]), torch.tensor([0.5]), torch.tensor([0.9])]
+    tokens = [f * h * w for f, h, w in model.sizes]
+    alone = []
+    for i in THREE:
+        model.timestep = times[i]
+        alone.append(model.alone(transformer, i))
+    (bound,) = rounding(lambda: model.alone(transformer, 2), transformer.parameters())
+    patch(transformer, model.settings().rotary)
+    model.timestep = torch.cat([time.expand(n) for time, n in zip(times, tokens, strict=True)])[None]
+    together = model.call(transformer, THREE, False, model.positions(THREE))
+    for one, other in zip(together, alone, strict=True):
+        assert_within(one, other, bound)
+
+
+@torch.no_grad()
+def test_z_image_turns_mixed_sizes_itself() -> None:
+    config = {"dim": 48, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 24}
+    transformer = diffusers.ZImageTransformer2DModel(in_channels=4, axes_dims=[8, 8, 8], **config).eval()
+    for parameter in transformer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    images = [torch.randn(4, 1, 2 * h, 2 * w) for h, w in ((4, 6), (3, 5), (8, 2))]
+    texts = [torch.randn(n, 24) for n in (5, 40, 7)]
+    together = transformer(images, torch.tensor([0.5]), texts).sample
+
+    def alone(i: int) -> Tensor:
+        return transformer([images[i]], torch.tensor([0.5]), [texts[i]]).sample[0]
+
+    for i in THREE:
+        (bound,) = rounding(lambda i=i: alone(i), transformer.parameters())  # type: ignore[misc]
+        assert_within(together[i], alone(i), bound)
+    with pytest.raises(UnsupportedError, match=r"^transformer: got ZImageTransformer2DModel, want another: it takes l"):
+        patch(transformer, Rotary(24))
+
+
+def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]:
+    """A call of Flux2 with something else in it."""
+
+    def call() -> None:
+        model = Flux2()
+        transformer = patch(model.transformer(), model.settings().rotary)
+        arguments = {
+            "hidden_states": joined(model.images, False),
+            "encoder_hidden_states": joined(model.texts, False),
+            "timestep": model.timestep,
+            "guidance": model.guidance,
+            "positions": model.positions(THREE),
+        }
+        change(model, arguments)
+        transformer(**arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
+        (
+            {"img_ids": torch.zeros(9, 4)},
+            "img_ids: got one beside positions, want None: positions say where tokens are",
+        ),
+        (
+            {"positions": place(SegmentTable.from_documents([[Text(5), Grid(4, 6)]]), "flux")},
+            "positions: got 3 axes, want 4 as in rotary",
+        ),
+        (
+            {"hidden_states": torch.randn(1, 9, 16)},
+            "hidden_states: got 9 tokens in a row, want 83 as in row 0 of positions",
+        ),
+        (
+            {"encoder_hidden_states": torch.randn(1, 16, 24)},
+            "encoder_hidden_states: got 16 tokens in a row, want 15 as in row 0 of positions",
+        ),
+        (
+            {"hidden_states": torch.randn(2, 83, 16), "encoder_hidden_states": torch.randn(2, 15, 24)},
+            "positions: got 3 documents for 2 rows, want one in each row, or all in one row",
+        ),
+        (
+            {"hidden_states": torch.randn(3, 44, 16), "encoder_hidden_states": torch.randn(3, 6, 24)},
+            "encoder_hidden_states: got 6 tokens in a row, want 7 as in row 2 of positions",
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_does_not_fit_positions_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        wrong(lambda model, arguments: arguments.update(change))()
+    assert str(error.value) == words
+
+
+def test_text_has_no_positions_where_it_is_in_cross_attention() -> None:
+    model = Wan()
+    transformer = patch(model.transformer(), model.settings().rotary)
+    table = place(SegmentTable.from_documents([[Text(2), Grid(4, 6, frames=2)]]), "mrope")
+    with pytest.raises(InvalidInputError, match="positions: got text, want none: that of encoder_hidden_states stands"):
+        model.call(transformer, [0], False, table)
+    with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one for each document"):
+        transformer(
+            hidden_states=pack_latents(model.latents, 2),
+            timestep=model.timestep,
+            encoder_hidden_states=torch.randn(2, 6, 24),
+            positions=model.positions(THREE),
+        )
+
+
+def test_a_rotation_of_one_s_own_has_the_heads_axes_and_pairs_of_the_transformer() -> None:
+    model = Flux2()
+    transformer, own = model.transformer(), model.settings().rotary
+    for changed, words in (
+        ({"head_dim": 16, "rotary_dim": 16}, "rotary.head_dim: got 16, want 32 as the transformer has it"),
+        ({"axes": 2}, "rotary.axes: got 2, want 4 as the transformer has it"),
+        ({"pairing": "half"}, "rotary.pairing: got 'half', want 'adjacent' as the transformer has it"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            patch(transformer, replace(own, **changed))
+    with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
+        patch(transformer, "flux2")  # type: ignore[arg-type]
+    patch(transformer)
+    with torch.no_grad():
+        want = model.call(transformer, THREE, False, model.positions(THREE))
+        patch(unpatch(transformer), own)
+        assert all(map(torch.equal, model.call(transformer, THREE, False, model.positions(THREE)), want))
+        patch(unpatch(transformer), replace(own, theta=500.0))
+        assert not torch.equal(model.call(transformer, THREE, False, model.positions(THREE))[0], want[0])
+
+
+def test_a_processor_that_came_after_patch_is_not_silent() -> None:
+    model = Flux2()
+    transformer = patch(model.transformer(), model.settings().rotary)
+    transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2AttnProcessor())
+    with pytest.raises(UnsupportedError, match="transformer: got 1 of 2 attentions that did not turn by positions"):
+        model.call(transformer, THREE, False, model.positions(THREE))
+
+
+def test_transformers_that_are_not_known_are_refused_by_name() -> None:
+    model, rotary = Flux2(), Rotary(32)
+    transformer = model.transformer()
+    with pytest.raises(UnsupportedError, match="transformer: got Linear, want one of BriaTransformer2DModel, Chr"):
+        patch(nn.Linear(1, 1), rotary)
+    transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2KVAttnProcessor())
+    with pytest.raises(
+        UnsupportedError, match="processor: got Flux2KVAttnProcessor, want Flux2AttnProcessor or Flux2P"
+    ):
+        patch(transformer, rotary)
+    transformer = patch(model.transformer(), model.settings().rotary)
+    with pytest.raises(InvalidInputError, match="transformer: got one that is patched, want unpatch before another"):
+        patch(transformer, rotary)
+    qwen = MODELS["QwenImageTransformer2DModel"]
+    assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}
+    twice = diffusers.QwenImageTransformer2DModel(**qwen.config, zero_cond_t=True)
+    with pytest.raises(UnsupportedError, match=r"config\.zero_cond_t: got True, want another: some tokens have"):
+        patch(twice, rotary)
+
+
+def test_latents_of_mixed_sizes_go_into_one_tensor_and_back() -> None:
+    latents = [torch.arange(2 * 4 * 6.0).reshape(2, 4, 6), 100 + torch.arange(2 * 2 * 2.0).reshape(2, 2, 2)]
+    packed = pack_latents(latents, 2)
+    assert packed.shape == (1, 2, 2, 14)
+    assert packed[0, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 100, 101],
+        [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23, 102, 103],
+    ]
+    rows = pack_latents(latents, 2, batch=True)
+    assert rows.shape == (2, 2, 2, 12)
+    assert not rows[1, :, :, 2:].any()
+    videos = [torch.randn(3, 4, 2, 6), torch.randn(3, 2, 4, 3)]
+    for each, size in ((latents, 2), (videos, (2, 2, 3))):
+        for batch in (False, True):
+            back = unpack_latents(pack_latents(each, size, batch=batch), [x.shape[1:] for x in each], size)
+            assert all(torch.equal(one, other) for one, other in zip(back, each, strict=True))
+    for call, words in (
+        (lambda: pack_latents([], 2), "latents: got none, want at least one"),
+        (lambda: pack_latents([latents[0], videos[0]], 2), r"latents\[1\]: got shape \(3, 4, 2, 6\), want \(channels"),
+        (lambda: pack_latents(latents, 4), r"latents\[0\]: got size \(4, 6\), want multiples of the patch \(4, 4\)"),
+        (
+            lambda: unpack_latents(packed, [(4, 6)], 2),
+            r"sizes: got 1 size of \[12\] columns, want those of shape \(1, ",
+        ),
+        (lambda: unpack_latents(packed, [(4, 6, 2)], 2), r"sizes\[0\]: got \(4, 6, 2\), want 2 numbers"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            call()

@@ -1,0 +1,220 @@
+"""Settings of diffusers' transformers: every class is known or refused, and known ones turn as their own classes do."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers.models.transformers
+import numpy as np
+import pytest
+import torch
+from diffusers import ModelMixin
+from diffusers_peers import PEERS, Document, Peer, transformer_of
+from tolerance import EXACT, FREQUENCY, cos_sin, unit
+
+import mmpos
+from mmpos import Grid, InvalidInputError, LimitExceededError, Text, UnsupportedError
+from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
+from mmpos.integrations.diffusers.classes import REFUSED, TRANSFORMERS
+from mmpos.rotary import Rotary
+from mmpos.rotary import cos_sin as ours
+from mmpos.schemes import get_scheme
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INTERPOLATED = 8
+"""Roundings of an id that a class computes in float32, of the largest on its axis."""
+
+
+def documents(peer: Peer, name: str, count: int) -> list[Document]:
+    drawn = random.Random(0)
+    found = []
+    for _ in range(count):
+        images = 2 if peer.images < 0 else drawn.randint(1, peer.images)
+        frames = [drawn.randint(1, 4) if peer.frames else 1 for _ in range(images)]
+        sizes = [(f, drawn.randint(1, 30), drawn.randint(1, 30)) for f in frames]
+        if name == "MiniMaxH3Transformer3DModel":
+            side = drawn.randint(1, 6)
+            sizes = [(drawn.randint(1, 12), 4 * side, 9 * side)]
+        text = peer.even * drawn.randint(1, 30 // peer.even + 1) if peer.text else 0
+        found.append(Document(text, tuple(sizes)))
+    return found
+
+
+def check(name: str, count: int) -> None:
+    """Compare cos and sin of as many documents of random sizes."""
+    peer = PEERS[name]
+    transformer = transformer_of(name)
+    settings = from_diffusers(transformer)
+    assert settings == from_diffusers({"_class_name": name, **peer.config})
+    rotaries = [one for one in (settings.rotary, settings.second_rotary) if one is not None]
+    for document in documents(peer, name, count):
+        parts = document.parts(settings, text=peer.text)
+        positions = settings.place([parts[::-1] if name == "ErnieImageTransformer2DModel" else parts])
+        cos, sin = (torch.cat(both, -1) for both in zip(*(ours(one, positions) for one in rotaries), strict=True))
+        want = peer.turned(transformer, document)
+        # Heads that turn otherwise come one by one: Allegro's are a third of one each.
+        cos, sin = (x.reshape(len(want[0]), -1, want[0].shape[1]) for x in (cos, sin))
+        bound = torch.from_numpy(np.concatenate([allowed(one, positions, peer) for one in rotaries], -1))
+        bound = bound.reshape(len(want[0]), -1, want[0].shape[1])
+        for got, right in ((cos, want[0]), (sin, want[1])):
+            assert ((got.double() - right.double()[:, None]).abs() <= bound).all()
+
+
+def allowed(rotary: Rotary, positions: mmpos.PositionTable, peer: Peer) -> Any:
+    """(tokens, …, pairs) by how much cos and sin of the class may be off, in the dtype of its angles."""
+    ids = positions.dense(dtype="float64")
+    # An id that is a difference, such as 2x − 1, or between two ends, is off by a share of these.
+    reach = np.abs(rotary.pair_ids(ids)) + rotary.pair_ids(
+        np.repeat(np.abs(ids).max(1, keepdims=True), ids.shape[1], 1)
+    )
+    angles = (reach + 2) * rotary.inv_freq_array[:, None]
+    roundings = FREQUENCY + INTERPOLATED
+    bound = EXACT + 2 * unit(torch.float32) + cos_sin(np.moveaxis(angles, -1, 0), roundings, peer.dtype)
+    return np.minimum(bound, 2)
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_known_classes_turn_as_their_own_code_does(name: str) -> None:
+    check(name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_known_classes_turn_as_their_own_code_does_at_any_size(name: str) -> None:
+    check(name, 200)
+
+
+def test_every_transformer_of_diffusers_is_known_or_refused() -> None:
+    found = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in pkgutil.iter_modules(diffusers.models.transformers.__path__):
+            names = vars(importlib.import_module(f"{diffusers.models.transformers.__name__}.{module.name}"))
+            found |= {
+                name
+                for name, kind in names.items()
+                if isinstance(kind, type) and issubclass(kind, ModelMixin) and kind.__module__ == names["__name__"]
+            }
+    assert found == {*TRANSFORMERS, *REFUSED}
+    assert not {*TRANSFORMERS} & {*REFUSED}
+    assert set(PEERS) == set(TRANSFORMERS)
+
+
+def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_path: Path) -> None:
+    config = {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56, 56], "attention_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    want = TransformerSettings(
+        "FluxTransformer2DModel",
+        get_scheme("flux"),
+        Rotary(128, axes_dim=[16, 56, 56], allocation="axial", pairing="adjacent"),
+        (1, 2, 2),
+    )
+    assert mmpos.from_diffusers is from_diffusers
+    for given in (tmp_path, str(tmp_path), tmp_path / "config.json", config, {"_class_name": config["_class_name"]}):
+        assert from_diffusers(given) == want
+    assert from_diffusers(transformer_of("FluxTransformer2DModel")).rotary.head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "config._class_name: got None, want the name of a class of transformers"),
+        (3, "config: got int, want a folder, a mapping or a transformer of diffusers"),
+        (
+            {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56]},
+            "config.axes_dims_rope: got [16, 56], want 3 integers",
+        ),
+        (
+            {"_class_name": "Flux2Transformer2DModel", "rope_theta": 0},
+            "config.rope_theta: got 0, want a finite number >= 1",
+        ),
+        (
+            {"_class_name": "AllegroTransformer3DModel", "interpolation_scale_t": 0},
+            "config.interpolation_scale_t: got 0, want a finite number > 0",
+        ),
+        (
+            {"_class_name": "WanTransformer3DModel", "patch_size": [2]},
+            "config.patch_size: got [2], want rows and columns, or frames before them",
+        ),
+    ],
+    ids=range(6),
+)
+def test_a_config_that_contradicts_itself_is_refused(config: object, words: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        from_diffusers(config)
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"_class_name": "MochiTransformer3DModel"},
+            "config._class_name: got 'MochiTransformer3DModel', want another: ",
+        ),
+        (
+            {"_class_name": "UNet2DModel"},
+            "config._class_name: got 'UNet2DModel', want one of AllegroTransformer3DModel,",
+        ),
+        (
+            {"_class_name": "ZImageTransformer2DModel", "siglip_feat_dim": 8},
+            "config.siglip_feat_dim: got one, want None:",
+        ),
+        (
+            {"_class_name": "LTX2VideoTransformer3DModel", "rope_type": "split"},
+            "config.rope_type: got 'split', want 'int",
+        ),
+        (
+            {"_class_name": "CogVideoXTransformer3DModel"},
+            "config.use_rotary_positional_embeddings: got False, want True",
+        ),
+        ({"_class_name": "WanAnimate2Transformer3DModel", "refer_stride": 2}, "config.refer_stride: got 2, want 1"),
+    ],
+    ids=range(6),
+)
+def test_what_no_scheme_holds_is_refused_with_the_reason(config: object, words: str) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        from_diffusers(config)
+    assert str(error.value).startswith(words)
+
+
+def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
+    flux, qwen, wan = (
+        from_diffusers({"_class_name": f"{name}Model"})
+        for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D")
+    )
+    assert flux.grid(128, 96) == Grid(64, 48)
+    assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
+    for call, kind, words in (
+        (lambda: flux.grid(127, 96), InvalidInputError, "height: got 127, want a multiple of 2, the patch of FluxTr"),
+        (lambda: flux.grid(128, 96, frames=0), InvalidInputError, "frames: got 0, want >= 1"),
+        (
+            lambda: flux.place([[Text(5), Grid(4, 4, frames=2)]]),
+            UnsupportedError,
+            r"documents\[0\]\[1\]: got a grid wit",
+        ),
+        (
+            lambda: wan.place([[Text(5), Grid(4, 4)]]),
+            UnsupportedError,
+            r"documents\[0\]\[0\]: got text, want grids only",
+        ),
+        (
+            lambda: qwen.place([[Text(5), Grid(8, 8)], [Text(4093), Grid(8, 8)]]),
+            LimitExceededError,
+            r"documents\[1\]: got ids from 4 to 4096 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+        ),
+        (
+            lambda: wan.place([[Grid(2, 1025)]]),
+            LimitExceededError,
+            r"documents\[0\]: got ids from 0 to 1024 on axis 2, want 0 to 1023, which the tables of WanTransformer3DM",
+        ),
+    ):
+        with pytest.raises(kind, match=words):
+            call()

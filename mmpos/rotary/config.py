@@ -143,9 +143,11 @@ class Rotary:
         if "head_dim" not in values:
             raise InvalidInputError(f"Rotary.from_dict: got {sorted(values)}, want head_dim among them")
         scaling = values.get("scaling")
-        per_axis = isinstance(scaling, list | tuple)
-        read = [None if each is None else scaling_from_dict(each) for each in (scaling if per_axis else [scaling])]
-        return cls(**{**values, "scaling": read if per_axis else read[0]})
+        if isinstance(scaling, list | tuple):
+            scaling = [None if each is None else scaling_from_dict(each) for each in scaling]
+        elif scaling is not None:
+            scaling = scaling_from_dict(scaling)
+        return cls(**{**values, "scaling": scaling})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as a JSON object, exactly."""

@@ -52,5 +52,5 @@ def test_cosmos_has_an_ntk_factor_for_each_axis(scales: tuple[float, float, floa
     again = [
         Rotary(dim, scaling=NTK(scale), axes=1).inv_freq_array for dim, scale in zip((44, 42, 42), scales, strict=True)
     ]
-    one_by_one = Rotary(128, axes=3, allocation=[0] * 22 + [1] * 21 + [2] * 21, inv_freq=np.concatenate(again))
+    one_by_one = Rotary(128, axes=3, allocation=[0] * 22 + [1] * 21 + [2] * 21, inv_freq=np.concatenate(again).tolist())
     assert_same_bits(turned, apply_rotary(q, None, ids, one_by_one)[0])

@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
+    from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
 
 __all__ = [
     "FORMATS",
     "IGNORE_INDEX",
     "MMC4",
+    "STAGE_SCHEMA",
     "Batch",
     "BatchDataset",
     "Batcher",
@@ -73,6 +75,7 @@ __all__ = [
     "RecordError",
     "SequenceShard",
     "SequenceWriter",
+    "Stage",
     "Summary",
     "TokenizerTemplate",
     "TrainingPlan",
@@ -81,6 +84,7 @@ __all__ = [
     "first_fit_decreasing",
     "get_example",
     "plan",
+    "read_examples",
     "read_headers",
     "read_quarantine",
     "shards",
@@ -105,6 +109,7 @@ _ROOMS = {
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
+    "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmpos import Grid, PositionTable, Text
 from mmpos.integrations.diffusers import TransformerSettings, from_diffusers, pack_latents, unpack_latents
 
-__all__ = ["MODELS", "Model"]
+__all__ = ["MODELS", "Flux2", "Model", "Wan", "WanFromImages", "joined"]
 
 SIZES = ((2, 4, 6), (3, 3, 5), (1, 8, 2))
 """Frames, rows and columns of three images, in tokens; without the frames where a model has none."""
@@ -351,6 +351,38 @@ class ChronoEdit(Wan):
     name = "ChronoEditTransformer3DModel"
 
 
+class WanVace(Wan):
+    name = "WanVACETransformer3DModel"
+    config: ClassVar[dict[str, Any]] = {**Wan.config, "vace_layers": [0], "vace_in_channels": 4}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control = [torch.randn_like(x) for x in self.latents]
+
+    def one(self, i: int) -> dict[str, Any]:
+        return {"control_hidden_states": self.control[i][None]}
+
+    def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
+        return {"control_hidden_states": pack_latents([self.control[i] for i in which], 2, batch=batch)}
+
+
+class WanFromImages(Wan):
+    """Wan whose cross-attention sees images beside texts, which have 512 tokens then."""
+
+    config: ClassVar[dict[str, Any]] = {**Wan.config, "image_dim": 8, "added_kv_proj_dim": 48}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = [torch.randn(512, 24) for _ in TEXTS]
+        self.seen = torch.randn(3, 7, 8)
+
+    def one(self, i: int) -> dict[str, Any]:
+        return {"encoder_hidden_states_image": self.seen[i : i + 1]}
+
+    def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
+        return {"encoder_hidden_states_image": self.seen[list(which)]}
+
+
 class HunyuanVideo(Latents):
     name = "HunyuanVideoTransformer3DModel"
     config: ClassVar[dict[str, Any]] = {
@@ -399,5 +431,7 @@ class Lumina2(Latents):
         return joined([self.texts[i] for i in which], batch)
 
 
-_ALL = (Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, ChronoEdit, HunyuanVideo, Ltx, Lumina2)
+_ALL = (
+    Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, WanVace, ChronoEdit, HunyuanVideo, Ltx, Lumina2
+)  # fmt: skip
 MODELS: dict[str, type[Model]] = {one.name: one for one in _ALL}

@@ -51,6 +51,7 @@ class Peer:
         images: the most images of a document; −2 for two always.
         frames: whether images have frames.
         even: what the tokens of its text are a multiple of.
+        pairing: of the channels that its processors turn by these.
     """
 
     config: Mapping[str, Any]
@@ -60,6 +61,7 @@ class Peer:
     images: int = 1
     frames: bool = False
     even: int = 1
+    pairing: str = "adjacent"
 
 
 def transformer_of(name: str) -> Any:
@@ -486,6 +488,7 @@ PEERS: Mapping[str, Peer] = {
         {**_TINY, "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 8, "prior_vq_quantizer_codebook_size": 8},
         _by_latents(_halves, flat=True),
         torch.float32,
+        pairing="half",
     ),
     "PRXTransformer2DModel": Peer(
         {"hidden_size": 64, "num_heads": 2, "depth": 1, "context_in_dim": 16, "axes_dim": [16, 16]}, _prx
@@ -526,6 +529,7 @@ PEERS: Mapping[str, Peer] = {
         },
         _ernie,
         torch.float32,
+        pairing="half",
     ),
     "WanAnimateTransformer3DModel": Peer(
         {
@@ -650,6 +654,7 @@ PEERS: Mapping[str, Peer] = {
         torch.float32,
         text=False,
         frames=True,
+        pairing="half",
     ),
     "LTXVideoTransformer3DModel": Peer(
         {**_TINY, "cross_attention_dim": 64, "caption_channels": 8}, _ltx, torch.float32, text=False, frames=True
@@ -680,6 +685,7 @@ PEERS: Mapping[str, Peer] = {
         torch.float32,
         text=False,
         frames=True,
+        pairing="half",
     ),
     "Kandinsky5Transformer3DModel": Peer(
         {
@@ -725,6 +731,7 @@ PEERS: Mapping[str, Peer] = {
         },
         _ideogram_4,
         torch.float32,
+        pairing="half",
     ),
     "MiniMaxH3Transformer3DModel": Peer(
         {
@@ -741,6 +748,7 @@ PEERS: Mapping[str, Peer] = {
         _minimax_h3,
         torch.float32,
         frames=True,
+        pairing="half",
     ),
     "Cosmos3OmniTransformer": Peer(
         {
@@ -756,5 +764,6 @@ PEERS: Mapping[str, Peer] = {
         _cosmos_3,
         torch.float32,
         frames=True,
+        pairing="half",
     ),
 }

@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers import transformer_flux2
-from diffusers_models import MODELS, Flux2, Model, Wan, joined
+from diffusers_models import MODELS, Flux2, Model, Wan, WanFromImages, joined
 from tolerance import FREQUENCY, assert_within, gamma, rounding
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from mmpos import Grid, InvalidInputError, SegmentTable, Text, UnsupportedError,
 from mmpos.integrations.diffusers import pack_latents, patch, unpack_latents, unpatch
 from mmpos.integrations.diffusers.anatomy import ANATOMIES, NOT_PATCHED
 from mmpos.integrations.diffusers.classes import TRANSFORMERS
+from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
 from mmpos.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,6 +167,17 @@ def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
+def test_images_that_cross_attention_sees_are_those_of_their_own_document() -> None:
+    model = WanFromImages()
+    transformer = model.transformer()
+    alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
+    patch(transformer)
+    for batch in (False, True):
+        for i, one in enumerate(model.call(transformer, THREE, batch, model.positions(THREE))):
+            assert_within(one, alone[i], bound[i])
+
+
+@torch.no_grad()
 def test_frames_of_wan_may_have_timesteps_of_their_own_in_a_packed_row() -> None:
     model = Wan()
     transformer = model.transformer()
@@ -227,6 +239,10 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
     [
         ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
         (
+            {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 98)}},
+            "joint_attention_kwargs: got an attention_mask beside positions, want none: they say who sees whom",
+        ),
+        (
             {"img_ids": torch.zeros(9, 4)},
             "img_ids: got one beside positions, want None: positions say where tokens are",
         ),
@@ -251,7 +267,7 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
             "encoder_hidden_states: got 6 tokens in a row, want 7 as in row 2 of positions",
         ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_does_not_fit_positions_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError) as error:
@@ -293,6 +309,40 @@ def test_a_rotation_of_one_s_own_has_the_heads_axes_and_pairs_of_the_transformer
         assert all(map(torch.equal, model.call(transformer, THREE, False, model.positions(THREE)), want))
         patch(unpatch(transformer), replace(own, theta=500.0))
         assert not torch.equal(model.call(transformer, THREE, False, model.positions(THREE))[0], want[0])
+
+
+def test_a_forward_on_the_instance_is_not_overwritten() -> None:
+    model = Wan()
+    transformer = model.transformer()
+    transformer.rope.forward = transformer.rope.forward
+    with pytest.raises(
+        UnsupportedError, match=r"transformer: got rope\.forward set on the instance, want that of the cl"
+    ):
+        patch(transformer)
+    del transformer.rope.forward
+    patch(transformer)
+    ours, transformer.rope.forward = transformer.rope.forward, lambda hidden_states: hidden_states
+    with pytest.raises(
+        InvalidInputError, match=r"got WanRotaryPosEmbed\.forward that was replaced after patch, want ou"
+    ):
+        unpatch(transformer)
+    transformer.rope.forward = ours
+    unpatch(transformer)
+
+
+def test_rows_move_between_devices_as_arguments_do() -> None:
+    model = Flux2()
+    lengths = {TEXT: sum(map(len, model.texts)), IMAGE: sum(map(len, model.images))}
+    mask = torch.ones(3, 4)
+    packed = Streams(model.positions(THREE), model.settings().rotary, 1, lengths, mask, torch.device("cpu"))
+    rows = packed.rows((TEXT, IMAGE))
+    assert rows.to("cpu") is rows
+    moved = rows.to("meta")
+    assert rows.documents is not None
+    assert moved.documents is not None
+    tensors = [moved.positions.table, moved.text_mask, *moved.documents]
+    assert all(x is not None and x.device.type == "meta" for x in tensors)
+    assert moved.reached is rows.reached
 
 
 def test_a_processor_that_came_after_patch_is_not_silent() -> None:

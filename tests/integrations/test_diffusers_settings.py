@@ -7,6 +7,7 @@ import json
 import pkgutil
 import random
 import warnings
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def check(name: str, count: int) -> None:
     transformer = transformer_of(name)
     settings = from_diffusers(transformer)
     assert settings == from_diffusers({"_class_name": name, **peer.config})
+    assert settings.rotary.pairing == peer.pairing
     rotaries = [one for one in (settings.rotary, settings.second_rotary) if one is not None]
     for document in documents(peer, name, count):
         parts = document.parts(settings, text=peer.text)
@@ -192,8 +194,12 @@ def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
     )
     assert flux.grid(128, 96) == Grid(64, 48)
     assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
+    for fps in (25, 25.0, Fraction(25)):
+        assert wan.grid(2, 2, frames=2, fps=fps) == Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25))
     for call, kind, words in (
         (lambda: flux.grid(127, 96), InvalidInputError, "height: got 127, want a multiple of 2, the patch of FluxTr"),
+        (lambda: wan.grid(2, 2, fps=0), InvalidInputError, "fps: got 0, want an integer or Fraction > 0"),
+        (lambda: wan.grid(2, 2, fps=29.97), InvalidInputError, r"fps: got 29\.97, want an integer or Fraction > 0"),
         (lambda: flux.grid(128, 96, frames=0), InvalidInputError, "frames: got 0, want >= 1"),
         (
             lambda: flux.place([[Text(5), Grid(4, 4, frames=2)]]),

@@ -100,6 +100,11 @@ class TransformerAnatomy:
         for name in self.replaces:
             if arguments.get(name) is not None:
                 raise InvalidInputError(f"{name}: got one beside positions, want None: positions say where tokens are")
+        for name in ("joint_attention_kwargs", "attention_kwargs"):
+            if "attention_mask" in (arguments.get(name) or {}):
+                raise InvalidInputError(
+                    f"{name}: got an attention_mask beside positions, want none: they say who sees whom"
+                )
         made: Arguments = {}
         for name, like in (("img_ids", image), ("txt_ids", text)):
             if name in self.replaces:
@@ -128,16 +133,16 @@ def _like_flux(processor: str, *replaces: str) -> TransformerAnatomy:
     return TransformerAnatomy(_BOTH, frozenset({processor}), (TEXT, IMAGE), "pos_embed", ids)
 
 
-def _like_wan(processor: str) -> TransformerAnatomy:
+def _like_wan(*blocks: str) -> TransformerAnatomy:
     """Name the parts of a transformer built like Wan."""
-    return TransformerAnatomy(("blocks",), frozenset({processor}), (IMAGE,), "rope", patches=True)
+    return TransformerAnatomy(("blocks", *blocks), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True)
 
 
 ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
     {
         "BriaTransformer2DModel": _like_flux("BriaAttnProcessor"),
         "ChromaTransformer2DModel": _like_flux("FluxAttnProcessor", "attention_mask"),
-        "ChronoEditTransformer3DModel": _like_wan("WanAttnProcessor"),
+        "ChronoEditTransformer3DModel": _like_wan(),
         "Flux2Transformer2DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"}),
@@ -182,7 +187,8 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             ("img_shapes", "encoder_hidden_states_mask"),
             unlike=("zero_cond_t", True),
         ),
-        "WanTransformer3DModel": _like_wan("WanAttnProcessor"),
+        "WanTransformer3DModel": _like_wan(),
+        "WanVACETransformer3DModel": _like_wan("vace_blocks"),
     }
 )
 """Classes of transformers that ``patch`` takes."""

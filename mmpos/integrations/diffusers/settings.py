@@ -17,6 +17,7 @@ from mmpos.positions.table_rows import FIRST_SEGMENT, id_bounds
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import read_json
 from mmpos.schemes import Scheme
+from mmpos.schemes.mrope import checked_rate
 from mmpos.segments.kinds import Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, integer
@@ -55,19 +56,18 @@ class TransformerSettings:
             got, want = counted(self.rotary.axes, "axis"), self.scheme.axes
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
-    def grid(
-        self, height: int, width: int, *, frames: int = 1, seconds_per_frame: Fraction | float | None = None
-    ) -> Grid:
+    def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
         """Make the grid of tokens of an image or a video from the size of its latents.
 
         Args:
             height: rows of latents.
             width: columns of latents.
             frames: frames of latents.
-            seconds_per_frame: as of ``Grid``.
+            fps: frames a second of the video, an integer or a Fraction, for schemes that place frames in time; None
+                is what these take then.
 
         Raises:
-            InvalidInputError: a size that is no multiple of the patch.
+            InvalidInputError: a size that is no multiple of the patch, or an fps that is not exact.
         """
         sizes = []
         named = (("frames", frames), ("height", height), ("width", width))
@@ -78,7 +78,9 @@ class TransformerSettings:
                     f"{name}: got {size}, want a multiple of {side}, the patch of {self.class_name}"
                 )
             sizes.append(size // side)
-        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds_per_frame)
+        whole = isinstance(fps, float) and fps.is_integer()
+        seconds = None if fps is None else 1 / Fraction(checked_rate("fps", int(fps) if whole else fps))
+        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
         """Place documents, each a text and its images, and check that the transformer has their ids.

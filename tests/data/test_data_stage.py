@@ -1,0 +1,143 @@
+"""The stage: batches of records become batches of ready examples, and bad records rows with a reason."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from results import same
+
+from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
+from mmpos.data import STAGE_SCHEMA, Location, PackedCollator, Packer, Pairs, Preprocess, Stage, read_examples
+
+
+def photo(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (16, 24, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+IMAGES = ImageProcessor("pillow", patch_size=4, min_pixels=64, dtype="uint8")
+PREPROCESS = Preprocess(Pairs(), SequenceBuilder(images=IMAGES))
+STAGE = Stage(PREPROCESS, source="path")
+RECORDS = [{"jpg": photo(i), "txt": f"photo {i}", "path": "a.tar"} for i in range(4)]
+RECORDS[2] = {"jpg": b"no image", "txt": "broken", "path": "a.tar"}
+
+
+def columns() -> dict[str, np.ndarray]:
+    return {name: np.array([record[name] for record in RECORDS], object) for name in RECORDS[0]}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pa.Table.from_pylist(RECORDS), pa.RecordBatch.from_pylist(RECORDS), columns()],
+    ids=["table", "batch", "numpy"],
+)
+def test_records_become_examples_and_errors_in_their_places(block: Any) -> None:
+    made = pickle.loads(pickle.dumps(STAGE))(block)
+    assert made.schema == STAGE_SCHEMA
+    assert [error is not None for error in made["error"].to_pylist()] == [False, False, True, False]
+    assert made["key"][2].as_py() == "a.tar[2]"
+    assert "a.tar[2]: " in made["error"][2].as_py()
+    wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
+    for got, want in zip(read_examples(made), wanted, strict=True):
+        same(got, want)
+
+
+def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
+    packer = Packer(max_tokens=256)
+    for example in read_examples(STAGE(pa.Table.from_pylist(RECORDS))):
+        packer.add(example)
+    (pack,) = packer.flush()
+    assert PackedCollator()(pack).input_ids.shape == (pack.num_tokens,)
+
+
+def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
+    small = Stage(PREPROCESS, patches=False)
+    assert small(pa.Table.from_pylist(RECORDS))["patches"].null_count == 4
+    assert small(pa.Table.from_pylist([])).num_rows == 0
+    assert small({}).schema == STAGE_SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: STAGE([1]), "block: got list, want an Arrow table or columns of numpy by name"),
+        (
+            lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}),
+            "block: got columns of 2, 3 rows, want one number",
+        ),
+        (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
+        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable of record and location"),
+        (
+            lambda: list(read_examples(pa.table({"a": [1]}))),
+            "block: got no column 'key', want the columns of STAGE_SCHEMA",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_a_mistake_of_the_set_up_is_no_fault_of_a_record() -> None:
+    stage = Stage(Preprocess(Pairs(), SequenceBuilder()))
+    with pytest.raises(UnsupportedError):
+        stage(pa.Table.from_pylist(RECORDS))
+
+
+@pytest.fixture
+def local_ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield ray
+        ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_ray_data_runs_the_stage(local_ray: Any) -> None:
+    dataset = local_ray.data.from_arrow(pa.Table.from_pylist(RECORDS * 3))
+    made = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
+    tables = list(made.iter_batches(batch_format="pyarrow"))
+    keys = sorted(example.key for table in tables for example in read_examples(table))
+    assert len(keys) == 9
+    refused = [error for table in tables for error in table["error"].to_pylist() if error]
+    assert len(refused) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_daft_runs_the_stage() -> None:
+    daft = pytest.importorskip("daft")
+    kind = daft.DataType.from_arrow_type(pa.struct(list(STAGE_SCHEMA)))
+
+    @daft.udf(return_dtype=kind, batch_size=4)
+    class Ready:
+        def __init__(self) -> None:
+            self.stage = STAGE
+
+        def __call__(self, jpg: Any, txt: Any, path: Any) -> Any:
+            block = pa.table({"jpg": jpg.to_arrow(), "txt": txt.to_arrow(), "path": path.to_arrow()})
+            return self.stage(block).to_struct_array()
+
+    frame = daft.from_arrow(pa.Table.from_pylist(RECORDS))
+    ready = cast(Any, Ready)(daft.col("jpg"), daft.col("txt"), daft.col("path")).alias("example")
+    made = frame.select(ready).to_arrow()["example"].combine_chunks()
+    table = pa.Table.from_struct_array(made)
+    wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
+    for got, want in zip(read_examples(table), wanted, strict=True):
+        same(got, want)

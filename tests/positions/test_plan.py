@@ -59,7 +59,8 @@ def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_doe
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme, rng = get_scheme(LAYOUTS[case][0]), np.random.default_rng(33)
-    core, texts = native.core, [Text(1), Text(4), Audio(2)] * 2 if scheme.text else []
+    core = native.core
+    texts: list[Segment] = [Text(1), Text(4), Audio(2)] * 2 if scheme.text else []
     for start in (0, 7, -3, 2**31 - 12, -(2**31)):
         for frames in (1, 3 if scheme.frames else 1):
             sides = rng.integers(1, (7, 7, frames + 1), (8, 3)).tolist()

@@ -69,7 +69,8 @@ class Rotary:
         pairing: "half": channels (j, j + rotary_dim/2), or "adjacent": (2j, 2j + 1).
         rotary_dim: channels that turn, the first ones; even; None for all.
         scaling: changes each ladder before allocation: one of ``mmpos.rotary.scaling``; "axial" scales
-            every axis's short ladder by its own theta and channels, "pixtral" the full one.
+            every axis's short ladder by its own theta and channels, "pixtral" the full one. Or one per axis, or None:
+            Cosmos has an NTK factor for each. All then have one attention factor.
         precision: "exact" turns of 64 bits, or "hf": float32 angles as Transformers, TransformerEngine and others have
             them, which err by 0.06 rad at id 1,000,000; take it where their tests or checkpoints are to be met.
         mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None there is 24, 20, 20
@@ -93,7 +94,7 @@ class Rotary:
     allocation: str | Sequence[int] = "interleaved"
     pairing: Literal["half", "adjacent"] = "half"
     rotary_dim: int = _FROM_THE_REST
-    scaling: Scaling | None = None
+    scaling: Scaling | Sequence[Scaling | None] | None = None
     precision: Literal["exact", "hf"] = "exact"
     mrope_section: Sequence[int] | None = None
     inv_freq: Sequence[float] | None = None
@@ -117,7 +118,7 @@ class Rotary:
         one_of("precision", self.precision, ("exact", "hf"))
         self._check_allocation()
         self._check_frequencies()
-        self._set("attention_factor", 1.0 if self.scaling is None else self.scaling.scaled_attention())
+        self._set("attention_factor", self._check_attention())
         self._set("text", json.dumps(self.to_dict()))
         one_ladder = len(set(self._kinds)) == 1
         self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
@@ -142,17 +143,27 @@ class Rotary:
         if "head_dim" not in values:
             raise InvalidInputError(f"Rotary.from_dict: got {sorted(values)}, want head_dim among them")
         scaling = values.get("scaling")
-        return cls(**{**values, "scaling": scaling_from_dict(scaling) if scaling is not None else None})
+        if isinstance(scaling, list | tuple):
+            scaling = [None if each is None else scaling_from_dict(each) for each in scaling]
+        elif scaling is not None:
+            scaling = scaling_from_dict(scaling)
+        return cls(**{**values, "scaling": scaling})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as a JSON object, exactly."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return {**listed, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
+        scaling = [None if each is None else each.to_dict() for each in self.scalings]
+        return {**listed, "scaling": scaling if isinstance(self.scaling, tuple) else scaling[0]}
 
     def for_length(self, length: int) -> Rotary:
         """Adapt a scaling that depends on it to ids below length: the next position, not a count of tokens."""
         return replace(self, length=integer("length", length, minimum=1))
+
+    @property
+    def scalings(self) -> tuple[Scaling | None, ...]:
+        """(axes,) what changes the ladder of each axis."""
+        return self.scaling if isinstance(self.scaling, tuple) else (self.scaling,) * self.axes  # type: ignore[return-value]
 
     @property
     def num_pairs(self) -> int:
@@ -228,14 +239,15 @@ class Rotary:
         return [0 * value if axis == STILL else value for axis, value in zip(layout.axis, values, strict=True)]
 
     @property
-    def _kinds(self) -> tuple[tuple[float, int], ...]:
-        """(axes,) theta and channels of each axis's ladder."""
-        return tuple(zip(self._thetas, (2 * rungs for rungs in self._layout.rungs), strict=True))
+    def _kinds(self) -> tuple[tuple[float, int, Scaling | None], ...]:
+        """(axes,) theta, channels and scaling of each axis's ladder."""
+        return tuple(zip(self._thetas, (2 * rungs for rungs in self._layout.rungs), self.scalings, strict=True))
 
-    def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int) -> Number:
-        if self.scaling is None:
+    def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int, scaling: Scaling | None) -> Number:
+        if scaling is None:
             return 1 / arithmetic.powers(arithmetic.number(theta), dim)
-        return self.scaling.inv_freq(arithmetic, theta, dim, self.length)
+        length = None if self.length is None else scaling.effective_length(self.length)  # that of another may be longer
+        return scaling.inv_freq(arithmetic, theta, dim, length)
 
     def _check_allocation(self) -> None:
         if isinstance(self.allocation, str):
@@ -266,16 +278,44 @@ class Rotary:
             self._set("theta", self._thetas[0])
         if self.head_axes is not None and not isinstance(self.theta, float):
             raise InvalidInputError(f"theta: got {self.theta}, want one base for allocation 'heads', the same for all")
-        if self.scaling is not None:
-            if not isinstance(self.scaling, Scaling):
-                raise InvalidInputError(f"scaling: got {self.scaling!r}, want a Scaling such as Linear(2.0), or None")
-            for theta, dim in self._kinds:
-                self.scaling.check(theta, dim)
+        self._check_scaling()
         if self.inv_freq is not None:
             self._check_inv_freq(self.inv_freq)
         if self.length is not None:
             length = integer("length", self.length, minimum=1)
-            self._set("length", None if self.scaling is None else self.scaling.effective_length(length))
+            served = [None if each is None else each.effective_length(length) for each in self.scalings]
+            self._set("length", max((each for each in served if each is not None), default=None))
+
+    def _check_scaling(self) -> None:
+        if isinstance(self.scaling, list | tuple):
+            if len(self.scaling) != self.axes:
+                got = f"{len(self.scaling)} scalings"
+                raise InvalidInputError(f"scaling: got {got}, want one, or {self.axes}, one per axis")
+            alike = all(each == self.scaling[0] for each in self.scaling)
+            self._set("scaling", self.scaling[0] if alike else tuple(self.scaling))
+        if self.head_axes is not None and isinstance(self.scaling, tuple):
+            raise InvalidInputError(
+                f"scaling: got {self.scaling}, want one for allocation 'heads', the same for all axes, or None"
+            )
+        for (theta, dim, scaling), name in zip(self._kinds, self._named("scaling"), strict=True):
+            if scaling is None:
+                continue
+            if not isinstance(scaling, Scaling):
+                raise InvalidInputError(f"{name}: got {scaling!r}, want a Scaling such as Linear(2.0), or None")
+            scaling.check(theta, dim)
+
+    def _check_attention(self) -> float:
+        """Return the one attention factor of all axes."""
+        factors = [1.0 if each is None else each.scaled_attention() for each in self.scalings]
+        for factor, name in zip(factors, self._named("scaling"), strict=True):
+            if factor != factors[0]:
+                raise InvalidInputError(f"{name}: got attention factor {factor}, want {factors[0]} as of scaling[0]")
+        return factors[0]
+
+    def _named(self, field: str) -> list[str]:
+        """Return how messages call what each axis has of a field."""
+        per_axis = isinstance(getattr(self, field), tuple)
+        return [f"{field}[{axis}]" if per_axis else field for axis in range(self.axes)]
 
     def _check_inv_freq(self, inv_freq: Sequence[float]) -> None:
         if self.scaling is not None or self.theta != DEFAULT_THETA:

@@ -96,7 +96,7 @@ class NTK(Scaling):
     """NTK-aware: base' = base · factor^(d/(d−2)), which stretches the slowest pair by the factor (bloc97, 2023).
 
     Args:
-        factor: how many times the original length; >= 1.
+        factor: how many times the original length; > 0, since Cosmos has 20/24 for frames.
     """
 
     factor: float
@@ -104,7 +104,15 @@ class NTK(Scaling):
     fewest_pairs: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        self._finite("factor", minimum=1)
+        self._finite("factor", above=0)
+
+    def check(self, theta: float, dim: int) -> None:
+        super().check(theta, dim)
+        least = theta ** (2 / dim - 1)  # base' is 1 there
+        if self.factor < least:
+            raise InvalidInputError(
+                f"NTK.factor: got {self.factor}, want >= {least:.3g} for base {theta} of {dim} channels"
+            )
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         return 1 / a.powers(_stretched(a, theta, a.number(self.factor), dim), dim)

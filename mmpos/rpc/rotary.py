@@ -42,11 +42,20 @@ def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
         message.pair_axis.extend(allocation)
     message.pairing = pb.PAIRING_ADJACENT if rotary.pairing == "adjacent" else pb.PAIRING_HALF
     message.precision = pb.PRECISION_HF if rotary.precision == "hf" else pb.PRECISION_EXACT
-    for key, value in (values["scaling"] or {}).items():
+    scaling = values["scaling"]
+    if isinstance(scaling, list):
+        for each in scaling:
+            _put_scaling(message.axis_scaling.add(), each or {})
+    elif scaling is not None:
+        _put_scaling(message.scaling, scaling)
+
+
+def _put_scaling(message: pb.Scaling, values: dict[str, Any]) -> None:
+    for key, value in values.items():
         if isinstance(value, list):
-            getattr(message.scaling, key).extend(value)
+            getattr(message, key).extend(value)
         elif value is not None:
-            setattr(message.scaling, key, value)
+            setattr(message, key, value)
 
 
 def get_rotary(name: str, message: pb.Rotary) -> Rotary:
@@ -69,19 +78,29 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
         values["allocation"] = list(message.pair_axis)
     values["pairing"] = enum(name, message, "pairing", _PAIRINGS)
     values["precision"] = enum(name, message, "precision", _PRECISIONS)
+    if message.HasField("scaling") and message.axis_scaling:
+        raise InvalidInputError(f"{path(name, 'scaling')}: got it and axis_scaling, want one of them")
     if message.HasField("scaling"):
-        values["scaling"] = {
-            field.name: list(value) if field.name.endswith("_factor") and not isinstance(value, float) else value
-            for field, value in message.scaling.ListFields()
-        }
+        values["scaling"] = _get_scaling(message.scaling)
+    elif message.axis_scaling:
+        values["scaling"] = [_get_scaling(each) or None for each in message.axis_scaling]
     return Rotary.from_dict(values)
+
+
+def _get_scaling(message: pb.Scaling) -> dict[str, Any]:
+    return {
+        field.name: list(value) if field.name.endswith("_factor") and not isinstance(value, float) else value
+        for field, value in message.ListFields()
+    }
 
 
 def _check_lists(name: str, message: pb.Rotary) -> None:
     """Refuse lists that no rotation of this size has, before anything is made of them."""
     most = max(message.head_dim, 2)
-    lists = {field: getattr(message, field) for field in ("theta", "pair_axis", *_LISTS)}
-    lists |= {f"scaling.{field}": getattr(message.scaling, field) for field in ("short_factor", "long_factor")}
+    lists = {field: getattr(message, field) for field in ("theta", "pair_axis", "axis_scaling", *_LISTS)}
+    per_axis = {f"axis_scaling[{axis}]": scaling for axis, scaling in enumerate(message.axis_scaling[: most + 1])}
+    for whose, scaling in {"scaling": message.scaling, **per_axis}.items():
+        lists |= {f"{whose}.{field}": getattr(scaling, field) for field in ("short_factor", "long_factor")}
     for field, numbers in lists.items():
         limit = MAX_HEADS if field == "head_axes" else most
         if len(numbers) > limit:

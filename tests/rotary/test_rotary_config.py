@@ -225,6 +225,17 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"scaling": "yarn"}, "scaling: got 'yarn', want a Scaling such as Linear(2.0), or None"),
         ({"scaling": NTK(2), "rotary_dim": 2, "axes": 1}, "scaling: got NTK for 1 pairs, want at least 2"),
         ({"scaling": DynamicNTK(2, 8), "axes": 8, "allocation": "axial"}, "scaling: got DynamicNTK for 1 pairs"),
+        ({"scaling": NTK(1e-5)}, "NTK.factor: got 1e-05, want >= 0.000316 for base 10000.0 of 16 channels"),
+        ({"scaling": [NTK(2)] * 3}, "scaling: got 3 scalings, want one, or 2, one per axis"),
+        ({"scaling": [None, 2]}, "scaling[1]: got 2, want a Scaling such as Linear(2.0), or None"),
+        (
+            {"scaling": [None, YaRN(2, 8)]},
+            "scaling[1]: got attention factor 1.0693147180559945, want 1.0 as of scaling[0]",
+        ),
+        (
+            {"scaling": [None, NTK(2)], "allocation": "heads", "head_axes": [0, 1]},
+            "scaling: got (None, NTK(factor=2.0)), want one for allocation 'heads', the same for all axes, or None",
+        ),
         ({"scaling": YaRN(2, 8), "theta": 1}, "theta: got 1.0, want more for YaRN"),
         ({"scaling": LongRoPE([1] * 8, [1] * 7, 8)}, "LongRoPE.long_factor: got 7 numbers, want 8, one per frequency"),
         ({"inv_freq": [1.0] * 7}, "inv_freq: got 7 numbers, want 8, one per pair"),
@@ -248,7 +259,7 @@ def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], messa
     [
         (Linear, [0.5], "Linear.factor: got 0.5, want a finite number >= 1"),
         (Linear, [None], "Linear.factor: got None, want a finite number >= 1"),
-        (NTK, [nan], "NTK.factor: got nan, want a finite number >= 1"),
+        (NTK, [nan], "NTK.factor: got nan, want a finite number > 0"),
         (DynamicNTK, [2, 0], "DynamicNTK.original_max_position: got 0, want >= 1"),
         (DynamicNTK, [2, 8.5], "DynamicNTK.original_max_position: got 8.5, want an integer"),
         (YaRN, [0.9, 8], "YaRN.factor: got 0.9, want a finite number >= 1"),
@@ -290,6 +301,8 @@ ROTARIES = [
     Rotary(16, allocation=(0, 0, 1, 2, 0, -1, 1, 2), inv_freq=[0.1] * 8),
     Rotary(16, allocation="heads", head_axes=(0, 0, 1, -1)),
     Rotary(128, allocation="mrope-interleaved"),
+    Rotary(16, scaling=[None, NTK(20 / 24)]),
+    Rotary(16, axes=3, scaling=[LongRoPE([1] * 8, [2] * 8, 4096), DynamicNTK(2, 100), None]).for_length(5000),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
     *(Rotary(16, scaling=scaling).for_length(10_000) for scaling in EVERY_SCALING),
 ]
@@ -322,6 +335,22 @@ def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> Non
         Rotary(8, precision="hf"),
     ]
     assert len(set(different)) == 5
+
+
+def test_one_scaling_for_every_axis_is_one_for_all() -> None:
+    assert Rotary(8, scaling=[NTK(2), NTK(2)]) == Rotary(8, scaling=NTK(2))
+    assert Rotary(8, scaling=[None, None]) == Rotary(8)
+
+
+def test_each_axis_serves_the_length_as_its_own_scaling_does() -> None:
+    longer, dynamic = LongRoPE([1.25] * 8, [2.5] * 8, 4096), DynamicNTK(2, 100)
+    alone = [Rotary(16, scaling=scaling) for scaling in (longer, dynamic, None)]
+    axis = [0, 1, 2, 2, 1, 0, 1, 2]
+    together = Rotary(16, allocation=axis, scaling=[longer, dynamic, None])
+    for length in (50, 101, 4096, 5000):
+        want = [alone[a].for_length(length).turns[j] for j, a in enumerate(axis)]
+        assert together.for_length(length).turns.tolist() == want
+    assert together.for_length(100) == together
 
 
 def test_from_dict_refuses_what_it_does_not_know() -> None:

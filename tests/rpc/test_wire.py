@@ -164,6 +164,7 @@ ROTARIES = [
     Rotary(64, scaling=NTK(2)),
     Rotary(64, scaling=Linear(2)),
     Rotary(64, scaling=PRoPE(0.25)),
+    Rotary(64, axes=3, scaling=[NTK(2), None, LongRoPE([1.0] * 32, [2.0] * 32, 100)], length=200),
 ]
 
 

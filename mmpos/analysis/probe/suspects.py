@@ -93,6 +93,15 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
                 cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, and none was meant"
                 yield from if_made(cause, "scale no frequencies, as the config says", meant, scaling=other)
         return
+    if isinstance(mine, tuple):
+        yield from if_made("the scalings of all axes are left out", remedy, meant, scaling=None)
+        for axis, own in enumerate(mine):
+            if own is not None:
+                cause = f"the scaling {own.name!r} of axis {axis} is left out"
+                yield from if_made(cause, remedy, meant, scaling=[*mine[:axis], None, *mine[axis + 1 :]])
+                cause = f"all axes have the scaling of axis {axis}, {own.name!r}"
+                yield from if_made(cause, remedy, meant, scaling=own)
+        return
     yield from if_made(f"the scaling {mine.name!r} is left out", remedy, meant, scaling=None)
     for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
         own = getattr(mine, field, None)

@@ -276,6 +276,7 @@ class Rotary(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     AXES_DIM_FIELD_NUMBER: _builtins.int
     HEAD_AXES_FIELD_NUMBER: _builtins.int
+    AXIS_SCALING_FIELD_NUMBER: _builtins.int
     head_dim: _builtins.int
     """Channels of a head; even; required."""
     axes: _builtins.int
@@ -318,6 +319,10 @@ class Rotary(_message.Message):
     def head_axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The axis of every kv head and of the q heads that share it, -1 for heads that do not turn, for "heads"."""
 
+    @_builtins.property
+    def axis_scaling(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scaling]:
+        """A change of the frequencies of every axis, instead of scaling; one without a type changes nothing."""
+
     def __init__(
         self,
         *,
@@ -335,10 +340,11 @@ class Rotary(_message.Message):
         length: _builtins.int | None = ...,
         axes_dim: _abc.Iterable[_builtins.int] | None = ...,
         head_axes: _abc.Iterable[_builtins.int] | None = ...,
+        axis_scaling: _abc.Iterable[Global___Scaling] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "length", b"length", "rotary_dim", b"rotary_dim", "scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "head_axes", b"head_axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "axis_scaling", b"axis_scaling", "head_axes", b"head_axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allocation: _TypeAlias = _typing.Literal["allocation"]  # noqa: Y015
     _WhichOneofArgType__allocation: _TypeAlias = _typing.Literal["_allocation", b"_allocation"]  # noqa: Y015

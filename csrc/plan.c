@@ -5,7 +5,8 @@
 
 #include "plan.h"
 
-/* Columns of a plan. A slot without frames is empty, and one without a denominator is of a shape that is not affine. */
+/* Columns of a plan, whose first row is that of texts and whose others are slots of shapes. A slot without frames is
+ * empty, and one without a denominator is of a shape that is not affine. */
 enum {
     FRAMES,
     ROWS,
@@ -13,10 +14,17 @@ enum {
     SEPARATOR,
     CONSUMED,
     DEMANDED, /* ids from the cursor to the lowest next position, or INT64_MIN */
+    CLEARED,  /* ids that a grid keeps free before the text of its document; of texts whether any grid does */
     OVER,     /* the denominator */
     PLAN_AXES
 };
-enum { AT_ZERO, PER_CURSOR, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of every axis, from PLAN_AXES on */
+enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of every axis */
+enum { TEXTS, SLOTS };                                                                          /* rows */
+
+/* What ids follow: the cursor, the first id of the document, and the grids before this one in it. */
+typedef struct {
+    int64_t cursor, start, number;
+} Place;
 
 /* The slot of a shape in a plan of a power of two of slots, or the empty slot where it would stand. */
 static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
@@ -25,8 +33,9 @@ static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
         hash = (hash ^ (uint64_t)shape[i]) * 0x9e3779b97f4a7c15u;
         hash ^= hash >> 29;
     }
-    for (int64_t slot = (int64_t)(hash & (uint64_t)(plan->rows - 1));; slot = (slot + 1) & (plan->rows - 1)) {
-        int64_t frames = entry(plan, slot, FRAMES);
+    int64_t last = plan->rows - SLOTS - 1;
+    for (int64_t i = (int64_t)(hash & (uint64_t)last);; i = (i + 1) & last) {
+        int64_t slot = SLOTS + i, frames = entry(plan, slot, FRAMES);
         if (frames == 0 ||
             (frames == shape[FRAMES] && entry(plan, slot, ROWS) == shape[ROWS] &&
              entry(plan, slot, COLUMNS) == shape[COLUMNS] && entry(plan, slot, SEPARATOR) == shape[SEPARATOR])) {
@@ -38,64 +47,109 @@ static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
 int64_t axes_of(const Matrix *plan) { return (plan->columns - PLAN_AXES) / PLAN_AXIS; }
 
 int is_plan(const Matrix *plan, int64_t axes) {
-    return plan->format == 'q' && plan->rows > 0 && (plan->rows & (plan->rows - 1)) == 0 &&
+    int64_t slots = plan->rows - SLOTS;
+    return plan->format == 'q' && slots > 0 && (slots & (slots - 1)) == 0 &&
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
 
-/* Write the ids of a grid, before which the cursor stands; 0 if they might be outside int32, or are all the same. */
-static int put_grid(const Matrix *table, int64_t s, const Matrix *plan, int64_t slot, const int64_t *shape,
-                    int64_t cursor) {
-    int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, slot, OVER), any = 0;
+/* Write the ids of a grid or a text of this shape; 0 if they might be outside int32. */
+static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64_t row, const int64_t *shape,
+                       const Place *place) {
+    int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, row, OVER), steps = 0, origins = 0;
+    int64_t width = shape[COLUMNS] + shape[SEPARATOR];
     double most = (double)denominator * INT32_MAX;
     if (denominator < 1 || denominator > INT32_MAX) {
         return 0;
     }
     put_entry(table, DENOMINATOR, s, denominator);
     put_entry(table, HEIGHT, s, shape[ROWS]);
-    put_entry(table, WIDTH, s, shape[COLUMNS] + shape[SEPARATOR]);
+    put_entry(table, WIDTH, s, width);
     for (int64_t axis = 0; axis < axes; axis++) {
         int64_t from = PLAN_AXES + PLAN_AXIS * axis, to = AXES + 4 * axis;
-        int64_t zero = entry(plan, slot, from + AT_ZERO), slope = entry(plan, slot, from + PER_CURSOR);
-        int64_t step[3];
-        if (fabs((double)zero) + fabs((double)slope) * fabs((double)cursor) > MAX_NUMERATOR) {
+        int64_t zero = entry(plan, row, from + AT_ZERO), per_cursor = entry(plan, row, from + PER_CURSOR);
+        int64_t per_start = entry(plan, row, from + PER_START), per_number = entry(plan, row, from + PER_NUMBER);
+        if (fabs((double)zero) + fabs((double)per_cursor) * fabs((double)place->cursor) +
+                fabs((double)per_start) * fabs((double)place->start) +
+                fabs((double)per_number) * (double)place->number >
+            MAX_NUMERATOR) {
             return 0;
         }
-        int64_t origin = zero + slope * cursor;
+        int64_t origin = zero + per_cursor * place->cursor + per_start * place->start + per_number * place->number;
         double reach = fabs((double)origin);
         put_entry(table, to + ORIGIN, s, origin);
+        origins |= origin;
         for (int i = 0; i < 3; i++) {
-            step[i] = entry(plan, slot, from + PER_FRAME + i);
-            reach += fabs((double)step[i]) * (double)(shape[i] - 1 + (i == 2 ? shape[SEPARATOR] : 0));
-            put_entry(table, to + STEP_FRAME + i, s, step[i]);
-            any |= step[i];
+            int64_t step = entry(plan, row, from + PER_FRAME + i);
+            reach += fabs((double)step) * (double)(shape[i] - 1 + (i == 2 ? shape[SEPARATOR] : 0));
+            put_entry(table, to + STEP_FRAME + i, s, step);
+            steps |= step;
         }
         if (reach > most) {
             return 0;
         }
     }
-    return any != 0;
+    /* Padding alone has origin and steps 0: what else is still gets a step that no token takes. */
+    if (steps == 0 && row != TEXTS) {
+        put_entry(table, HEIGHT, s, shape[FRAMES] * shape[ROWS]);
+        put_entry(table, AXES + STEP_FRAME, s, 1);
+    } else if (steps == 0 && origins == 0) {
+        put_entry(table, WIDTH, s, 1);
+        put_entry(table, AXES + STEP_COL, s, 1);
+    }
+    return 1;
+}
+
+/* Read the shape of a segment of a batch. */
+static void read_shape(const Batch *batch, int64_t s, int64_t *shape) {
+    for (int i = 0; i < 3; i++) {
+        shape[i] = entry(&batch->extents, i, s);
+    }
+    shape[SEPARATOR] = batch->separated && batch->separator.data[s * batch->separator.stride] != 0;
+}
+
+static inline int64_t kind_of(const Batch *batch, int64_t s) {
+    return (uint8_t)batch->kind.data[s * batch->kind.stride];
+}
+
+/* Ids that the grids among these segments keep free before the text of their document. */
+static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
+    int64_t most = 0, shape[CONSUMED];
+    for (int64_t s = first; s < stop; s++) {
+        if (kind_of(batch, s) == GRID) {
+            read_shape(batch, s, shape);
+            int64_t slot = slot_of(&batch->plan, shape), ids = entry(&batch->plan, slot, CLEARED);
+            most = ids > most ? ids : most;
+        }
+    }
+    return most;
 }
 
 /* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */
 static int put_document(Batch *batch, int64_t d, int64_t start) {
     int64_t first = item(&batch->offsets, d), stop = item(&batch->offsets, d + 1);
-    int64_t cursor = start, real = 0, demanded = INT64_MIN, before = PAD;
+    int64_t real = 0, demanded = INT64_MIN, before = PAD, free = 0;
+    Place place = {start, start, 0};
     if (first < 0 || stop > batch->kind.size) {
         return 0;
+    }
+    if (entry(&batch->plan, TEXTS, CLEARED) != 0) {
+        free = cleared(batch, first, stop);
+        if (free > INT32_MAX) {
+            return 0;
+        }
     }
     put_entry(&batch->documents, FIRST_SEGMENT, d, first);
     put_entry(&batch->documents, FIRST_TOKEN, d, batch->token);
     for (int64_t s = first; s < stop; s++) {
-        int64_t what = (uint8_t)batch->kind.data[s * batch->kind.stride];
-        int64_t shape[CONSUMED];
-        for (int i = 0; i < 3; i++) {
-            shape[i] = entry(&batch->extents, i, s);
-        }
-        shape[SEPARATOR] = batch->separated && batch->separator.data[s * batch->separator.stride] != 0;
+        int64_t what = kind_of(batch, s), shape[CONSUMED];
+        read_shape(batch, s, shape);
         int64_t tokens = tokens_of(shape[FRAMES], shape[ROWS], shape[COLUMNS], shape[SEPARATOR]);
         put_entry(&batch->table, OFFSET, s, batch->token);
         put_entry(&batch->table, SKIP, s, 0);
         batch->token = plus(batch->token, tokens);
+        if (tokens == 0) {
+            return 0;
+        }
         if (what == GRID) {
             if ((batch->strict && before == GRID) || (shape[FRAMES] > 1 && (!batch->frames || batch->timed)) ||
                 (shape[SEPARATOR] && !batch->separators)) {
@@ -106,33 +160,40 @@ static int put_document(Batch *batch, int64_t d, int64_t start) {
                 batch->unknown = s;
                 return 0;
             }
-            if (!put_grid(&batch->table, s, &batch->plan, slot, shape, cursor)) {
+            if (!put_segment(&batch->table, s, &batch->plan, slot, shape, &place)) {
                 return 0;
             }
             int64_t lowest = entry(&batch->plan, slot, DEMANDED), consumed = entry(&batch->plan, slot, CONSUMED);
-            if (lowest != INT64_MIN && plus(cursor, lowest) > demanded) {
-                demanded = plus(cursor, lowest);
+            if (lowest != INT64_MIN && plus(place.cursor, lowest) > demanded) {
+                demanded = plus(place.cursor, lowest);
             }
             if (consumed < -(int64_t)INT32_MAX || consumed > INT32_MAX) {
                 return 0;
             }
-            cursor += consumed;
+            place.cursor += consumed;
+            place.number++;
             real += tokens;
         } else if (what == TEXT || what == AUDIO) {
-            if (!put_text(&batch->table, s, tokens, cursor, 1)) {
+            Place after = {place.cursor + free, start, 0};
+            if (!put_segment(&batch->table, s, &batch->plan, TEXTS, shape, &after)) {
                 return 0;
             }
-            cursor += tokens;
+            place.cursor += tokens;
             real += tokens;
         } else if (what != PAD || !put_text(&batch->table, s, tokens, 0, 0)) {
             return 0;
         }
         before = what;
-        if (tokens == 0 || cursor < INT32_MIN || cursor > (int64_t)INT32_MAX + 1) {
+        if (place.cursor < INT32_MIN || place.cursor > (int64_t)INT32_MAX + 1) {
             return 0;
         }
     }
-    int64_t next = cursor > demanded ? cursor : demanded;
+    if (!batch->resumable) {
+        put_entry(&batch->documents, NEXT_POSITION, d, INT64_MIN);
+        put_entry(&batch->documents, DELTA, d, INT64_MIN);
+        return 1;
+    }
+    int64_t next = place.cursor > demanded ? place.cursor : demanded;
     put_entry(&batch->documents, NEXT_POSITION, d, next);
     put_entry(&batch->documents, DELTA, d, next - start - real);
     return next <= (int64_t)INT32_MAX + 1;
@@ -157,22 +218,12 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
     return bytes;
 }
 
-/* Place all documents, of one start or of one each; 0 where they do not fit. */
-static int put_documents(Batch *batch, const Vector *starts, int64_t start) {
-    int fits = 1;
-    for (int64_t d = 0; fits && d < batch->documents.columns; d++) {
-        int64_t first = starts == NULL ? start : item(starts, d);
-        fits = first >= INT32_MIN && first <= INT32_MAX && put_document(batch, d, first);
-    }
-    return fits;
-}
-
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
  * -> (table, documents, tokens), arrays as bytes; or the first grid of a shape that the plan does not have; or None.
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
- * grids must not touch, may have frames and may have row separators; timed is whether frames have times, for which no
- * plan holds. It declines what it cannot place, whatever the reason. */
+ * grids must not touch, may have frames and may have row separators, and whether documents have next positions; timed is
+ * whether frames have times, for which no plan holds. It declines what it cannot place, whatever the reason. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;
@@ -185,7 +236,6 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     buffers.count = 0;
     batch.separated = args[3] != Py_None;
     batch.timed = args[4] == Py_True;
-    batch.token = 0;
     batch.unknown = -1;
     int one = PyLong_CheckExact(args[5]);
     if (one) {
@@ -203,17 +253,18 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         !is_block(&batch.extents, 3) || batch.extents.columns != batch.kind.size || batch.offsets.size < 1 ||
         (!one && starts.size != batch.offsets.size - 1) ||
         (batch.separated && batch.separator.size != batch.kind.size) || !PyTuple_Check(args[7]) ||
-        PyTuple_Size(args[7]) != 3) {
+        PyTuple_Size(args[7]) != 4) {
         return answer(&buffers, NULL);
     }
     batch.strict = PyTuple_GetItem(args[7], 0) == Py_True;
     batch.frames = PyTuple_GetItem(args[7], 1) == Py_True;
     batch.separators = PyTuple_GetItem(args[7], 2) == Py_True;
+    batch.resumable = PyTuple_GetItem(args[7], 3) == Py_True;
     int64_t axes = (batch.plan.columns - PLAN_AXES) / PLAN_AXIS;
     PyObject *table = new_block(AXES + 4 * axes, batch.kind.size, &batch.table), *result = NULL;
     PyObject *documents = new_block(4, batch.offsets.size - 1, &batch.documents);
     if (table != NULL && documents != NULL) {
-        if (put_documents(&batch, one ? NULL : &starts, start)) {
+        if (place_batch(&batch, one ? NULL : &starts, start)) {
             result = Py_BuildValue("(OOL)", table, documents, (long long)batch.token);
         } else if (batch.unknown >= 0) {
             result = PyLong_FromLongLong(batch.unknown);
@@ -236,7 +287,7 @@ PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     }
     buffers.count = 0;
     if (!take_matrix(&buffers, args[0], PyBUF_WRITABLE, &plan) || !take_matrix(&buffers, args[1], 0, &rows) ||
-        rows.format != 'q' || rows.columns != plan.columns || rows.rows >= plan.rows ||
+        rows.format != 'q' || rows.columns != plan.columns || rows.rows >= plan.rows - SLOTS ||
         !is_plan(&plan, axes_of(&plan))) {
         return answer(&buffers, NULL);
     }

@@ -158,7 +158,7 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
     lengths = extents[2, text]
     text_tokens = np.bincount(document[text], lengths, minlength=start.size).astype(np.int64)
     of_grids = _grids(extents[:, grid], start, document, segments, grid, text_tokens)
-    runs = TextRuns(lengths, text, document, start, grids=of_grids)
+    runs = TextRuns(lengths, text, document, start)
     return TextsAndGrids(start, document, segments.lengths, text, runs, grid, of_grids)
 
 
@@ -203,7 +203,13 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
     if units is None:
         # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
         before = before.clip(INT32_MIN - 1, INT32_MAX + 1)
-    return before[split.text], before[split.grid], after[offsets[1:] - 1] + base
+    before_text = before[split.text]
+    cleared = scheme.cleared(split.grids) if split.grid.size else None
+    if cleared is not None:
+        most = np.zeros(start.size, np.int64)
+        np.maximum.at(most, split.grids.document, _integers(scheme, "cleared", cleared))
+        before_text += most[split.runs.document]
+    return before_text, before[split.grid], after[offsets[1:] - 1] + base
 
 
 def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mmpos.errors import MmposError
 from mmpos.positions.table import PositionTable, of_bytes
 from mmpos.positions.table_rows import AXES
-from mmpos.schemes import Grids, Placement, Scheme
+from mmpos.schemes import Grids, Placement, Scheme, TextRuns
 from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
@@ -21,17 +21,29 @@ __all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan", "plan_of"]
 MAX_SHAPES = 4096
 """Most shapes of grids that the plan of a scheme keeps; with more, it begins anew."""
 
-_SHAPE, _ROW, _PER_AXIS = 4, 7, 5
+_SHAPE, _ROW, _PER_AXIS = 4, 8, 7
 """Numbers of a shape; those of a row before its axes, and of each axis, as csrc/plan.c has them."""
 
-_CURSORS = (0, 1, 4099)
-"""Cursors for which a scheme is asked: two say how its ids follow the cursor, the third one that they are linear."""
+_CURSOR, _START, _NUMBER = range(3)
+_ASKED = np.array(
+    [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 0, 0), (0, 1, 0), (4099, 1009, 0), (4099, 1009, 1)], np.int64
+)
+"""Cursor, first id of the document, and grids before, for which a scheme is asked: some say how its ids follow each,
+and the others that they are linear."""
+_DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 3])
+"""The document of each."""
+_UNITS = np.array([4, 5, 1])
+"""Where one of the three is 1 and the others are 0."""
+_TEXT_TOKENS = np.array([1, 1, 1, 1, 1, 1, 8, 8])
+"""Tokens of text in the document of each: a scheme that counts them is not linear in the others."""
 
 _NONE = np.iinfo(np.int64).min
 
 
 class Plan:
-    """What a scheme says of each shape of grid so far: a hash table that is never changed, but replaced.
+    """What a scheme says of text and of each shape of grid so far: a hash table that is never changed, but replaced.
+
+    The first row is that of text.
 
     Args:
         scheme: a scheme with ``by_shape``.
@@ -40,7 +52,8 @@ class Plan:
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         self.rules = scheme.frames, scheme.row_separators
-        self.table = np.zeros((2, _ROW + _PER_AXIS * scheme.axes), np.int64)
+        self.table = np.zeros((1 + 2, _ROW + _PER_AXIS * scheme.axes), np.int64)
+        self.table[0, _SHAPE:] = _row_of_text(scheme)
 
     def add(self, shapes: IntArray) -> None:
         """Ask the scheme for shapes that are not in the plan yet.
@@ -49,10 +62,11 @@ class Plan:
             shapes: (4, shapes) frames, height, width, and whether rows end in a separator; each once.
         """
         rows = _rows(self.scheme, shapes)
-        known = self.table[self.table[:, 0] > 0]
+        text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
         if len(known) + len(rows) <= MAX_SHAPES:
             rows = np.concatenate([known, rows])
-        table = np.zeros((2 << len(rows).bit_length(), rows.shape[1]), np.int64)
+        table = np.zeros((1 + (2 << len(rows).bit_length()), rows.shape[1]), np.int64)
+        table[0] = text
         assert native.core is not None
         native.core.enter(table, rows)
         self.table = table  # at once, for threads that read the one before
@@ -88,13 +102,13 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         strict: whether grids must not touch.
     """
     core, plan = native.core, plan_of(scheme)
-    if core is None or plan is None or type(start) not in (int, np.ndarray):
+    if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None
     timed = segments.seconds_per_frame is not None
     for _ in range(2):
         placed = core.place(
             segments.kind, segments.extents, segments.segment_offsets, segments.row_separator, timed, start,
-            plan.table, (strict, *plan.rules),
+            plan.table, (strict, *plan.rules, scheme.resumable),
         )  # fmt: skip
         if placed is None:
             return None
@@ -114,7 +128,7 @@ def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
     shapes = np.unique(np.concatenate([segments.extents[:, grid], separator[None, grid]]), axis=1)
     if shapes.shape[1] > MAX_SHAPES:
         return shapes
-    known = {tuple(row) for row in plan.table[:, :_SHAPE].tolist()}
+    known = {tuple(row) for row in plan.table[1:, :_SHAPE].tolist()}
     new = [i for i, shape in enumerate(shapes.T.tolist()) if tuple(shape) not in known]
     # A plan that is full begins anew, with all shapes of the batch.
     return shapes if len(known) + len(new) > MAX_SHAPES else shapes[:, new]
@@ -136,36 +150,61 @@ class _NotAffineError(Exception):
     """The general way must place these grids."""
 
 
+def _row_of_text(scheme: Scheme) -> IntArray:
+    """Ask a scheme for the numbers of text, those of a row after the shape; 0 where the general way must place it."""
+    grids = Grids(np.ones((3, 1), np.int64), *np.zeros((2, 1), np.int64))
+    count = len(_ASKED)
+    runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6], _START])
+    try:
+        if not scheme.text:
+            raise _NotAffineError
+        if (scheme.advance_text(runs) != runs.lengths).any():
+            raise _NotAffineError
+        axes = _axes(scheme, scheme.place_text(runs, _ASKED[:, _CURSOR]))[0]
+        clears = scheme.cleared(grids) is not None
+    except (MmposError, _NotAffineError):
+        return np.zeros(_ROW - _SHAPE + _PER_AXIS * scheme.axes, np.int64)
+    return np.concatenate([[1, _NONE, clears], axes])
+
+
 def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
     """Ask a scheme for the numbers of shapes, (shapes, numbers of a row after the shape).
 
     Raises:
-        _NotAffineError: ids that are not linear in the cursor, cut into pieces, or no integers.
+        _NotAffineError: ids that are not linear in what a plan follows, cut into pieces, or no integers.
         MmposError: what the scheme refuses.
     """
-    count, times = shapes.shape[1], len(_CURSORS)
-    extents = np.tile(shapes[:3], times)
-    separator = np.tile(shapes[3] > 0, times) if shapes[3].any() else None
-    none = np.zeros(count * times, np.int64)
-    grids = Grids(extents, none, np.arange(count * times), separator)
-    cursor = np.repeat(np.array(_CURSORS, np.int64), count)
+    count, asked = shapes.shape[1], len(_ASKED)
+    of_shape = np.repeat(shapes, asked, axis=1)
+    document = (_DOCUMENT + (_DOCUMENT[-1] + 1) * np.arange(count)[:, None]).reshape(-1)
+    cursor, start = np.tile(_ASKED[:, _CURSOR], count), np.tile(_ASKED[:, _START], count)
+    separator = of_shape[3] > 0 if shapes[3].any() else None
+    grids = Grids(of_shape[:3], start, document, separator, text_tokens=np.tile(_TEXT_TOKENS, count))
     if scheme.unit(grids) is not None:
         raise _NotAffineError
-    placement, demanded = scheme.place(grids, cursor), scheme.next_after(grids, cursor)
-    if placement.pieces is not None and placement.pieces.tokens.size != none.size:
+    placement, demanded, cleared = scheme.place(grids, cursor), scheme.next_after(grids, cursor), scheme.cleared(grids)
+    if placement.pieces is not None and placement.pieces.tokens.size != document.size:
         raise _NotAffineError
-    consumed, _ = _linear(scheme.advance(grids), count, slope=0)
-    lowest = np.full(count, _NONE) if demanded is None else _linear(demanded, count, slope=1)[0]
-    denominator, _ = _linear(placement.denominator, count, slope=0)
+    consumed = _constant(scheme.advance(grids), count)
+    lowest = np.full(count, _NONE)
+    if demanded is not None:
+        lowest, slopes = _linear(demanded, count)
+        if (slopes != [[1], [0], [0]]).any():
+            raise _NotAffineError
+    free = _constant(0 if cleared is None else cleared, count)
+    return np.column_stack([consumed, lowest, free, _axes(scheme, placement, count)])
+
+
+def _axes(scheme: Scheme, placement: Placement, count: int = 1) -> IntArray:
+    """Make the columns of a plan from the denominator on."""
+    denominator = _constant(placement.denominator, count)
     if not scheme.fractional and (denominator != 1).any():
         raise _NotAffineError
-    columns = [consumed, lowest, denominator]
+    columns = [denominator]
     for axis in range(scheme.axes):
-        columns += _linear(_of_axis(scheme, placement, "origin", axis), count)
-        columns += (
-            _linear(_of_axis(scheme, placement, step, axis), count, slope=0)[0]
-            for step in ("step_frame", "step_row", "step_col")
-        )
+        zero, slopes = _linear(_of_axis(scheme, placement, "origin", axis), count)
+        steps = [_constant(_of_axis(scheme, placement, f"step_{of}", axis), count) for of in ("frame", "row", "col")]
+        columns += [zero, *slopes, *steps]
     return np.stack(columns, axis=1)
 
 
@@ -179,13 +218,22 @@ def _of_axis(scheme: Scheme, placement: Placement, name: str, axis: int) -> IntA
     return values
 
 
-def _linear(values: IntArray | int, count: int, slope: int | None = None) -> tuple[IntArray, IntArray]:
-    """Return the values at cursor 0, and their slope, (count,) each."""
+def _constant(values: IntArray | int, count: int) -> IntArray:
+    """Return values, (count,), that follow nothing that is asked."""
+    zero, slopes = _linear(values, count)
+    if slopes.any():
+        raise _NotAffineError
+    return zero
+
+
+def _linear(values: IntArray | int, count: int) -> tuple[IntArray, IntArray]:
+    """Return the values, (count,), where all that is asked is 0, and their slopes in each of it, (3, count)."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         raise _NotAffineError
-    at = np.broadcast_to(array.astype(np.int64), len(_CURSORS) * count).reshape(len(_CURSORS), count)
-    per_cursor = at[1] - at[0]
-    if (at[2] - at[0] != _CURSORS[2] * per_cursor).any() or (slope is not None and (per_cursor != slope).any()):
+    at = np.broadcast_to(array.astype(np.int64), count * len(_ASKED)).reshape(count, len(_ASKED))
+    zero = at[:, 0]
+    slopes = at[:, _UNITS] - zero[:, None]
+    if (at != zero[:, None] + slopes @ _ASKED.T).any():
         raise _NotAffineError
-    return at[0], per_cursor
+    return zero, slopes.T

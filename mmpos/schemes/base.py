@@ -94,7 +94,6 @@ class TextRuns:
         documents: (segments,) document of every segment of the table.
         starts: (documents,) first id of every document.
         units: (documents,) denominators of cursors; None where they are whole.
-        grids: the grids of the batch, for schemes that put text where the images of its document let it.
     """
 
     lengths: IntArray
@@ -102,7 +101,6 @@ class TextRuns:
     documents: IntArray
     starts: IntArray
     units: IntArray | None = None
-    grids: Grids | None = None
 
     @property
     def document(self) -> IntArray:
@@ -200,8 +198,9 @@ class Scheme(ABC):
     kinds: frozenset[int] = frozenset()
     """Kinds of segments with markers that documents may hold and ``place`` counts: CLIP, or THUMBNAIL and TILE."""
     by_shape: ClassVar[bool] = False
-    """Whether ids follow from the shape of the grid alone, and from the cursor: ``place`` then asks once a shape. Each
-    class says it for itself; its instances must be equal where they place alike, and text must be placed as here."""
+    """Whether ids follow from the shape of the grid, the cursor, the first id of the document and the number of grids
+    before in it alone: ``place`` then asks once a shape where they are linear in these. Each class says it for itself;
+    its instances must be equal where they place alike, and text must follow from cursor and first id alone."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 
@@ -224,6 +223,13 @@ class Scheme(ABC):
         Fractional schemes are asked for it. Where there is one, ``advance`` gives numerators over it; ``place``,
         ``place_text`` and ``next_after`` get cursors over the common denominator of their document, and give next
         positions over it.
+        """
+        return None
+
+    def cleared(self, grids: Grids) -> IntArray | None:
+        """Count the ids that each grid keeps free before all text of its document, (grids,); the most of them count.
+
+        None where text follows the cursor alone. Schemes with ``unit`` have none.
         """
         return None
 

@@ -68,6 +68,7 @@ class Flux(LatentScheme):
     """
 
     name: ClassVar[str] = "flux"
+    by_shape = True
     first: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Flux2(LatentScheme):
     """
 
     name: ClassVar[str] = "flux2"
+    by_shape = True
     axes = 4
     text_axes = (3,)
     reference_step: int = 10
@@ -116,6 +118,7 @@ class Flux3(LatentScheme):
     """
 
     name: ClassVar[str] = "flux3"
+    by_shape = True
     axes = 4
     fractional = True
     text_axes = (3,)
@@ -147,7 +150,9 @@ class QwenImage(LatentScheme):
     """
 
     name: ClassVar[str] = "qwen-image"
+    by_shape = True
     frames = True
+    text_axes = (0, 1, 2)
     layered: bool = False
 
     def __post_init__(self) -> None:
@@ -161,13 +166,9 @@ class QwenImage(LatentScheme):
         origin = [start + number, start - (grids.height + 1) // 2, start - (grids.width + 1) // 2]
         return Placement(origin, [1, 0, 0], [0, 1, 0], [0, 0, 1])
 
-    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        most, grids = np.zeros(runs.starts.size, np.int64), runs.grids
-        if grids is not None:
-            np.maximum.at(most, grids.document, grids.extents[1:].max(axis=0, initial=0) // 2)
-            if self.layered:
-                np.maximum.at(most, grids.document, grids.number)
-        return Placement([cursor + most[runs.document]] * 3, step_col=[1] * 3)
+    def cleared(self, grids: Grids) -> IntArray:
+        most = grids.extents[1:].max(axis=0) // 2
+        return np.maximum(most, grids.number) if self.layered else most
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ class Lumina2(LatentScheme):
     """
 
     name: ClassVar[str] = "lumina2"
+    by_shape = True
     frames = True
     text_axes = (0,)
     first: int = 0
@@ -239,6 +241,7 @@ class LongCatImage(LatentScheme):
     """
 
     name: ClassVar[str] = "longcat-image"
+    by_shape = True
     text_axes = (1, 2)
     image_at: int = 0
 
@@ -258,6 +261,7 @@ class OvisImage(LatentScheme):
     """
 
     name: ClassVar[str] = "ovis-image"
+    by_shape = True
     text_axes = (1, 2)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -275,6 +279,7 @@ class Ideogram4(LatentScheme):
     """
 
     name: ClassVar[str] = "ideogram4"
+    by_shape = True
     text_axes = (0, 1, 2)
     image_at: int = 65536
 
@@ -296,6 +301,7 @@ class HunyuanImage(LatentScheme):
     """
 
     name: ClassVar[str] = "hunyuan-image"
+    by_shape = True
     axes: int = 2
 
     def __post_init__(self) -> None:
@@ -325,18 +331,21 @@ class JoyImage(LatentScheme):
         boolean("JoyImage.text_runs", self.text_runs)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        before = grids.frames.cumsum() - grids.frames
-        before -= before[grids.document.searchsorted(grids.document)]
-        return Placement([grids.start + before, grids.start, grids.start], [1, 0, 0], [0, 1, 0], [0, 0, 1])
+        start = grids.start
+        return Placement([start + self._before(grids), start, start], [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+    def cleared(self, grids: Grids) -> IntArray | None:
+        if not self.text_runs:
+            return None
+        return np.maximum(grids.extents[1:].max(axis=0), self._before(grids) + grids.frames)
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        if not self.text_runs:
-            return super().place_text(runs, cursor)
-        frames, most, grids = np.zeros(runs.starts.size, np.int64), np.zeros(runs.starts.size, np.int64), runs.grids
-        if grids is not None:
-            np.add.at(frames, grids.document, grids.frames)
-            np.maximum.at(most, grids.document, grids.extents[1:].max(axis=0, initial=0))
-        return Placement([cursor + np.maximum(most, frames)[runs.document]] * 3, step_col=[1] * 3)
+        return Scheme.place_text(self, runs, cursor) if self.text_runs else super().place_text(runs, cursor)
+
+    def _before(self, grids: Grids) -> IntArray:
+        """Count the frames before each grid in its document."""
+        before = grids.frames.cumsum() - grids.frames
+        return before - before[grids.document.searchsorted(grids.document)]
 
 
 @dataclass(frozen=True)
@@ -359,8 +368,7 @@ class Bagel(Scheme):
         return np.ones_like(grids.height)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        # A step that no patch takes, as place gives it, so that plain grids are placed by their shape.
-        return Placement([cursor], [1] if grids.kind is None else None)
+        return Placement([cursor])
 
 
 @dataclass(frozen=True)

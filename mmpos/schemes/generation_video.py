@@ -31,6 +31,7 @@ class Wan(LatentScheme):
     """
 
     name: ClassVar[str] = "wan"
+    by_shape = True
     text = False
     frames = True
     skip_length: int = 0
@@ -87,6 +88,7 @@ class HunyuanVideo(LatentScheme):
     """
 
     name: ClassVar[str] = "hunyuan-video"
+    by_shape = True
     frames = True
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -109,6 +111,7 @@ class CogVideoX(LatentScheme):
     """
 
     name: ClassVar[str] = "cogvideox"
+    by_shape = True
     frames = True
     fractional = True
     base_height: int = 30
@@ -184,6 +187,7 @@ class Allegro(_Scaled):
     """
 
     name: ClassVar[str] = "allegro"
+    by_shape = True
     frame_step: int | Fraction = Fraction(5, 11)
     row_step: int | Fraction = Fraction(1, 2)
     col_step: int | Fraction = Fraction(1, 2)
@@ -202,6 +206,7 @@ class Kandinsky(_Scaled):
     """
 
     name: ClassVar[str] = "kandinsky"
+    by_shape = True
 
 
 @dataclass(frozen=True)
@@ -316,8 +321,7 @@ class Ltx2(_Ltx):
 
     @property
     def firsts(self) -> tuple[int, int, int]:
-        first = max(0, self.causal_offset - self.frames_per_latent)
-        return first + self.causal_offset, 2 * self.causal_offset - self.frames_per_latent, 1
+        return self.causal_offset, 2 * self.causal_offset - self.frames_per_latent, 1
 
 
 @dataclass(frozen=True)

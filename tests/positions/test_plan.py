@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts_by_hand import LAYOUTS
 from oracle import CASES, batches
 
 from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
 from mmpos.positions import plan
 from mmpos.positions.plan import forget_plans, place_by_plan
-from mmpos.schemes import Grids, MRopeQwen25, Placement, RopeTie, Scheme, get_scheme
+from mmpos.schemes import Grids, Lumina2, MRopeQwen25, Placement, QwenImage, RopeTie, Scheme, TextRuns, Wan, get_scheme
+from mmpos.segments.kinds import Audio, Segment
 from mmpos.support import native
 
 START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 20]))
@@ -50,6 +52,39 @@ def test_a_plan_gives_what_the_general_way_gives(data: st.DataObject, start: int
         patch.setattr(native, "core", None)
         want = outcome(segments, case.scheme, starts, strict)
     assert outcome(segments, case.scheme, starts, strict) == want
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_does(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme, rng = get_scheme(LAYOUTS[case][0]), np.random.default_rng(33)
+    core = native.core
+    texts: list[Segment] = [Text(1), Text(4), Audio(2)] * 2 if scheme.text else []
+    for start in (0, 7, -3, 2**31 - 12, -(2**31)):
+        for frames in (1, 3 if scheme.frames else 1):
+            sides = rng.integers(1, (7, 7, frames + 1), (8, 3)).tolist()
+            parts: list[Segment] = [*(Grid(h, w, frames=n) for h, w, n in sides), *texts]
+            documents = [[parts[i] for i in rng.integers(len(parts), size=n)] for n in (1, *rng.integers(1, 7, 3))]
+            segments = SegmentTable.from_documents(documents)
+            monkeypatch.setattr(native, "core", None)
+            want = outcome(segments, scheme, start, None)
+            monkeypatch.setattr(native, "core", core)
+            assert outcome(segments, scheme, start, None) == want
+
+
+@pytest.mark.parametrize(
+    ("scheme", "placed"),
+    [("flux", True), ("flux2", True), ("qwen-image", True), ("longcat-image", True), ("lumina2", True),
+     ("hunyuan-image", True), ("bagel", True), (QwenImage(layered=True), False), (Lumina2(image_first=True), False),
+     (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
+)  # fmt: skip
+def test_references_that_are_counted_are_placed_by_a_plan_and_others_are_not(
+    scheme: str | Scheme, placed: bool
+) -> None:
+    text = [Text(3)] if get_scheme(scheme).text else []
+    document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
+    assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == placed
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
@@ -123,6 +158,23 @@ class Inherited(Stretched):
 
     def place(self, grids: Grids, cursor: Any) -> Placement:
         return Placement([grids.document, cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Spoken(Stretched):
+    """Text that does not follow from the cursor and the first id of its document."""
+
+    by_shape = True
+
+    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+        return Placement([cursor, cursor], step_col=[1, runs.lengths])
+
+
+def test_text_that_does_not_follow_the_cursor_is_placed_the_general_way() -> None:
+    image, both = (SegmentTable.from_documents([[*[Text(2)] * n, Grid(2, 3)]]) for n in (0, 1))
+    assert by_plan(image, Spoken()) is not None
+    assert by_plan(both, Spoken()) is None
+    assert place(both, Spoken()).dense().tolist() == [[0, 1, 2, 2, 2, 3, 3, 3], [0, 2, 2, 3, 4, 2, 3, 4]]
 
 
 def test_schemes_of_users_may_have_plans() -> None:

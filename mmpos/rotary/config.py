@@ -47,7 +47,6 @@ DEFAULT_THETA = 10000.0
 MAX_AXES = 256
 """Most position axes."""
 
-_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -245,10 +244,10 @@ class Rotary:
     def _pairs_laid_out(self) -> int:
         return self.num_pairs * (self.kv_heads or 1)
 
-    def _by_head(self, values: _Array) -> _Array:
+    def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Cut what the layout says of its pairs into heads; read-only."""
         values.setflags(write=False)
-        return values if self.kv_heads is None else values.reshape(self.kv_heads, self.num_pairs)
+        return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
 
     @cached_property
     def _layout(self) -> PairLayout:

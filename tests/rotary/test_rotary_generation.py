@@ -87,7 +87,8 @@ def ltx(channels: int) -> Rotary:
 
 def cut(rotary: Rotary, heads: int, pairing: Any = "adjacent") -> Rotary:
     """The rotation of heads that share one of a long head."""
-    return replace(rotary, head_dim=rotary.head_dim // heads, rotary_dim=None, kv_heads=heads, pairing=pairing)
+    channels = rotary.head_dim // heads
+    return replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=heads, pairing=pairing)
 
 
 def as_one_head(x: Any, pairing: str) -> Any:
@@ -106,16 +107,18 @@ def test_heads_that_share_a_layout_turn_as_one_long_head(precision: Any, pairing
     k, q = (heads(18, count, 16, seed=count).to(DEVICE) for count in (4, 8))
     of_heads = [q[:, ::2], q[:, 1::2], k]  # two q heads for each of k
     other: Any = way if precision == "hf" else "reference"  # whose cos and sin of floats have bits of their own
-    for positions in (table, ids):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
+    both: Any = (table, ids)
+    for positions in both:
+        leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
         q_out, k_out = apply_rotary(*leaves, positions, rotary, implementation=way)
         assert k_out is not None
         gradients = [heads(18, x.shape[1], 16, seed=9).to(DEVICE) for x in (q, k)]
-        torch.autograd.backward((q_out, k_out), gradients)  # type: ignore[arg-type]
+        torch.autograd.backward((q_out, k_out), gradients)
         given = [gradients[0][:, ::2], gradients[0][:, 1::2], gradients[1]]
         back = [leaves[0].grad[:, ::2], leaves[0].grad[:, 1::2], leaves[1].grad]  # type: ignore[index]
         for x, out, g, grad in zip(of_heads, (q_out[:, ::2], q_out[:, 1::2], k_out), given, back, strict=True):
             for came, went, conjugate in ((x, out, False), (g, grad, True)):
+                assert went is not None
                 want, _ = apply_rotary(
                     as_one_head(came, pairing), None, positions, whole, conjugate=conjugate, implementation=other
                 )

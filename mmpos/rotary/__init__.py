@@ -10,7 +10,7 @@ Shapes used throughout:
 from typing import TYPE_CHECKING
 
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Linspace, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "DevicePositions",
     "DynamicNTK",
     "Linear",
+    "Linspace",
     "Llama3",
     "LongRoPE",
     "Norm",

@@ -117,7 +117,7 @@ def allocate(
         axes: position axes.
         pairs: pairs of channels.
         section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
-        axes_dim: (axes,) channels per axis, for "axial" and a vector only.
+        axes_dim: (axes,) channels per axis, for "axial" and a vector only, whose pairs that do not turn are of none.
         head_axes: (kv_heads,) the axis of each kv head, or STILL, for "heads" only.
 
     Raises:
@@ -159,17 +159,20 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
         raise InvalidInputError(f"axes_dim: got {got}, want {axes} numbers of channels, one per axis")
     for axis, channels in enumerate(axes_dim):
         even(f"axes_dim[{axis}]", channels)
-    if sum(axes_dim) != 2 * pairs:
-        raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to {2 * pairs}, those that turn")
+    turning = pairs if isinstance(allocation, str) else sum(axis != STILL for axis in allocation)
+    if sum(axes_dim) != 2 * turning:
+        raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to {2 * turning}, those that turn")
     layout = _ladders([channels // 2 for channels in axes_dim], pairs)
     if isinstance(allocation, str):
         return layout
-    if sorted(allocation) != list(layout.axis):
+    if len(allocation) != pairs or sorted(axis for axis in allocation if axis != STILL) != list(layout.axis):
         raise InvalidInputError(
             f"allocation: got {list(allocation)}, want as many pairs of each axis as axes_dim {got}"
         )
     rungs = [iter(range(count)) for count in layout.rungs]
-    return replace(layout, axis=tuple(allocation), rung=tuple(next(rungs[axis]) for axis in allocation))
+    return replace(
+        layout, axis=tuple(allocation), rung=tuple(0 if axis == STILL else next(rungs[axis]) for axis in allocation)
+    )
 
 
 def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> PairLayout:

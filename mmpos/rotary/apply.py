@@ -64,7 +64,8 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     in float32 with one rounding at the end. With ``precision="exact"`` cos and sin are within 2e-7 of the truth for
-    every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them.
+    every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them. At
+    ω rad per id, up to 2³², integers and multiples of 2⁻³² keep that bound, and other fractions add ω · 2⁻³² to it.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.frequencies import Arithmetic, Number
+from mmpos.rotary.frequencies import MAX_INV_FREQ, Arithmetic, Number
 from mmpos.support.checks import boolean, finite, integer
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "SCALINGS",
     "DynamicNTK",
     "Linear",
+    "Linspace",
     "Llama3",
     "LongRoPE",
     "PRoPE",
@@ -89,6 +90,34 @@ class Linear(Scaling):
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         return 1 / a.powers(a.number(theta), dim) / a.number(self.factor)
+
+
+@dataclass(frozen=True)
+class Linspace(Scaling):
+    """A ladder that climbs: factor · theta^(j/(n−1)) rad per id for pair j of n, up to factor · theta.
+
+    LTX has it, whose ids are parts of a whole, such as 2048 pixels, and whose fastest pair turns by 15,708 rad a whole.
+    Source: LTXVideoRotaryPosEmbed of diffusers.
+
+    Args:
+        factor: rad per id of the slowest pair; > 0, and π/2 for LTX.
+    """
+
+    factor: float
+    name: ClassVar[str] = "linspace"
+    fewest_pairs: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        self._finite("factor", above=0)
+
+    def check(self, theta: float, dim: int) -> None:
+        super().check(theta, dim)
+        most = MAX_INV_FREQ / theta
+        if self.factor > most:
+            raise InvalidInputError(f"Linspace.factor: got {self.factor}, want <= {most:.3g} for base {theta}")
+
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
+        return a.powers(a.number(theta), dim - 2, dim // 2) * a.number(self.factor)
 
 
 @dataclass(frozen=True)
@@ -335,7 +364,7 @@ def _stretched(a: Arithmetic, theta: float, stretch: Number, dim: int) -> Number
 
 
 SCALINGS: Mapping[str, type[Scaling]] = MappingProxyType(
-    {scaling.name: scaling for scaling in (Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, PRoPE)}
+    {scaling.name: scaling for scaling in (Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, PRoPE, Linspace)}
 )
 """Every scaling by its name."""
 

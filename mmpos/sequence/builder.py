@@ -354,8 +354,11 @@ class SequenceBuilder:
     def _encode(self, name: str, text: str) -> IntArray:
         """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
         encoder, markers = f"{name}: tokenizer.encode", self._all_markers
-        encode = self.tokenizer.encode_array if type(self.tokenizer) is ByteTokenizer else self.tokenizer.encode
-        ids = _token_ids(encoder, encode(checks.text(name, text)) if text else [])
+        text = checks.text(name, text)
+        if type(self.tokenizer) is ByteTokenizer:
+            ids = self.tokenizer.encode_array(text)
+        else:
+            ids = _token_ids(encoder, self.tokenizer.encode(text) if text else [])
         # As is usual, special tokens come last.
         if not ids.size or ids.max() < markers[0] or not np.isin(ids, markers).any():
             return ids

@@ -135,6 +135,21 @@ def test_gradients_are_the_same_through_checkpoints(name: str) -> None:
         assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "LTXVideoTransformer3DModel", "WanTransformer3DModel"])
+@torch.no_grad()
+def test_compiled_transformers_give_the_same(name: str) -> None:
+    model, transformer = made(name)
+    patch(transformer)
+    want = model.call(transformer, THREE, False, model.positions(THREE))
+    compiled = torch.compile(transformer, backend="eager")
+    for _ in range(2):
+        assert all(map(torch.equal, model.call(compiled, THREE, False, model.positions(THREE)), want))
+    torch._dynamo.reset()
+    transformer.compile_repeated_blocks(backend="eager")
+    assert all(map(torch.equal, model.call(transformer, THREE, False, model.positions(THREE)), want))
+
+
 def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Flux2()
     transformer = patch(model.transformer(), model.settings().rotary)

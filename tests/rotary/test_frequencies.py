@@ -12,7 +12,7 @@ from tolerance import FREQUENCY, LIBRARY, assert_within, cos_sin, gamma, printed
 
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.frequencies import Exact
-from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Linspace, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 
 mpmath: Any = pytest.importorskip("mpmath")
 mpf = mpmath.mpf
@@ -29,6 +29,7 @@ SCALINGS: dict[str, Scaling | None] = {
     "llama4": Llama3(16, 1, 1, 8192),
     "longrope": LongRoPE(SHORT, LONG, 4096, factor=32),
     "p-rope": PRoPE(0.3, 2),
+    "linspace": Linspace(math.pi / 2),
 }
 
 
@@ -84,6 +85,8 @@ def oracle(scaling: Scaling | None, theta: float, dim: int, length: int | None =
         case PRoPE():
             turning = int(scaling.p * dim) // 2
             return [value / mpf(scaling.factor) * (j < turning) for j, value in enumerate(plain(base, dim))]
+        case Linspace():
+            return [base ** (mpf(j) / (dim // 2 - 1)) * mpf(scaling.factor) for j in range(dim // 2)]
     raise AssertionError(scaling)
 
 

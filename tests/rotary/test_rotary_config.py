@@ -12,13 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerance import FREQUENCY, assert_within, gamma
+from tolerance import FREQUENCY, assert_within, gamma, printed
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models import from_hf_config
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
-from mmpos.rotary.scaling import NTK, SCALINGS, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN, scaling_from_dict
+from mmpos.rotary.scaling import (
+    NTK,
+    SCALINGS,
+    DynamicNTK,
+    Linear,
+    Linspace,
+    Llama3,
+    LongRoPE,
+    PRoPE,
+    YaRN,
+    scaling_from_dict,
+)
 
 ALLOCATIONS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "interleaved": ({"head_dim": 10, "axes": 3}, [0, 1, 2, 0, 1]),
@@ -226,6 +237,12 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"scaling": NTK(2), "rotary_dim": 2, "axes": 1}, "scaling: got NTK for 1 pairs, want at least 2"),
         ({"scaling": DynamicNTK(2, 8), "axes": 8, "allocation": "axial"}, "scaling: got DynamicNTK for 1 pairs"),
         ({"scaling": NTK(1e-5)}, "NTK.factor: got 1e-05, want >= 0.000316 for base 10000.0 of 16 channels"),
+        ({"scaling": Linspace(1.5), "rotary_dim": 2, "axes": 1}, "scaling: got Linspace for 1 pairs, want at least 2"),
+        ({"scaling": Linspace(1e6)}, "Linspace.factor: got 1000000.0, want <= 4.29e+05 for base 10000.0"),
+        (
+            {"allocation": [-1, 0, 1, 0, 1, 0, 1, 0], "axes_dim": [8, 8]},
+            "axes_dim: got [8, 8], want channels that sum to 14, those that turn",
+        ),
         ({"scaling": [NTK(2)] * 3}, "scaling: got 3 scalings, want one, or 2, one per axis"),
         ({"scaling": [None, 2]}, "scaling[1]: got 2, want a Scaling such as Linear(2.0), or None"),
         (
@@ -259,6 +276,7 @@ def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], messa
     [
         (Linear, [0.5], "Linear.factor: got 0.5, want a finite number >= 1"),
         (Linear, [None], "Linear.factor: got None, want a finite number >= 1"),
+        (Linspace, [0], "Linspace.factor: got 0, want a finite number > 0"),
         (NTK, [nan], "NTK.factor: got nan, want a finite number > 0"),
         (DynamicNTK, [2, 0], "DynamicNTK.original_max_position: got 0, want >= 1"),
         (DynamicNTK, [2, 8.5], "DynamicNTK.original_max_position: got 8.5, want an integer"),
@@ -291,6 +309,7 @@ EVERY_SCALING = [
     Llama3(8, 1, 4, 8192),
     LongRoPE([1.25] * 8, [2.5] * 8, 4096),
     PRoPE(0.5),
+    Linspace(1.5),
 ]
 ROTARIES = [
     Rotary(16),
@@ -335,6 +354,11 @@ def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> Non
         Rotary(8, precision="hf"),
     ]
     assert len(set(different)) == 5
+
+
+def test_pairs_that_stand_take_no_rung_of_an_axis() -> None:
+    rotary = Rotary(14, theta=100.0, allocation=[-1, 0, 1, -1, 0, 0, 1], axes_dim=[6, 4])
+    assert rotary.inv_freq_array.tolist() == [0, 1, 1, 0, printed("0.21544"), printed("0.046416"), printed("0.1")]
 
 
 def test_one_scaling_for_every_axis_is_one_for_all() -> None:

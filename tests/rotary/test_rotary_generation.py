@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from store_oracle import DEVICE, assert_same_bits
 from tolerance import FREQUENCY, assert_within, cos_sin
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.rotary import NTK, Rotary, apply_rotary
+from mmpos.rotary import NTK, Linspace, Rotary, apply_rotary
 from mmpos.rotary import cos_sin as tables_of
 
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
@@ -54,3 +55,37 @@ def test_cosmos_has_an_ntk_factor_for_each_axis(scales: tuple[float, float, floa
     ]
     one_by_one = Rotary(128, axes=3, allocation=[0] * 22 + [1] * 21 + [2] * 21, inv_freq=np.concatenate(again).tolist())
     assert_same_bits(turned, apply_rotary(q, None, ids, one_by_one)[0])
+
+
+def ltx_tables(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: Any = torch.float64) -> tuple[Any, ...]:
+    """Ids (axes, tokens) of a clip, and diffusers' own cos and sin of them, made in a dtype."""
+    ltx = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
+    size, scale = (3, 5, 7), (8 / 25, 32, 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "float32", dtype)  # which the class asks for by name
+        video = ltx.LTXVideoRotaryPosEmbed(channels)
+        grid = video._prepare_video_coords(1, *size, scale, "cpu")
+        cos, sin = video(torch.empty(1, 1), *size, scale)
+    assert cos.dtype == dtype
+    return (2 * grid[0] - 1).T, cos[0, :, ::2].numpy(), sin[0, :, ::2].numpy()
+
+
+def exact_bound(rotary: Rotary) -> Any:
+    """Bound of exact cos and sin: the polynomial's, and that of the turns."""
+    return 1.2e-7 + (3.25 + rotary.inv_freq_array / (2 * math.pi)) * 2 * math.pi * 2.0**-32
+
+
+def ltx(channels: int) -> Rotary:
+    rungs = channels // 6
+    axis = [-1] * (channels % 6 // 2) + [0, 1, 2] * rungs
+    return Rotary(
+        channels, allocation=axis, axes_dim=[2 * rungs] * 3, scaling=Linspace(math.pi / 2), pairing="adjacent"
+    )
+
+
+@pytest.mark.parametrize("channels", [72, 128, 2048])
+def test_ltx_turns_by_up_to_15_708_rad_per_id_within_the_bound(channels: int, monkeypatch: Any) -> None:
+    rotary = ltx(channels)
+    ids, *theirs = ltx_tables(monkeypatch, channels)
+    assert rotary.inv_freq_array.max() == pytest.approx(1e4 * math.pi / 2, rel=1e-15)
+    assert_within([x.numpy() for x in tables_of(rotary, ids)], theirs, exact_bound(rotary))

@@ -123,7 +123,7 @@ def test_turns_keep_their_derived_bounds(theta: float) -> None:
 @given(
     numerator=st.integers(INT32_MIN * INT32_MAX, INT32_MAX * INT32_MAX),
     denominator=st.integers(1, INT32_MAX),
-    inv_freq=st.floats(-100.0, 100.0),
+    inv_freq=st.floats(-40_000.0, 40_000.0),
 )
 @example(INT32_MIN, 1, 1.0)
 @example(INT32_MIN * INT32_MAX + 1, INT32_MAX, 1.0)
@@ -131,6 +131,7 @@ def test_turns_keep_their_derived_bounds(theta: float) -> None:
 @example(-1, 2, 5e-324)
 @example(1, 2, 7.0)
 @example(1, 3, -2.0 * math.pi)
+@example(1, 3, 2 * 15_708.0)
 @example(1, INT32_MAX, 2.0**32)
 def test_turns_keep_their_bound_for_any_id_and_frequency(numerator: int, denominator: int, inv_freq: float) -> None:
     position = Fraction(numerator, denominator)

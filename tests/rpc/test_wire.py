@@ -37,7 +37,7 @@ from mmpos.errors import (
     ServiceUnauthenticatedError,
     ServiceUnavailableError,
 )
-from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
+from mmpos.rotary import NTK, DynamicNTK, Linear, Linspace, Llama3, LongRoPE, PRoPE, Rotary, YaRN
 from mmpos.rpc import errors, positions, rotary, sequences, tensors
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import (
@@ -164,6 +164,7 @@ ROTARIES = [
     Rotary(64, scaling=NTK(2)),
     Rotary(64, scaling=Linear(2)),
     Rotary(64, scaling=PRoPE(0.25)),
+    Rotary(64, scaling=Linspace(1.5)),
     Rotary(64, axes=3, scaling=[NTK(2), None, LongRoPE([1.0] * 32, [2.0] * 32, 100)], length=200),
 ]
 

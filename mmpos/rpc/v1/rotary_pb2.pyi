@@ -156,9 +156,9 @@ class Scaling(_message.Message):
     LONG_FACTOR_FIELD_NUMBER: _builtins.int
     P_FIELD_NUMBER: _builtins.int
     type: _builtins.str
-    """"linear", "ntk", "dynamic", "yarn", "llama3", "longrope" or "p-rope"."""
+    """"linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "p-rope" or "linspace"."""
     factor: _builtins.float
-    """How many times the original length."""
+    """How many times the original length; of linspace, rad per position of the slowest pair."""
     original_max_position: _builtins.int
     """Length that the model was trained with."""
     low_freq_factor: _builtins.float

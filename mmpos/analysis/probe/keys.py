@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.probe.ladder import Ladder, Phasors
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
@@ -156,6 +156,9 @@ class Axis:
 def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
     """Check keys, lengths and reference; see ``read``."""
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
+    if rotary.kv_heads is not None:
+        want = "that of one long head, and its keys: (tokens, 1, kv_heads * head_dim)"
+        raise UnsupportedError(f"rotary: got one with kv_heads, want {want}")
     array = keys if hasattr(keys, "detach") else host_array("keys", keys)
     _check_floats("keys", array)
     shape = tuple(array.shape)

@@ -57,8 +57,8 @@ static inline const char *cell(const Matrix *matrix, int64_t row, int64_t column
     return matrix->data + row * matrix->row_stride + column * matrix->itemsize;
 }
 
-static inline uint64_t word(const Source *source, int64_t row, int64_t pair) {
-    return (uint64_t)int64_at(source->words + 8 * (row * source->constants.pairs + pair));
+static inline uint64_t word(const Source *source, int64_t group, int64_t row, int64_t pair) {
+    return (uint64_t)int64_at(source->words + 8 * ((group * WORDS + row) * source->constants.pairs + pair));
 }
 
 static inline int32_t axis_of(const Source *source, int64_t group, int64_t pair) {
@@ -97,12 +97,12 @@ static int take_constants(PyObject *object, int64_t axes, Source *source) {
     memcpy(constants, bytes, sizeof *constants);
     left = size - (Py_ssize_t)sizeof *constants;
     if (constants->axes != axes || constants->pairs < 1 || constants->groups < 1 || constants->pairs > left ||
-        constants->groups > left || left / constants->pairs != 8 * WORDS + 4 * constants->groups ||
-        left % constants->pairs != 0) {
+        left % constants->pairs != 0 || left / constants->pairs % (8 * WORDS + 4) != 0 ||
+        left / constants->pairs / (8 * WORDS + 4) != constants->groups) {
         return 0;
     }
     source->words = bytes + sizeof *constants;
-    source->axes = source->words + 8 * WORDS * constants->pairs;
+    source->axes = source->words + 8 * WORDS * constants->groups * constants->pairs;
     int known = 1;
     for (int64_t i = 0; i < constants->groups * constants->pairs; i++) {
         int32_t axis = axis_of(source, 0, i);
@@ -141,11 +141,12 @@ int take_source(Buffers *buffers, PyObject *tuple, Source *source) {
 }
 
 int64_t next_group(const Source *source, int64_t group) {
-    size_t row = 4 * (size_t)source->constants.pairs;
-    const char *axes = source->axes + (size_t)group * row;
+    size_t row = 4 * (size_t)source->constants.pairs, words = 8 * WORDS * (size_t)source->constants.pairs;
+    const char *axes = source->axes + (size_t)group * row, *of = source->words + (size_t)group * words;
     int64_t next = group + 1;
     while (source->kind != GIVEN && next < source->constants.groups &&
-           memcmp(axes, source->axes + (size_t)next * row, row) == 0) {
+           memcmp(axes, source->axes + (size_t)next * row, row) == 0 &&
+           memcmp(of, source->words + (size_t)next * words, words) == 0) {
         next++;
     }
     return next;
@@ -176,8 +177,8 @@ void phases_read(Phases *phases, int64_t group) {
     for (int64_t j = 0; j < source->constants.pairs && source->kind != GIVEN; j++) {
         int64_t pair = phases->order[j];
         phases->axis[j] = axis_of(source, group, pair) + 1; /* as turns has them: 0 is none, with an id of 0 */
-        phases->tau[j] = word(source, HI, pair) << 32 | (uint32_t)word(source, LO, pair);
-        phases->rounds[j] = (uint32_t)word(source, ROUNDS, pair);
+        phases->tau[j] = word(source, group, HI, pair) << 32 | (uint32_t)word(source, group, LO, pair);
+        phases->rounds[j] = (uint32_t)word(source, group, ROUNDS, pair);
     }
 }
 

@@ -10,8 +10,8 @@
 /* What `positions` of a source are, see mmpos/rotary/reference.py; beside them those that were made elsewhere. */
 enum { TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED, GIVEN };
 
-/* What a rotation turns by, as it begins the bytes that mmpos/rotary/cpu.py packs: then (3, pairs) int64 words of the
- * frequencies, and (groups, pairs) int32 axes, -1 for a pair that does not turn. */
+/* What a rotation turns by, as it begins the bytes that mmpos/rotary/cpu.py packs: then (groups, 3, pairs) int64 words
+ * of the frequencies, and (groups, pairs) int32 axes, -1 for a pair that does not turn. */
 typedef struct {
     int64_t pairs, groups, axes, channels; /* as many heads follow each group; channels of a head */
     float sin_of[4], cos_of[4], factor, unused;

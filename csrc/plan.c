@@ -173,7 +173,7 @@ static int put_document(Batch *batch, int64_t d, int64_t start) {
             place.cursor += consumed;
             place.number++;
             real += tokens;
-        } else if (what == TEXT || what == AUDIO) {
+        } else if (what == TEXT || (what == AUDIO && batch->audio)) {
             Place after = {place.cursor + free, start, 0};
             if (!put_segment(&batch->table, s, &batch->plan, TEXTS, shape, &after)) {
                 return 0;
@@ -222,8 +222,9 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
  * -> (table, documents, tokens), arrays as bytes; or the first grid of a shape that the plan does not have; or None.
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
- * grids must not touch, may have frames and may have row separators, and whether documents have next positions; timed is
- * whether frames have times, for which no plan holds. It declines what it cannot place, whatever the reason. */
+ * grids must not touch, may have frames and may have row separators, and whether documents have next positions and may
+ * hold audio; timed is whether frames have times, for which no plan holds. It declines what it cannot place, whatever
+ * the reason. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;
@@ -253,13 +254,14 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         !is_block(&batch.extents, 3) || batch.extents.columns != batch.kind.size || batch.offsets.size < 1 ||
         (!one && starts.size != batch.offsets.size - 1) ||
         (batch.separated && batch.separator.size != batch.kind.size) || !PyTuple_Check(args[7]) ||
-        PyTuple_Size(args[7]) != 4) {
+        PyTuple_Size(args[7]) != 5) {
         return answer(&buffers, NULL);
     }
     batch.strict = PyTuple_GetItem(args[7], 0) == Py_True;
     batch.frames = PyTuple_GetItem(args[7], 1) == Py_True;
     batch.separators = PyTuple_GetItem(args[7], 2) == Py_True;
     batch.resumable = PyTuple_GetItem(args[7], 3) == Py_True;
+    batch.audio = PyTuple_GetItem(args[7], 4) == Py_True;
     int64_t axes = (batch.plan.columns - PLAN_AXES) / PLAN_AXIS;
     PyObject *table = new_block(AXES + 4 * axes, batch.kind.size, &batch.table), *result = NULL;
     PyObject *documents = new_block(4, batch.offsets.size - 1, &batch.documents);

@@ -9,7 +9,7 @@
 typedef struct {
     Vector kind, offsets, separator;
     Matrix extents, plan, table, documents;
-    int separated, strict, frames, separators, timed, resumable;
+    int separated, strict, frames, separators, timed, resumable, audio;
     int64_t token, unknown; /* the first grid of a shape that the plan does not have, or -1 */
 } Batch;
 

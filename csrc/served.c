@@ -397,7 +397,7 @@ static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyOb
         batch->strict = query[STRICT].tag != NULL ? query[STRICT].number != 0 : settings.strict;
         batch->frames = settings.frames;
         batch->separators = settings.separators;
-        batch->resumable = 1;
+        batch->resumable = batch->audio = 1;
         if (axes <= MAX_AXES && is_plan(&batch->plan, axes) &&
             (!dense || read_ids(&query[DENSE], axes, settings.fractional, &ids)) &&
             read_batch(&placed, query, most, AXES + 4 * axes) && placed.images <= most[IMAGES] &&

@@ -192,7 +192,10 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
         if name not in SCHEMES and name not in ENCODINGS and "," not in name and ":" not in name:
             known = (*SCHEMES, *ENCODINGS)
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
-    schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names] + made
+    schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names]
+    measured = {scheme.name for scheme in schemes}
+    # Of models that generate, only where they are named.
+    schemes += [SCHEMES[name]() for name in names if name in SCHEMES and name not in measured] + made
     encodings = [name for name in ENCODINGS if not names or name in names]
     return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 

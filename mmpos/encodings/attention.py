@@ -214,9 +214,8 @@ def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_head
     if isinstance(encoding, AttentionBias):
         return _fitting(_Bias, "num_heads", encoding.num_heads, num_heads)(encoding, positions)
     if isinstance(encoding, Rotation):
-        axes = encoding.rotary.head_axes
-        if axes is not None:
-            _fitting(_Rotation, "num_heads", len(axes), num_heads)
+        if encoding.rotary.own_heads:
+            _fitting(_Rotation, "num_heads", encoding.rotary.own_heads, num_heads)
         return _fitting(_Rotation, "head_dim", encoding.rotary.head_dim, dim // num_heads)(encoding, positions)
     raise InvalidInputError(f"encoding: got {encoding!r}, want an AdditiveTable, an AttentionBias or a Rotation")
 

@@ -103,8 +103,8 @@ class Rotation(Encoding):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a query or a key: (head_dim,), or (heads, head_dim) where heads have axes of their own."""
-        axes = self.rotary.head_axes
-        return (self.rotary.head_dim,) if axes is None else (len(axes), self.rotary.head_dim)
+        heads = self.rotary.own_heads
+        return (heads, self.rotary.head_dim) if heads else (self.rotary.head_dim,)
 
     @property
     def pair_channels(self) -> tuple[IntArray, IntArray]:

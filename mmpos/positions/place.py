@@ -61,8 +61,8 @@ def place(
 
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme takes no frames, text, row separators, clips, thumbnails or tiles, and there are
-            some.
+        UnsupportedError: the scheme takes no frames, text, audio, row separators, clips, thumbnails or tiles, and there
+            are some.
         LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -86,7 +86,9 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, 
     """Raise for the first segment that the scheme does not take."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
-        _refuse(scheme, segments, segments.kind == AUDIO, "audio", "grids only")
+    if not (scheme.text and scheme.audio):
+        want = "text and grids only" if scheme.text else "grids only"
+        _refuse(scheme, segments, segments.kind == AUDIO, "audio", want)
     if not split.grid.size:
         return
     if strict:

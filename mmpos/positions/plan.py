@@ -108,7 +108,7 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
     for _ in range(2):
         placed = core.place(
             segments.kind, segments.extents, segments.segment_offsets, segments.row_separator, timed, start,
-            plan.table, (strict, *plan.rules, scheme.resumable),
+            plan.table, (strict, *plan.rules, scheme.resumable, scheme.audio),
         )  # fmt: skip
         if placed is None:
             return None

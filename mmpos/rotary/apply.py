@@ -64,8 +64,7 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     in float32 with one rounding at the end. With ``precision="exact"`` cos and sin are within 2e-7 of the truth for
-    every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them. At
-    ω rad per id, up to 2³², integers and multiples of 2⁻³² keep that bound, and other fractions add ω · 2⁻³² to it.
+    every int32 id, negative ids and fractions too; at ω rad per id, fractions that 2⁻³² does not divide add ω · 2⁻³².
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
@@ -229,7 +228,7 @@ def cos_sin(
         return ids.as_rows(torch.cat((cos, sin), dim=-1))
     batched = len(ids.shape) == 2
     cos, sin = (ids.as_rows(x) if batched else x.unsqueeze(0) for x in (cos, sin))
-    return (cos, sin) if rotary.head_axes is None else (cos.transpose(1, 2), sin.transpose(1, 2))
+    return (cos, sin) if not rotary.own_heads else (cos.transpose(1, 2), sin.transpose(1, 2))
 
 
 def angles(rotary: Rotary, positions: Positions, device: torch.device | str | None = None) -> Tensor:
@@ -317,13 +316,13 @@ def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device |
 
 
 def _check_heads_turn_alike(what: str, rotary: Rotary) -> None:
-    if rotary.head_axes is not None:
-        raise UnsupportedError(f"{what}: got a rotary with head_axes, want one for all heads, as that has it")
+    if rotary.own_heads:
+        raise UnsupportedError(f"{what}: got a rotary with {rotary.told_by}, want one for all heads, as that has it")
 
 
 def _per_head(x: Tensor, rotary: Rotary) -> Tensor:
-    """Repeat (tokens, groups, pairs) to (tokens, kv_heads, pairs), where heads have axes of their own."""
-    return x if rotary.head_axes is None else x.repeat_interleave(len(rotary.head_axes) // x.shape[1], dim=1)
+    """Repeat (tokens, groups, pairs) to (tokens, kv_heads, pairs), where heads turn apart."""
+    return x.repeat_interleave(rotary.own_heads // x.shape[1], dim=1) if rotary.own_heads else x
 
 
 def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
@@ -345,10 +344,9 @@ def _arguments(
     boolean("validate", validate)
     if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
-    if rotary.head_axes is not None:
-        check_heads("q", q, len(rotary.head_axes), shared=True)
-        if k.shape[2]:
-            check_heads("k", k, len(rotary.head_axes))
+    check_heads("q", q, rotary, shared=True)
+    if k.shape[2]:
+        check_heads("k", k, rotary)
     ids = ids_on(positions, rotary, q.device, validate, like="q")
     batch, seq, heads, _ = q.shape
     if ids.tokens != batch * seq:

@@ -14,7 +14,9 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.allocation import (
     ALLOCATIONS,
+    HEADS,
     MAX_HEAD_DIM,
+    MAX_HEADS,
     STILL,
     PairLayout,
     allocate,
@@ -44,6 +46,8 @@ _FROM_THE_REST: Any = None  # of the type of the field, which is never None once
 DEFAULT_THETA = 10000.0
 MAX_AXES = 256
 """Most position axes."""
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Rotary:
             them, which err by 0.06 rad at id 1,000,000; take it where their tests or checkpoints are to be met.
         mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None there is 24, 20, 20
             for the latter with 64 pairs.
-        inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling.
+        inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling; of all pairs with kv_heads.
         length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
         axes_dim: (axes,) channels of each axis, for "axial" whose axes have different numbers of them, as FLUX and
             HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None. With a
@@ -83,6 +87,9 @@ class Rotary:
             encoders of Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
         head_axes: (kv_heads,) the axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
             does not turn. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256.
+        kv_heads: how many kv heads share one layout, for LTX, which turns all channels of a token as one long head:
+            allocation, sections, axes_dim and inv_freq are of kv_heads · rotary_dim channels, at most 65,536, and each
+            kv head, with the q heads that share it, takes the next pairs. None where all heads turn alike. At most 256.
 
     Raises:
         InvalidInputError: naming the argument, what came and what was wanted.
@@ -101,6 +108,7 @@ class Rotary:
     length: int | None = None
     axes_dim: Sequence[int] | None = None
     head_axes: Sequence[int] | None = None
+    kv_heads: int | None = None
     # Made at once, since a graph cannot make them.
     text: str = field(init=False, repr=False, compare=False)
     """``to_dict`` as JSON."""
@@ -120,7 +128,7 @@ class Rotary:
         self._check_frequencies()
         self._set("attention_factor", self._check_attention())
         self._set("text", json.dumps(self.to_dict()))
-        one_ladder = len(set(self._kinds)) == 1
+        one_ladder = len(set(self._kinds)) == 1 and self.kv_heads is None
         self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
 
     @classmethod
@@ -167,14 +175,24 @@ class Rotary:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of channels that turn."""
+        """Pairs of channels of a head that turn."""
         return self.rotary_dim // 2
+
+    @property
+    def own_heads(self) -> int:
+        """Count the kv heads that turn each in its own way, by head_axes or kv_heads; 0 where all turn alike."""
+        return self.kv_heads or len(self.head_axes or ())
+
+    @property
+    def told_by(self) -> str:
+        """Return the name of the argument that says how heads turn apart."""
+        return "head_axes" if self.kv_heads is None else "kv_heads"
 
     @cached_property
     def pair_axis(self) -> IntArray:
-        """(pairs,) int64 axis that drives each pair, −1 for none; (kv_heads, pairs) with head_axes; read-only."""
+        """(pairs,) int64 axis that drives each pair, −1 for none; (kv_heads, pairs) by own_heads; read-only."""
         if self.head_axes is None:
-            return _read_only(np.array(self._layout.axis, np.int64))
+            return self._by_head(np.array(self._layout.axis, np.int64))
         return np.broadcast_to(np.array(self.head_axes, np.int64)[:, None], (len(self.head_axes), self.num_pairs))
 
     def pair_ids(self, ids: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
@@ -184,32 +202,35 @@ class Rotary:
             ids: (axes, tokens).
 
         Returns:
-            (pairs, tokens), or (kv_heads, pairs, tokens) with head_axes: new; zeros where a pair does not turn.
+            (pairs, tokens), or (kv_heads, pairs, tokens) by own_heads: new; zeros where a pair does not turn.
         """
         return np.concatenate([ids, np.zeros_like(ids[:1])])[self.pair_axis]
 
     @cached_property
     def exact_inv_freq(self) -> tuple[Decimal, ...]:
-        """(pairs,) rad per position, decimals of 100 digits."""
+        """(pairs,) rad per position, decimals of 100 digits; of one kv head after the other with kv_heads."""
         return tuple(self._pairs(Exact()))
 
     @cached_property
     def inv_freq_array(self) -> Float64Array:
-        """(pairs,) float64 rad per position, the exact ones rounded; read-only."""
-        return _read_only(np.array([float(value) for value in self.exact_inv_freq], np.float64))
+        """(pairs,) float64 rad per position, the exact ones rounded, or (kv_heads, pairs) with kv_heads; read-only."""
+        return self._by_head(np.array([float(value) for value in self.exact_inv_freq], np.float64))
 
     @cached_property
     def turns(self) -> UInt64Array:
-        """(pairs,) uint64 turns per position in units of 2⁻⁶⁴, modulo one turn, rounded to nearest; read-only."""
-        return _read_only(fixed_point_turns(self.exact_inv_freq))
+        """(pairs,) uint64 turns per position in units of 2⁻⁶⁴, modulo one turn, rounded to nearest; read-only.
+
+        With kv_heads they are (kv_heads, pairs).
+        """
+        return self._by_head(fixed_point_turns(self.exact_inv_freq))
 
     @cached_property
     def inv_freq_float32(self) -> Float32Array:
         """(pairs,) float32 rad per position with powers rounded once; read-only. See ``inv_freq_as_hf``."""
-        return _read_only(self.inv_freq_as_hf())
+        return self.inv_freq_as_hf()
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
-        """Compute (pairs,) float32 rad per position by the operations of Transformers.
+        """Compute (pairs,) float32 rad per position, or (kv_heads, pairs), by the operations of Transformers.
 
         All operations but the power are rounded as IEEE 754 has it. The float32 powers of torch on a CPU
         stray from the rounded ones by an ulp in about one of seventy; pass torch's for the same bits.
@@ -217,12 +238,21 @@ class Rotary:
         Args:
             power: float base and (n,) float32 exponents to (n,) float32 powers.
         """
-        return np.array(self._pairs(Float32(power)), np.float32)
+        return self._by_head(np.array(self._pairs(Float32(power)), np.float32))
+
+    @property
+    def _pairs_laid_out(self) -> int:
+        return self.num_pairs * (self.kv_heads or 1)
+
+    def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        """Cut what the layout says of its pairs into heads; read-only."""
+        values.setflags(write=False)
+        return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
 
     @cached_property
     def _layout(self) -> PairLayout:
         section, channels = self.mrope_section, self.axes_dim
-        return allocate(self.allocation, self.axes, self.num_pairs, section, channels, self.head_axes)
+        return allocate(self.allocation, self.axes, self._pairs_laid_out, section, channels, self.head_axes)
 
     @property
     def _thetas(self) -> tuple[float, ...]:
@@ -262,12 +292,24 @@ class Rotary:
             self._set("axes_dim", integers("axes_dim", self.axes_dim))
         if self.head_axes is not None:
             self._set("head_axes", integers("head_axes", self.head_axes, minimum=STILL))
+        if self.kv_heads is not None:
+            self._check_kv_heads(self.kv_heads)
         told = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
         axes = default_axes(*told) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
         alike = len(set(self._layout.rungs)) == 1  # the layout refuses what does not fit
         if alike and isinstance(self.allocation, str):
             self._set("axes_dim", None)
+
+    def _check_kv_heads(self, kv_heads: int) -> None:
+        if self.allocation == HEADS:
+            raise InvalidInputError(f"kv_heads: got {kv_heads}, want None for allocation 'heads', which has head_axes")
+        self._set("kv_heads", integer("kv_heads", kv_heads, minimum=1, maximum=MAX_HEADS))
+        channels = kv_heads * self.rotary_dim
+        if channels > MAX_HEAD_DIM:
+            raise InvalidInputError(
+                f"kv_heads: got {kv_heads} of {self.rotary_dim} channels, want <= {MAX_HEAD_DIM} in all"
+            )
 
     def _check_frequencies(self) -> None:
         one = isinstance(self.theta, str | bytes) or not isinstance(self.theta, Sequence | np.ndarray)
@@ -321,20 +363,11 @@ class Rotary:
         if self.scaling is not None or self.theta != DEFAULT_THETA:
             raise InvalidInputError("inv_freq: got theta or scaling beside it, want it alone: it is taken exactly")
         values = numbers("inv_freq", inv_freq, -MAX_INV_FREQ)
-        if len(values) != self.num_pairs:
-            raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {self.num_pairs}, one per pair")
+        if len(values) != self._pairs_laid_out:
+            raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {self._pairs_laid_out}, one per pair")
         if max(values) > MAX_INV_FREQ:
             raise InvalidInputError(f"inv_freq: got {max(values)}, want <= {MAX_INV_FREQ:g}")
         self._set("inv_freq", values)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-
-
-_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-
-
-def _read_only(array: _Array) -> _Array:
-    array.setflags(write=False)
-    return array

@@ -110,7 +110,7 @@ NO_ROW = -1
 def _constants_of(text: str) -> bytes | None:
     """Pack the constants of a rotary for the extension; None where more than these is needed."""
     rotary = Rotary.from_dict(json.loads(text))
-    if rotary.precision == "hf" or rotary.head_axes is not None:
+    if rotary.precision == "hf" or rotary.own_heads:
         return None
     return _packed(*frequencies_of(rotary), rotary.axes, rotary.head_dim, rotary.attention_factor)
 
@@ -119,7 +119,8 @@ def _packed(frequencies: Tensor, pair_axis: Tensor, axes: int, head_dim: int, fa
     """Pack what the extension turns by: see Constants in csrc/phases.h."""
     groups, pairs = pair_axis.numel() // pair_axis.shape[-1], pair_axis.shape[-1]
     numbers = struct.pack("=4q10f", pairs, groups, axes, head_dim, *reference.SIN, *reference.COS, factor, 0.0)
-    return numbers + frequencies.numpy().tobytes() + pair_axis.numpy().tobytes()
+    words = frequencies.expand(groups, *frequencies.shape[-2:])
+    return numbers + words.numpy().tobytes() + pair_axis.numpy().tobytes()
 
 
 def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm) -> bool:

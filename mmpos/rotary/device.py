@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
@@ -194,12 +192,12 @@ def ids_on(
     return ids
 
 
-def check_heads(name: str, x: Tensor, want: int, *, shared: bool = False) -> None:
-    """Refuse (…, heads, head_dim) of other heads than those of k, or a multiple where several share a kv head."""
-    heads = x.shape[-2]
-    if heads != want and (not shared or heads % want):
+def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
+    """Refuse (…, heads, head_dim) of other heads than turn apart, or a multiple where several share a kv head."""
+    heads, want = x.shape[-2], rotary.own_heads
+    if want and heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
-        raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as head_axes in rotary")
+        raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as {rotary.told_by} in rotary")
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -207,25 +205,28 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
     Returns:
         (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for none, or
-        with axes of heads (groups, pairs), a row for as many neighbours as turn alike.
+        where heads turn apart (groups, pairs), a row for as many neighbours as turn alike. With kv_heads, frequencies
+        are (groups, 3, pairs), or (groups, 1, pairs).
     """
-    axes = rotary.pair_axis
-    if rotary.head_axes is not None:
-        axes = axes[:: _alike(rotary.head_axes)]
-    pair_axis = torch.from_numpy(axes.astype(np.int32))
+    step = _alike(rotary) if rotary.own_heads else None
+    of_each = step if rotary.kv_heads is not None else None
+    pair_axis = torch.from_numpy(rotary.pair_axis[::step].astype(np.int32))
     if rotary.precision == "hf":
         # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
-        return torch.from_numpy(rotary.inv_freq_as_hf(_torch_power)), pair_axis
+        inv_freq = torch.tensor(rotary.inv_freq_as_hf(_torch_power)[::of_each])
+        return inv_freq if of_each is None else inv_freq.unsqueeze(1), pair_axis
     hi, lo = rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)
     # Whole turns per id, which the turns leave out: below 0 for negative frequencies.
     rounds = np.rint(rotary.inv_freq_array / (2 * np.pi) - hi * 2.0**-32)
-    return torch.from_numpy(np.stack([hi, lo, rounds]).astype(np.int64)), pair_axis
+    words = np.stack([hi, lo, rounds], axis=-2).astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(words[::of_each])), pair_axis
 
 
-def _alike(head_axes: Sequence[int]) -> int:
+def _alike(rotary: Rotary) -> int:
     """Return the most heads that turn alike in every part of so many neighbours."""
-    starts = [i for i, (before, axis) in enumerate(pairwise(head_axes), 1) if before != axis]
-    return gcd(len(head_axes), *starts)
+    axis, frequency = rotary.pair_axis, np.broadcast_to(rotary.inv_freq_array, rotary.pair_axis.shape)
+    other = (axis[1:] != axis[:-1]) | (frequency[1:] != frequency[:-1])
+    return gcd(len(axis), *(np.flatnonzero(other.any(axis=1)) + 1).tolist())
 
 
 @cache

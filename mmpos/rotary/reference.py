@@ -42,7 +42,8 @@ class RotationArguments(NamedTuple):
     Args:
         positions: a table or dense ids, as the mode says.
         frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache,
-            (rows, 2·pairs) floats: row i has cos, then sin, of id i.
+            (rows, 2·pairs) floats: row i has cos, then sin, of id i. Groups of heads with frequencies of their own have
+            (groups, 3, pairs) words, or (groups, 1, pairs) float32.
         pair_axis: (pairs,) int32 axis of each pair, −1 for one that does not turn; or (groups, pairs), where as many
             heads of each tensor follow the first row, then as many the second, and so on.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
@@ -74,7 +75,7 @@ class RotationArguments(NamedTuple):
     @property
     def as_hf(self) -> bool:
         """Whether angles are the float32 products of Transformers."""
-        return self.frequencies.dtype == torch.float32 and self.frequencies.dim() == 1
+        return self.frequencies.dtype == torch.float32 and self.frequencies.dim() != 2
 
     @property
     def cache_rows(self) -> int:
@@ -96,6 +97,11 @@ class RotationArguments(NamedTuple):
     def head_groups(self) -> int:
         """Groups of heads with axes of their own; 0 where all heads turn alike."""
         return self.pair_axis.shape[0] if self.pair_axis.dim() == 2 else 0
+
+    @property
+    def own_frequencies(self) -> bool:
+        """Whether groups of heads have frequencies of their own, too."""
+        return self.frequencies.dim() == 3
 
     def reversed(self) -> RotationArguments:
         """Return the arguments of the opposite rotation."""
@@ -150,13 +156,13 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
     Args:
         fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f; those of ``fixed_ids`` for an axis −1.
         pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair.
-        tau: (3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
+        tau: (3, pairs) or (groups, 3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
         fractional: whether any position may have a fraction.
 
     Returns:
         (tokens, pairs) or (tokens, groups, pairs) int64, 0 to 2³² − 1.
     """
-    hi, lo, rounds = tau
+    hi, lo, rounds = tau.unbind(-2)
     whole = (fixed >> 32).T[:, pair_axis]
     # ⌊I·lo/2³²⌋ of a signed I, by halves of lo, since the whole product may pass 63 bits.
     turn = (whole * (lo & 0xFFFF)).bitwise_right_shift_(16).add_(whole * (lo >> 16)).bitwise_right_shift_(16)
@@ -244,7 +250,7 @@ def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> T
 
 def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """Compute float32 cos and sin of the float32 product of id and frequency, as Transformers does."""
-    angle = as_float(fixed).T[:, pair_axis] * inv_freq
+    angle = as_float(fixed).T[:, pair_axis] * inv_freq.view(-1, pair_axis.shape[-1])
     return angle.cos(), angle.sin()
 
 

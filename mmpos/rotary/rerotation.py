@@ -59,8 +59,7 @@ def rerotate(
     boolean("validate", validate)
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     pages = _pages(k_cache, cache_layout, k_scale, rotary)
-    if rotary.head_axes is not None:
-        check_heads("k_cache", pages, len(rotary.head_axes))
+    check_heads("k_cache", pages, rotary)
     start = ids_on(from_positions, rotary, pages.device, validate, "from_positions", "k_cache")
     stop = ids_on(to_positions, rotary, pages.device, validate, "to_positions", "k_cache")
     if start.tokens != stop.tokens:

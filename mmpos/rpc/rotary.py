@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
-from mmpos.rotary.allocation import MAX_HEADS
+from mmpos.rotary.allocation import MAX_HEAD_DIM, MAX_HEADS
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.positions import get_table, put_table
 from mmpos.rpc.tensors import chosen, enum, get_torch, optional, path, put_tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
-_PLAIN = ("head_dim", "axes", "rotary_dim", "length")
+_PLAIN = ("head_dim", "axes", "rotary_dim", "length", "kv_heads")
 _LISTS = ("mrope_section", "inv_freq", "axes_dim", "head_axes")
 
 
@@ -97,6 +97,8 @@ def _get_scaling(message: pb.Scaling) -> dict[str, Any]:
 def _check_lists(name: str, message: pb.Rotary) -> None:
     """Refuse lists that no rotation of this size has, before anything is made of them."""
     most = max(message.head_dim, 2)
+    if message.kv_heads > 1:
+        most = min(most * message.kv_heads, MAX_HEAD_DIM)
     lists = {field: getattr(message, field) for field in ("theta", "pair_axis", "axis_scaling", *_LISTS)}
     per_axis = {f"axis_scaling[{axis}]": scaling for axis, scaling in enumerate(message.axis_scaling[: most + 1])}
     for whose, scaling in {"scaling": message.scaling, **per_axis}.items():

@@ -193,6 +193,8 @@ class Scheme(ABC):
     """Whether grids may have more than one frame."""
     text: bool = True
     """Whether documents may hold text."""
+    audio: bool = True
+    """Whether documents may hold audio, whose ids are those of text."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()

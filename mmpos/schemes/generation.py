@@ -44,6 +44,7 @@ class LatentScheme(Scheme):
 
     axes = 3
     frames = False
+    audio = False
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
     """Axes on which text runs."""

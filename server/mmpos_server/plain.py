@@ -79,5 +79,5 @@ class PlainQueries:
         profile = self._profiles.get(query.profile if query.HasField("profile") else None)
         named = get_scheme("", query.scheme) if query.HasField("scheme") else profile.builder.scheme
         scheme = named_scheme(named)
-        plan = plan_of(scheme) if scheme.resumable else None
+        plan = plan_of(scheme) if scheme.resumable and scheme.audio else None
         return None if plan is None else (plan, scheme.strict, scheme.fractional, scheme.label.encode())

@@ -76,7 +76,7 @@ class RotaryService:
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
-            numbers = float(tokens * rotary.rotary_dim * len(rotary.head_axes or (0,)))
+            numbers = float(tokens * rotary.rotary_dim * (rotary.own_heads or 1))
             call.memory.expect([4 * numbers])  # or twice as much, as the layout has it
             if not call.memory.answers:
                 check_answer(8 * numbers, self._limits, call)

@@ -309,6 +309,11 @@ def test_the_command_prints_tables_that_fit_and_why() -> None:
     assert max(len(line) for line in lines if "──" in line) <= 100
 
 
+def test_the_command_measures_layouts_of_models_that_generate_where_they_are_named() -> None:
+    rows = [line.split() for line in run("flux", "wan", "rope-tie").splitlines() if line.startswith(("flux", "wan"))]
+    assert rows[:2] == [["flux", "3", *"✗✗✗–✓✓"], ["wan", "3", *"––✗–✓✓"]]
+
+
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_a_matrix_is_printed_as_tables_that_fit(width: int) -> None:
     lines = measure(["rows"]).to_text(width).splitlines()

@@ -14,10 +14,11 @@ import torch
 
 from mmpos import place
 from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe import UNKNOWN, Reading, check, identify, read
+from mmpos.analysis.probe import UNKNOWN, Meant, Reading, check, identify, judge, read
 from mmpos.analysis.probe.ladder import Ladder
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import NTK, Linear, Llama3, Rotary, Scaling, YaRN
+from mmpos.schemes import get_scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 Floats = npt.NDArray[np.float64]
@@ -389,6 +390,54 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
     named = identify(dropped, QWEN3_VL.rotary, MEANT)
     assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
     assert named.first_wrong == 31
+
+
+FLUX = Case(
+    Rotary(64, axes=3, allocation="axial", axes_dim=(8, 28, 28), pairing="adjacent"),
+    blocks(4, 14, 14),
+    np.concatenate([ladder(4, 1e4), ladder(14, 1e4), ladder(14, 1e4)]),
+)
+ONE = [[Text(6), Grid(5, 8)]]
+TWO = [[Text(6), Grid(5, 8)], [Text(4), Grid(8, 5)]]
+REFERENCES = [[Text(6), Grid(5, 8), Grid(4, 4), Grid(3, 5)]]
+NUMBER = np.repeat([0, 1, 2], [46, 16, 15])
+SHIFTED = "references are shifted by"
+
+
+def ids_of(scheme: str, *documents: list[Text | Grid]) -> Floats:
+    return place(SegmentTable.from_documents(documents), scheme).dense(dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    ("documents", "mistaken", "first", "cause"),
+    [
+        (TWO, lambda name, ids: np.hstack([ids[:, :46], ids_of(name, [Text(4), Grid(5, 8)])[:, :4], ids[:, 6:46]]),
+         (55, 50, 50), "all documents have the ids of the first one, whose sizes are not theirs"),
+        ([[Text(6), Grid(1, 600)]], lambda _, ids: bfloat16(ids), (263, 1, 263),
+         "ids are cast to bfloat16 before they meet frequencies"),
+        (ONE, lambda name, ids: ids_of(name, [Text(7), Grid(5, 8)])[:, :-1], (7, 6, 7),
+         "ids are made for one token of text more"),
+        (ONE, lambda name, ids: np.hstack([ids[:, :6], ids_of(name, [Text(5), Grid(5, 8)])[:, 5:]]), (None, None, 6),
+         "ids are made for one token of text less"),
+        (ONE, lambda name, ids: ids_of(name, [Text(6), Grid(8, 5)]), (11, 6, 11),
+         "height and width of grids are exchanged"),
+        (ONE, lambda _, ids: ids[[0, 2, 1]], (7, 6, 7),
+         "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)"),
+        (REFERENCES, lambda _, ids: ids + [[1], [0], [0]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (1, 0, 0)"),
+        (REFERENCES, lambda _, ids: ids + [[0], [0], [8]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (0, 0, 8)"),
+        (REFERENCES, lambda _, ids: ids + [[9], [0], [0]] * NUMBER, (46,) * 3,
+         f"{SHIFTED} their number times (9, 0, 0)"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_in_models_that_generate_is_named(
+    documents: Any, mistaken: Callable[[str, Floats], Floats], first: tuple[int | None, ...], cause: str
+) -> None:
+    for scheme, token in zip(("flux", "qwen-image", "lumina2"), first, strict=True):
+        ids, meant = ids_of(scheme, *documents), Meant(SegmentTable.from_documents(documents), get_scheme(scheme))
+        keys = FLUX.turn(mistaken(scheme, ids), heads=1).astype(np.float32)
+        verdict = judge(keys, FLUX.rotary, meant)
+        assert (verdict.equal, verdict.first_wrong) == (token is None, token)
+        assert token is None or f"Cause: {cause}" in " ".join(verdict.sentences)
 
 
 def test_sections_instead_of_interleaved_pairs() -> None:

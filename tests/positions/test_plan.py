@@ -17,7 +17,7 @@ from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTab
 from mmpos.positions import plan
 from mmpos.positions.plan import forget_plans, place_by_plan
 from mmpos.schemes import Grids, Lumina2, MRopeQwen25, Placement, QwenImage, RopeTie, Scheme, TextRuns, Wan, get_scheme
-from mmpos.segments.kinds import Audio, Segment
+from mmpos.segments.kinds import Segment
 from mmpos.support import native
 
 START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 20]))
@@ -60,7 +60,7 @@ def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_doe
 ) -> None:
     scheme, rng = get_scheme(LAYOUTS[case][0]), np.random.default_rng(33)
     core = native.core
-    texts: list[Segment] = [Text(1), Text(4), Audio(2)] * 2 if scheme.text else []
+    texts: list[Segment] = [Text(1), Text(4), Text(2)] * 2 if scheme.text else []
     for start in (0, 7, -3, 2**31 - 12, -(2**31)):
         for frames in (1, 3 if scheme.frames else 1):
             sides = rng.integers(1, (7, 7, frames + 1), (8, 3)).tolist()

@@ -237,6 +237,14 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"scaling": NTK(2), "rotary_dim": 2, "axes": 1}, "scaling: got NTK for 1 pairs, want at least 2"),
         ({"scaling": DynamicNTK(2, 8), "axes": 8, "allocation": "axial"}, "scaling: got DynamicNTK for 1 pairs"),
         ({"scaling": NTK(1e-5)}, "NTK.factor: got 1e-05, want >= 0.000316 for base 10000.0 of 16 channels"),
+        ({"kv_heads": 0}, "kv_heads: got 0, want >= 1"),
+        ({"kv_heads": 257}, "kv_heads: got 257, want <= 256"),
+        ({"kv_heads": 256, "head_dim": 512}, "kv_heads: got 256 of 512 channels, want <= 65536 in all"),
+        (
+            {"kv_heads": 2, "allocation": "heads", "head_axes": [0, 1]},
+            "kv_heads: got 2, want None for allocation 'heads'",
+        ),
+        ({"kv_heads": 2, "inv_freq": [1.0] * 8}, "inv_freq: got 8 numbers, want 16, one per pair"),
         ({"scaling": Linspace(1.5), "rotary_dim": 2, "axes": 1}, "scaling: got Linspace for 1 pairs, want at least 2"),
         ({"scaling": Linspace(1e6)}, "Linspace.factor: got 1000000.0, want <= 4.29e+05 for base 10000.0"),
         (
@@ -321,6 +329,7 @@ ROTARIES = [
     Rotary(16, allocation="heads", head_axes=(0, 0, 1, -1)),
     Rotary(128, allocation="mrope-interleaved"),
     Rotary(16, scaling=[None, NTK(20 / 24)]),
+    Rotary(16, allocation=[-1, 0, 1] * 8, axes_dim=[16, 16], scaling=Linspace(1.5), kv_heads=3),
     Rotary(16, axes=3, scaling=[LongRoPE([1] * 8, [2] * 8, 4096), DynamicNTK(2, 100), None]).for_length(5000),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
     *(Rotary(16, scaling=scaling).for_length(10_000) for scaling in EVERY_SCALING),

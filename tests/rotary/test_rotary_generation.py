@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 from rotary_oracle import heads
 from store_oracle import DEVICE, assert_same_bits
-from tolerance import FREQUENCY, assert_within, cos_sin
+from tolerance import FREQUENCY, assert_within, cos_sin, rotations
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.rotary import NTK, Linspace, Rotary, apply_rotary
+from mmpos.rotary import NTK, Linspace, Rotary, apply_rotary, rerotate
 from mmpos.rotary import cos_sin as tables_of
+from mmpos.rotary.device import frequencies_of
 
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
@@ -81,6 +83,100 @@ def ltx(channels: int) -> Rotary:
     return Rotary(
         channels, allocation=axis, axes_dim=[2 * rungs] * 3, scaling=Linspace(math.pi / 2), pairing="adjacent"
     )
+
+
+def cut(rotary: Rotary, heads: int, pairing: Any = "adjacent") -> Rotary:
+    """The rotation of heads that share one of a long head."""
+    channels = rotary.head_dim // heads
+    return replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=heads, pairing=pairing)
+
+
+def as_one_head(x: Any, pairing: str) -> Any:
+    """(…, heads, head_dim) as one long head whose pairs are neighbours."""
+    pairs = x.unflatten(-1, (2, -1)).swapaxes(-1, -2) if pairing == "half" else x
+    return pairs.flatten(start_dim=x.dim() - 2).unsqueeze(-2)
+
+
+@pytest.mark.parametrize("way", ["reference", "auto", "triton"])
+@pytest.mark.parametrize(("precision", "pairing"), [("exact", "adjacent"), ("exact", "half"), ("hf", "adjacent")])
+def test_heads_that_share_a_layout_turn_as_one_long_head(precision: Any, pairing: Any, way: Any) -> None:
+    whole = replace(ltx(64), precision=precision)
+    table = place(SegmentTable.from_documents([[Grid(2, 3, frames=2)], [Grid(3, 2)]]), "ltx")
+    ids = torch.from_numpy(table.dense())
+    rotary = cut(whole, 4, pairing)
+    k, q = (heads(18, count, 16, seed=count).to(DEVICE) for count in (4, 8))
+    of_heads = [q[:, ::2], q[:, 1::2], k]  # two q heads for each of k
+    other: Any = way if precision == "hf" else "reference"  # whose cos and sin of floats have bits of their own
+    both: Any = (table, ids)
+    for positions in both:
+        leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+        q_out, k_out = apply_rotary(*leaves, positions, rotary, implementation=way)
+        assert k_out is not None
+        gradients = [heads(18, x.shape[1], 16, seed=9).to(DEVICE) for x in (q, k)]
+        torch.autograd.backward((q_out, k_out), gradients)
+        given = [gradients[0][:, ::2], gradients[0][:, 1::2], gradients[1]]
+        back = [leaves[0].grad[:, ::2], leaves[0].grad[:, 1::2], leaves[1].grad]  # type: ignore[index]
+        for x, out, g, grad in zip(of_heads, (q_out[:, ::2], q_out[:, 1::2], k_out), given, back, strict=True):
+            for came, went, conjugate in ((x, out, False), (g, grad, True)):
+                assert went is not None
+                want, _ = apply_rotary(
+                    as_one_head(came, pairing), None, positions, whole, conjugate=conjugate, implementation=other
+                )
+                assert_same_bits(as_one_head(went.detach(), pairing), want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_of_heads_with_frequencies_of_their_own_are_moved_in_a_cache(way: Any) -> None:
+    rotary = cut(ltx(64), 4)
+    start, stop = (torch.tensor([[7], [1], [0]]) + torch.arange(6) * step for step in (1, 3))
+    k = heads(6, 4, 16).to(DEVICE)
+    cache = torch.zeros(1, 8, 4, 16, device=DEVICE)
+    cache[0, :6] = apply_rotary(k, None, start, rotary)[0]
+    rerotate(cache, torch.arange(6, device=DEVICE), start, stop, rotary, implementation=way)
+    assert_within(cache[0, :6], apply_rotary(k, None, stop, rotary)[0], 2e-6)
+
+
+def test_neighbours_with_one_axis_and_other_frequencies_do_not_turn_alike() -> None:
+    rotary = Rotary(4, axes=1, kv_heads=6, inv_freq=[1.0, 0.5] * 2 + [1.0, 0.25] * 2 + [0.5, 0.25] * 2)
+    frequencies, pair_axis = frequencies_of(rotary)
+    assert (tuple(frequencies.shape), tuple(pair_axis.shape)) == ((3, 3, 2), (3, 2))
+    assert rotary.inv_freq_array[::2].tolist() == [[1.0, 0.5], [1.0, 0.25], [0.5, 0.25]]
+    k, ids = heads(5, 6, 4), torch.arange(5)[None]
+    turned = apply_rotary(k, None, ids, rotary)[0]
+    for head, inv_freq in enumerate(rotary.inv_freq_array.tolist()):
+        alone = Rotary(4, axes=1, inv_freq=inv_freq)
+        assert_same_bits(turned[:, head], apply_rotary(k[:, [head]], None, ids, alone)[0][:, 0])
+
+
+def test_ltx_rotates_as_diffusers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
+    channels, count = 128, 4
+    ids, cos, sin = ltx_tables(monkeypatch, channels)
+    rotary = cut(ltx(channels), count)
+    q = heads(ids.shape[1], count, channels // count)
+    both = (torch.from_numpy(x).repeat_interleave(2, -1)[None] for x in (cos, sin))
+    want = module.apply_rotary_emb(q.flatten(1)[None].double(), tuple(both))
+    off = float(exact_bound(rotary).max())
+    got = apply_rotary(q, None, ids, rotary)[0]
+    assert_within(got.double().numpy(), want[0].view(q.shape).numpy(), rotations(q, off).numpy())
+
+
+def test_ernie_image_is_the_first_channels_of_one_rotation_and_the_second_of_another() -> None:
+    ernie = pytest.importorskip("diffusers.models.transformers.transformer_ernie_image")
+    ids = torch.tensor([[0, 3, 9, 40], [1, 2, 30, 7], [5, 0, 11, 60]])
+    angle = ernie.ErnieImageEmbedND3(16, 256, (4, 6, 6))(ids.T[None]).squeeze(0)  # (tokens, 1, head_dim)
+    whole = Rotary(16, theta=256.0, allocation="axial", axes_dim=[4, 6, 6])
+    axis, inv_freq = whole.pair_axis.repeat(2).tolist(), whole.inv_freq_array.repeat(2).tolist()
+    q = heads(4, 3, 16)
+    first, second = q.chunk(2, -1)
+    want = q * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+    turned = [
+        apply_rotary(q, None, ids, Rotary(16, axes=3, allocation=axis[part], inv_freq=inv_freq[part]))[0]
+        for part in (slice(8), slice(8, None))
+    ]
+    got = torch.cat((turned[0][..., :8], turned[1][..., 8:]), -1)
+    off = float(cos_sin(angle.abs().max(), FREQUENCY + 1))
+    assert_within(got, want, rotations(q, off))
 
 
 @pytest.mark.parametrize("channels", [72, 128, 2048])

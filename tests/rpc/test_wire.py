@@ -165,6 +165,7 @@ ROTARIES = [
     Rotary(64, scaling=Linear(2)),
     Rotary(64, scaling=PRoPE(0.25)),
     Rotary(64, scaling=Linspace(1.5)),
+    Rotary(8, kv_heads=3, allocation=[0, 1, -1] * 4, inv_freq=[0.5] * 12),
     Rotary(64, axes=3, scaling=[NTK(2), None, LongRoPE([1.0] * 32, [2.0] * 32, 100)], length=200),
 ]
 

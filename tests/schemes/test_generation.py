@@ -27,7 +27,7 @@ from mmpos.schemes import (
     get_scheme,
 )
 from mmpos.segments import Thumbnail, Tile
-from mmpos.segments.kinds import Segment
+from mmpos.segments.kinds import Audio, Segment
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -49,6 +49,11 @@ def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_st
     if not get_scheme(scheme).resumable:
         later = exact(placed(document, scheme, 5))
         assert later == [tuple(value + 5 for value in position) for position in alone]
+
+
+def test_images_before_text_that_counts_from_1_lie_right_after_it() -> None:
+    positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
+    assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
 def test_an_image_of_bagel_takes_one_id() -> None:
@@ -89,6 +94,9 @@ def test_layouts_that_are_not_affine_are_refused_with_the_reason(name: str) -> N
     [
         ("flux", Grid(2, 2, frames=2), "documents[0][0]: got a grid with frames, want one grid per frame in scheme"),
         ("wan", Text(1), "documents[0][0]: got text, want grids only in scheme 'wan'"),
+        ("ltx2", Audio(1), "documents[0][0]: got audio, want grids only in scheme 'ltx2'"),
+        ("flux", Audio(1), "documents[0][0]: got audio, want text and grids only in scheme 'flux'"),
+        (MiniMaxH3(), Audio(1), "documents[0][0]: got audio, want text and grids only in scheme 'minimax-h3'"),
         (MiniMaxH3(), Grid(2, 3), "minimax-h3: got a grid of 2 × 3, whose ids are over √6, want h·w a square"),
     ],
 )  # fmt: skip

@@ -69,6 +69,12 @@ class Deviation:
         return np.arange(self.positions.num_documents).repeat(self.positions.lengths)
 
     @cached_property
+    def segment(self) -> IntArray:
+        """(tokens,) the segment of every token, where segments are known."""
+        assert self.segments is not None
+        return np.arange(self.segments.lengths.size).repeat(self.segments.lengths)
+
+    @cached_property
     def begin(self) -> IntArray:
         """(tokens,) the first token of every token's document."""
         return self.positions.documents[FIRST_TOKEN][self.document]
@@ -131,9 +137,16 @@ class Deviation:
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 
     def placed(
-        self, scheme: Scheme | None = None, segments: SegmentTable | None = None, start: npt.ArrayLike | None = None
+        self,
+        scheme: Scheme | None = None,
+        segments: SegmentTable | None = None,
+        start: npt.ArrayLike | None = None,
+        any_length: bool = False,
     ) -> Ids | None:
-        """(axes, tokens) ids of these documents placed otherwise; None where that cannot be."""
+        """(axes, tokens) ids of these documents placed otherwise; None where that cannot be.
+
+        Of as many tokens as came, but for ``any_length``.
+        """
         scheme, segments = scheme or self.scheme, segments or self.segments
         if scheme is None or segments is None or scheme.axes != self.positions.axes:
             return None
@@ -144,4 +157,4 @@ class Deviation:
             ids = place(segments, scheme, start, strict=False).dense(dtype=np.float64)
         except MmposError:
             return None
-        return ids if ids.shape == self.want.shape else None
+        return ids if any_length or ids.shape == self.want.shape else None

@@ -17,6 +17,7 @@ from mmpos.schemes import (
     SCHEMES,
     Grid2D,
     Grids,
+    LatentScheme,
     MRopeQwen25,
     MRopeTransformers,
     Placement,
@@ -26,7 +27,7 @@ from mmpos.schemes import (
     RopeTieV2,
     Scheme,
 )
-from mmpos.segments.kinds import CLIP, GRID, THUMBNAIL, TILE
+from mmpos.segments.kinds import CLIP, GRID, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray
 
@@ -67,7 +68,9 @@ def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], M
 def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
     """Make a scheme that does what this one does, but for these methods."""
     wrong = copy(right)
-    for name in ("unit", "advance", "place", "advance_text", "place_text", "next_after"):
+    # Of a class of its own, so that it equals no other and has no plan.
+    object.__setattr__(wrong, "__class__", type(type(right).__name__, (type(right),), {}))
+    for name in ("unit", "advance", "place", "cleared", "advance_text", "place_text", "next_after"):
         # Methods of the right scheme: where they need each other, they find no mistake.
         object.__setattr__(wrong, name, methods.get(name, getattr(right, name)))
     return wrong
@@ -316,6 +319,66 @@ def _exchanged(case: Deviation) -> SegmentTable | None:
     return replace(segments, extents=extents)
 
 
+@mistake("give each image the rotation of its own size: one table holds a batch of any sizes")
+def first_for_all(case: Deviation) -> Iterator[Guess]:
+    """The ids of the first document for all, as of models that generate batches of one size."""
+    if not isinstance(case.scheme, LatentScheme) or case.segments is None or case.positions.num_documents < 2:
+        return
+    words = "all documents have the ids of the first one, whose sizes are not theirs"
+    yield Guess(words, case.want[:, np.minimum(case.index, case.positions.lengths[0] - 1)])
+    # Segment by segment, where only images are alike.
+    lengths, offsets = case.segments.lengths, case.segments.segment_offsets
+    of_first = np.minimum(case.segment - offsets[case.document], offsets[1] - 1)
+    begins = lengths.cumsum() - lengths
+    index = np.arange(case.index.size) - begins[case.segment]
+    yield Guess(words, case.want[:, begins[of_first] + np.minimum(index, lengths[of_first] - 1)])
+
+
+@mistake("count the tokens of text that the transformer gets, padding that it attends to among them")
+def text_of_another_length(case: Deviation) -> Iterator[Guess]:
+    """The ids of documents whose text has a token more or less, in models that generate."""
+    segments = case.segments
+    if not isinstance(case.scheme, LatentScheme) or segments is None:
+        return
+    (text,) = (segments.kind == TEXT).nonzero()
+    owner, first = np.unique(segments.segment_offsets.searchsorted(text, side="right") - 1, return_index=True)
+    changed = np.full(case.start.size, segments.kind.size)  # the first text of each document
+    changed[owner] = text[first]
+    own, after = case.segment == changed[case.document], case.segment > changed[case.document]
+    for more, words in ((1, "more"), (-1, "less")):
+        extents, grown = segments.extents.copy(), np.zeros_like(case.start)
+        extents[2, text[first]] += more
+        grown[owner] = more
+        ids = (
+            None if extents[2].min() < 1 else case.placed(segments=replace(segments, extents=extents), any_length=True)
+        )
+        if ids is None:
+            continue
+        begin, lengths = case.begin + (grown.cumsum() - grown)[case.document], case.positions.lengths + grown
+        for index in (case.index, case.index + more * after):
+            there = ids[:, begin + np.minimum(index, lengths[case.document] - 1)]
+            yield Guess(f"ids are made for one token of text {words}", np.where(own, case.want, there))
+
+
+@mistake(
+    "give the images of a document in the scheme's order, which numbers them: the one that is generated, references"
+)
+def shifted_references(case: Deviation) -> Iterator[Guess]:
+    """References at another number or place than theirs, in models that generate."""
+    if not isinstance(case.scheme, LatentScheme) or case.segments is None:
+        return
+    is_grid = case.segments.kind == GRID
+    before = is_grid.cumsum() - is_grid
+    number = (before[case.segment] - before[case.segment[case.begin]]) * is_grid[case.segment]
+    if number[case.first] == 0:
+        return
+    moved = (case.got - case.want)[:, case.first, None]
+    written = ", ".join(f"{ids:g}" for ids in moved[:, 0])
+    yield Guess(f"references are shifted by ({written})", case.want + moved * (number > 0))
+    each = moved / number[case.first]
+    yield Guess(f"references are shifted by their number times ({written})", case.want + each * number)
+
+
 _MERGES = (2, 3, 4)
 
 _VARIANTS: tuple[Scheme, ...] = (
@@ -479,6 +542,9 @@ MISTAKES = (
     axis_repeated,
     sides_exchanged,
     column_major,
+    first_for_all,
+    text_of_another_length,
+    shifted_references,
     another_start,
     other_times,
     other_scheme,

@@ -92,7 +92,7 @@ def attention_kernel(
     first, height, width = (int(row[segment]) for row in (positions.offset, positions.height, positions.width))
     frame, index = divmod(token - first, height * width)
     ids = positions.dense(dtype=np.float64)
-    angles = rotary.pair_ids(ids[:, [token]] - ids) * rotary.inv_freq_array[:, None]
+    angles = rotary.pair_ids(ids[:, [token]] - ids) * rotary.inv_freq_array[..., None]
     cosines: Cosines = np.cos(angles).reshape(-1, positions.num_tokens).mean(axis=0)
     patches = cosines[first:][frame * height * width :][: height * width].reshape(height, width)
     before, after = _texts(positions, segment)

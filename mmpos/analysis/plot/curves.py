@@ -58,12 +58,13 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
     with Exact().context():  # what 64 bits of a turn leave, in units of 2⁻⁹⁶ turn
         finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
     rest = finer.astype(np.uint32).view(np.int32).astype(np.int64)
-    hi, lo = (rotary.turns >> np.uint64(32)).astype(np.int64), (rotary.turns & np.uint64(_MASK)).astype(np.int64)
-    frequencies = rotary.inv_freq_float32, rotary.inv_freq_array.astype(np.float32)
+    turns = rotary.turns.ravel()
+    hi, lo = (turns >> np.uint64(32)).astype(np.int64), (turns & np.uint64(_MASK)).astype(np.int64)
+    frequencies = rotary.inv_freq_float32.ravel(), rotary.inv_freq_array.astype(np.float32).ravel()
     largest = np.empty((3, points.size))
     for i, top in enumerate(points.tolist()):
         near = np.arange(max(0, top - window + 1), top + 1)[:, None]
-        truth = near.astype(np.uint64) * rotary.turns + ((near * rest) >> 32).astype(np.uint64)  # of 2⁻⁶⁴ turn
+        truth = near.astype(np.uint64) * turns + ((near * rest) >> 32).astype(np.uint64)  # of 2⁻⁶⁴ turn
         for row, frequency in enumerate(frequencies):
             angle = near.astype(np.float32) * frequency
             off = angle.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64

@@ -147,7 +147,7 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
 
     Heads with axes of their own have no cos and sin that a model's function takes: they always rotate by positions.
     """
-    by_head = any(one.head_axes is not None for one in rotaries.values())
+    by_head = any(one.own_heads for one in rotaries.values())
     if by_head and (not anatomy.fuses or any(one.rotary_dim != one.head_dim for one in rotaries.values())):
         raise UnsupportedError(
             "rotary: got one with head_axes, want one for all heads: the model does not turn whole q and k by one call"

@@ -71,8 +71,9 @@ def qk_channels(rotary: Rotary) -> IntArray:
 def _check_rotary(rotary: Rotary) -> None:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
-    if rotary.head_axes is not None:
-        raise UnsupportedError("rotary: got one with head_axes, want one for all heads, as kernels of engines have it")
+    if rotary.own_heads:
+        want = "one for all heads, as kernels of engines have it"
+        raise UnsupportedError(f"rotary: got one with {rotary.told_by}, want {want}")
 
 
 @dataclass(frozen=True)

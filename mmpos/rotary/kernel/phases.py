@@ -119,6 +119,12 @@ def _cos_sin_of_turns(turn):
 
 
 @triton.jit
+def _group_of_program(ANGLES: tl.constexpr):
+    """Compute the group of heads that this program turns, where they have axes of their own."""
+    return tl.program_id(1) * ANGLES.head_groups // tl.num_programs(1)
+
+
+@triton.jit
 def _ids_of_pairs(
     positions, segments, row_stride, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
@@ -130,7 +136,7 @@ def _ids_of_pairs(
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
     if ANGLES.head_groups > 0:
-        pair_axis += tl.program_id(1) * ANGLES.head_groups // tl.num_programs(1) * CHANNELS.pairs
+        pair_axis += _group_of_program(ANGLES) * CHANNELS.pairs
     pair = columns_of(BLOCK, width, CHANNELS)
     axis_of_pair = tl.load(pair_axis + pair, mask=pair < CHANNELS.pairs, other=0)
     column = positions + token
@@ -169,6 +175,8 @@ def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.
     """Load the words of the frequencies, before the search for a segment, whose loads wait for each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
+    if ANGLES.own_frequencies:
+        frequencies += _group_of_program(ANGLES) * CHANNELS.pairs * (1 if ANGLES.as_hf else 3)
     if ANGLES.as_hf:
         inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)
         return inv_freq, inv_freq, inv_freq

@@ -64,6 +64,7 @@ class Angles(NamedTuple):
         scaled: whether cos and sin are multiplied by a factor.
         cache_rows: rows of an engine's cache that cos and sin are read from; 0 where they are computed.
         head_groups: groups of heads with axes of their own, each a row of pair_axis; 0 where all heads turn alike.
+        own_frequencies: whether these groups have frequencies of their own, too.
     """
 
     axes: int
@@ -74,6 +75,7 @@ class Angles(NamedTuple):
     scaled: bool
     cache_rows: int = 0
     head_groups: int = 0
+    own_frequencies: bool = False
 
 
 def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
@@ -173,6 +175,7 @@ def angles_of(rotation: RotationArguments) -> Angles:
         rotation.attention_factor != 1.0,
         rotation.cache_rows,
         rotation.head_groups,
+        rotation.own_frequencies,
     )
 
 

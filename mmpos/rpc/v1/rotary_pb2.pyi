@@ -277,6 +277,7 @@ class Rotary(_message.Message):
     AXES_DIM_FIELD_NUMBER: _builtins.int
     HEAD_AXES_FIELD_NUMBER: _builtins.int
     AXIS_SCALING_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
     head_dim: _builtins.int
     """Channels of a head; even; required."""
     axes: _builtins.int
@@ -291,6 +292,8 @@ class Rotary(_message.Message):
     """How angles are computed."""
     length: _builtins.int
     """Ids that a scaling which depends on the length must serve; left out, the original length."""
+    kv_heads: _builtins.int
+    """How many kv heads share one layout, which is then of all their channels; left out, heads turn alike."""
     @_builtins.property
     def theta(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The base: none (10000), one, or one per axis."""
@@ -341,15 +344,18 @@ class Rotary(_message.Message):
         axes_dim: _abc.Iterable[_builtins.int] | None = ...,
         head_axes: _abc.Iterable[_builtins.int] | None = ...,
         axis_scaling: _abc.Iterable[Global___Scaling] | None = ...,
+        kv_heads: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "length", b"length", "rotary_dim", b"rotary_dim", "scaling", b"scaling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_kv_heads", b"_kv_heads", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "kv_heads", b"kv_heads", "length", b"length", "rotary_dim", b"rotary_dim", "scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "axis_scaling", b"axis_scaling", "head_axes", b"head_axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_kv_heads", b"_kv_heads", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "axis_scaling", b"axis_scaling", "head_axes", b"head_axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "kv_heads", b"kv_heads", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allocation: _TypeAlias = _typing.Literal["allocation"]  # noqa: Y015
     _WhichOneofArgType__allocation: _TypeAlias = _typing.Literal["_allocation", b"_allocation"]  # noqa: Y015
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
+    _WhichOneofReturnType__kv_heads: _TypeAlias = _typing.Literal["kv_heads"]  # noqa: Y015
+    _WhichOneofArgType__kv_heads: _TypeAlias = _typing.Literal["_kv_heads", b"_kv_heads"]  # noqa: Y015
     _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
     _WhichOneofArgType__length: _TypeAlias = _typing.Literal["_length", b"_length"]  # noqa: Y015
     _WhichOneofReturnType__rotary_dim: _TypeAlias = _typing.Literal["rotary_dim"]  # noqa: Y015
@@ -360,6 +366,8 @@ class Rotary(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__allocation) -> _WhichOneofReturnType__allocation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__axes) -> _WhichOneofReturnType__axes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_heads) -> _WhichOneofReturnType__kv_heads | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length) -> _WhichOneofReturnType__length | None: ...
     @_typing.overload

@@ -51,6 +51,9 @@ class Stage:
         if not callable(given):
             raise InvalidInputError(f"preprocess: got {type(given).__name__}, want a callable of record and location")
         boolean("patches", self.patches)
+        source: object = self.source
+        if source is not None and not isinstance(source, str):
+            raise InvalidInputError(f"source: got {source!r}, want the name of a column or None")
 
     def __call__(self, block: Block) -> pa.Table:
         """Make the examples of a batch.
@@ -72,16 +75,21 @@ class Stage:
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
     def _row(self, record: Record, index: int) -> dict[str, Any]:
-        here = Location("batch" if self.source is None else str(record[self.source]), index)
+        here = Location("batch" if self.source is None else _source(record[self.source]), index)
         try:
-            example = self.preprocess(record, here)
-            row = to_row(example)
+            example: object = self.preprocess(record, here)
         except ImageError as error:
             if error.on_error == "raise":
                 raise
-            return {"key": str(here), "error": str(error)}
+            return _failed(here, error)
         except (RecordError, LimitExceededError) as error:
-            return {"key": str(here), "error": str(error)}
+            return _failed(here, error)
+        if not isinstance(example, Example):
+            raise InvalidInputError(f"preprocess: got {type(example).__name__} of {here}, want an Example")
+        try:
+            row = to_row(example)
+        except LimitExceededError as error:
+            return _failed(here, error)
         if not self.patches:
             row |= {"patches": None, "patches_dtype": None, "patches_shape": None}
         return row | {"axes": example.sequence.positions.axes}
@@ -96,21 +104,49 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
     Raises:
         InvalidInputError: a column is missing, or a row is broken.
     """
+    given: object = block
+    if not isinstance(given, pa.Table | pa.RecordBatch):
+        raise InvalidInputError(f"block: got {type(given).__name__}, want an Arrow table")
     missing = [name for name in STAGE_SCHEMA.names if name not in block.schema.names]
     if missing:
         raise InvalidInputError(f"block: got no column {missing[0]!r}, want the columns of STAGE_SCHEMA")
     table = pa.table({name: block[name] for name in STAGE_SCHEMA.names}).cast(STAGE_SCHEMA)
     for i in range(table.num_rows):
         if not table["error"][i].is_valid:
-            yield from_row({name: table[name][i] for name in SCHEMA.names}, table["axes"][i].as_py())
+            try:
+                yield from_row({name: table[name][i] for name in SCHEMA.names}, table["axes"][i].as_py())
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise InvalidInputError(
+                    f"block[{i}]: got a row that is broken ({error}), want that of a Stage"
+                ) from error
+
+
+def _failed(here: Location, error: Exception) -> dict[str, Any]:
+    return {"key": _unicode(str(here)), "error": _unicode(str(error))}
+
+
+def _source(value: object) -> str:
+    return _unicode(value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value))
+
+
+def _unicode(words: str) -> str:
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _records(block: Block) -> list[dict[str, Any]]:
     """Return the records of a batch as Python has them."""
     if isinstance(block, pa.Table | pa.RecordBatch):
-        return block.to_pylist()
+        try:
+            return block.to_pylist()
+        except UnicodeDecodeError:  # text that is none: as bytes, so that its record alone fails
+            texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+            binary = [column.cast(texts.get(column.type, column.type)) for column in block.columns]
+            return pa.Table.from_arrays(binary, names=block.schema.names).to_pylist()
     if not isinstance(block, Mapping) or not all(isinstance(column, np.ndarray) for column in block.values()):
         raise InvalidInputError(f"block: got {type(block).__name__}, want an Arrow table or columns of numpy by name")
+    flat = [name for name, column in block.items() if not column.ndim]
+    if flat:
+        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array of one for each record")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
         raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want one number")

@@ -196,12 +196,15 @@ REFUSED = [
         "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
         "or fewer ranks or microbatches",
     ),
+    ({"tokens": [2**53, 2**53]}, {}, "tokens: got 1.80144e+16 in all, want at most 9.0072e+15"),
+    ({}, {"cost": Cost(1.5e308)}, "cost: got examples that cost inf in all, want a finite number: smaller units"),
+    ({}, {"cost": 3}, "cost: got int, want a Cost"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "arguments", "message"), REFUSED)
-def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, int], message: str) -> None:
+def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, object], message: str) -> None:
     tokens = sizes.get("tokens", [2, 3])
 
     def make() -> TrainingPlan:
@@ -222,6 +225,9 @@ def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, 
             lambda: Cost.fit([], []),
             "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
         ),
+        (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
+        (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
+        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want Headers"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
     ],
 )
@@ -275,6 +281,72 @@ def test_a_file_of_others_is_no_index(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(InvalidInputError, match="got a Parquet file of others, want the index of a plan, version 1"):
         PlannedPacks(path, 0)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Return the index of two steps of two ranks over a.parquet."""
+    one = shard(tmp_path / "a.parquet", [20, 20, 20, 20])
+    headers, shard_of, row = read_headers([one])
+    write_index(tmp_path / "index.parquet", planned(headers, max_tokens=20, ranks=2), [one.source], shard_of, row)
+    return tmp_path / "index.parquet"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("step", 7, "got no examples in microbatch 0 of step 0 and rank 0, want one or more: the index has changed"),
+        ("offset", 3, "got offset 3 in step 0 and rank 0, want 0: the index has changed"),
+        ("row", 9, r"got row 9 of .*a.parquet, want one of its 4 rows: the shard has changed"),
+    ],
+)
+def test_an_index_that_was_edited_is_refused(written: Path, column: str, value: int, message: str) -> None:
+    table = parquet.read_table(written)
+    i = table.schema.get_field_index(column)
+    field = table.schema.field(i)
+    parquet.write_table(table.set_column(i, field, pa.array([value] * 4, field.type)), written)
+    with pytest.raises(InvalidInputError, match=message):
+        list(PlannedPacks(written, 0))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (b"{", "got version None, want the index of a plan, version 1"),
+        (b'{"version": 1}', "ranks: got None, want an integer"),
+    ],
+)
+def test_facts_that_were_edited_are_refused(written: Path, facts: bytes, message: str) -> None:
+    parquet.write_table(parquet.read_table(written).replace_schema_metadata({b"mmpos.plan": facts}), written)
+    with pytest.raises(InvalidInputError, match=message):
+        PlannedPacks(written, 0)
+
+
+def test_a_flipped_bit_never_changes_packs_in_silence(written: Path) -> None:
+    whole, random = written.read_bytes(), np.random.default_rng(0)
+
+    def read() -> list[object]:
+        steps = list(PlannedPacks(written, 1))
+        return [(one.weight, one.needs_image, [each.key for each in one.pack.examples]) for (one,) in steps]
+
+    want = read()
+    for place in random.integers(4, len(whole) - 8, 60).tolist():
+        broken = bytearray(whole)
+        broken[place] ^= 1 << int(random.integers(8))
+        written.write_bytes(broken)
+        try:
+            got = read()
+        except (InvalidInputError, FileNotFoundError):
+            continue
+        assert got == want
+
+
+def test_a_step_whose_shard_is_gone_is_not_counted_as_done(written: Path) -> None:
+    written.with_name("a.parquet").unlink()
+    packs = PlannedPacks(written, 0)
+    with pytest.raises(FileNotFoundError, match=r"a\.parquet"):
+        next(iter(packs))
+    assert packs.state_dict()["step"] == 0
 
 
 def test_the_command_writes_the_index_a_report_and_a_picture(

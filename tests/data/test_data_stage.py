@@ -75,6 +75,13 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
             "block: got columns of 2, 3 rows, want one number",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array of one for each record"),
+        (
+            lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
+            "preprocess: got NoneType of batch[0], want an Example",
+        ),
+        (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
+        (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
         (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable of record and location"),
         (
             lambda: list(read_examples(pa.table({"a": [1]}))),
@@ -86,6 +93,24 @@ def test_bad_input_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         call()
     assert str(error.value) == message
+
+
+def test_text_that_is_no_utf8_fails_alone() -> None:
+    table = pa.Table.from_pylist(RECORDS[:2])
+    texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
+    made = STAGE(table.set_column(1, "txt", texts))
+    assert [error is None for error in made["error"].to_pylist()] == [False, True]
+    paths = {**columns(), "path": np.array(["\ud800"] * 4, object)}
+    assert STAGE(paths)["key"].to_pylist() == [f"\\ud800[{i}]" for i in range(4)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
+def test_a_broken_row_is_refused_by_its_number(name: str, value: object) -> None:
+    made = STAGE(pa.Table.from_pylist(RECORDS[:2]))
+    i = made.schema.get_field_index(name)
+    column = [made[name][0].as_py(), value]
+    with pytest.raises(InvalidInputError, match=r"block\[1\]: got a row that is broken"):
+        list(read_examples(made.set_column(i, made.schema.field(i), pa.array(column, made.schema.field(i).type))))
 
 
 def test_a_mistake_of_the_set_up_is_no_fault_of_a_record() -> None:

@@ -388,6 +388,12 @@ def test_transformers_that_are_not_known_are_refused_by_name() -> None:
         patch(twice, rotary)
 
 
+@pytest.mark.parametrize("call", [patch, unpatch])
+def test_what_is_no_module_is_refused(call: Any) -> None:
+    with pytest.raises(InvalidInputError, match="transformer: got str, want a transformer of diffusers"):
+        call("x")
+
+
 def test_latents_of_mixed_sizes_go_into_one_tensor_and_back() -> None:
     latents = [torch.arange(2 * 4 * 6.0).reshape(2, 4, 6), 100 + torch.arange(2 * 2 * 2.0).reshape(2, 2, 2)]
     packed = pack_latents(latents, 2)

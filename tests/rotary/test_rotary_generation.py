@@ -161,6 +161,24 @@ def test_ltx_rotates_as_diffusers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_within(got.double().numpy(), want[0].view(q.shape).numpy(), rotations(q, off).numpy())
 
 
+def test_ernie_image_is_the_first_channels_of_one_rotation_and_the_second_of_another() -> None:
+    ernie = pytest.importorskip("diffusers.models.transformers.transformer_ernie_image")
+    ids = torch.tensor([[0, 3, 9, 40], [1, 2, 30, 7], [5, 0, 11, 60]])
+    angle = ernie.ErnieImageEmbedND3(16, 256, (4, 6, 6))(ids.T[None]).squeeze(0)  # (tokens, 1, head_dim)
+    whole = Rotary(16, theta=256.0, allocation="axial", axes_dim=[4, 6, 6])
+    axis, inv_freq = whole.pair_axis.repeat(2).tolist(), whole.inv_freq_array.repeat(2).tolist()
+    q = heads(4, 3, 16)
+    first, second = q.chunk(2, -1)
+    want = q * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+    turned = [
+        apply_rotary(q, None, ids, Rotary(16, axes=3, allocation=axis[part], inv_freq=inv_freq[part]))[0]
+        for part in (slice(8), slice(8, None))
+    ]
+    got = torch.cat((turned[0][..., :8], turned[1][..., 8:]), -1)
+    off = float(cos_sin(angle.abs().max(), FREQUENCY + 1))
+    assert_within(got, want, rotations(q, off))
+
+
 @pytest.mark.parametrize("channels", [72, 128, 2048])
 def test_ltx_turns_by_up_to_15_708_rad_per_id_within_the_bound(channels: int, monkeypatch: Any) -> None:
     rotary = ltx(channels)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.keys import Keys, read_keys
+from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
 from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
 from mmpos.analysis.probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 from mmpos.rotary import Rotary
@@ -120,6 +120,7 @@ def read(
     Raises:
         InvalidInputError: keys that are no floats, or of another shape than the rotary; a reference without direction.
     """
+    keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
     raw = follow(state, progress)
     return _told(state, raw)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe.keys import Keys, read_keys
+from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
 from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.suspects import Suspect, if_made, of_axes, suspects
 from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
@@ -99,6 +99,7 @@ def identify(
     Raises:
         InvalidInputError: as for ``read``; positions of another shape than the keys.
     """
+    keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
     judged = _Judge(state, None if positions is None else _ids(positions, rotary.axes, state.num_tokens))
     meant = Suspect(AS_MEANT, "nothing", rotary)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.probe.ladder import Ladder, Phasors
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
@@ -153,12 +153,39 @@ class Axis:
         return np.einsum("thp,hp->tp", np.take(mine, self.columns, axis=2), self.back)
 
 
+def as_one_head(keys: Any, rotary: Rotary, reference: Any) -> tuple[Any, Rotary, Any]:
+    """View keys whose heads share one layout as keys of one long head, whose pairs are neighbours; others as they are.
+
+    Args:
+        keys: (..., kv_heads, head_dim), as ``read`` takes them.
+        rotary: what should have turned them.
+        reference: a token, a key of (kv_heads, head_dim), or None.
+
+    Returns:
+        Keys, rotary and reference of one head.
+    """
+    if not isinstance(rotary, Rotary) or rotary.kv_heads is None:
+        return keys, rotary, reference
+    heads, channels, turning = rotary.kv_heads, rotary.head_dim, rotary.rotary_dim
+
+    def joined(name: str, given: Any) -> Any:
+        array = given if hasattr(given, "detach") else host_array(name, given)
+        if len(array.shape) < 2 or tuple(array.shape[-2:]) != (heads, channels):
+            got = f"{name}: got shape {tuple(array.shape)}"
+            raise InvalidInputError(f"{got}, want (…, {heads}, {channels}), kv_heads and head_dim of rotary")
+        array = array[..., :turning]
+        if rotary.pairing == "half":
+            array = array.reshape(*array.shape[:-1], 2, turning // 2).swapaxes(-1, -2)
+        return array.reshape(*array.shape[: len(given.shape) - 2], 1, heads * turning)
+
+    alone = reference is None or isinstance(reference, int | np.integer)
+    whole = replace(rotary, head_dim=heads * turning, rotary_dim=heads * turning, kv_heads=None, pairing="adjacent")
+    return joined("keys", keys), whole, reference if alone else joined("reference", reference)
+
+
 def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
     """Check keys, lengths and reference; see ``read``."""
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
-    if rotary.kv_heads is not None:
-        want = "that of one long head, and its keys: (tokens, 1, kv_heads * head_dim)"
-        raise UnsupportedError(f"rotary: got one with kv_heads, want {want}")
     array = keys if hasattr(keys, "detach") else host_array("keys", keys)
     _check_floats("keys", array)
     shape = tuple(array.shape)

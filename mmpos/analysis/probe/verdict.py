@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
 from mmpos.analysis.probe.identify import Identification, identify
-from mmpos.analysis.probe.keys import UnwrittenError
+from mmpos.analysis.probe.keys import UnwrittenError, as_one_head
 from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.traces import MOST
 from mmpos.errors import InvalidInputError
@@ -135,6 +135,7 @@ def judge(
     Raises:
         InvalidInputError: as for ``read`` and ``check``.
     """
+    keys, rotary, reference = as_one_head(keys, rotary, reference)
     fits = trusted or reference is None or reference.shape == keys.shape[-2:]
     layer = _Layer(keys, rotary, meant, lengths, reference if fits else None, trusted, foreign=not fits)
     found = layer.judged(progress)

@@ -11,11 +11,14 @@ import numpy.typing as npt
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
-from mmpos.support.checks import IntArray, finite, first_bad, int_array, integer
+from mmpos.support.checks import IntArray, finite, first_bad, host_array, int_array, integer, integers
 
 __all__ = ["Cost", "Headers"]
 
 FloatArray = npt.NDArray[np.float64]
+
+_MOST_TOKENS = 2**53
+"""Sums of sizes are exact in float64 up to here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,9 @@ class Headers:
     ) -> None:
         tokens = int_array("tokens", tokens, (None,))
         first_bad("tokens", tokens, minimum=1)
+        total = tokens.sum(dtype=np.float64)
+        if total > _MOST_TOKENS:
+            raise InvalidInputError(f"tokens: got {total:g} in all, want at most {_MOST_TOKENS:g}")
         labels = int_array("labels", labels, (tokens.size,))
         first_bad("labels", labels, minimum=0)
         if (labels > tokens).any():
@@ -54,8 +60,9 @@ class Headers:
         first_bad("patches", patches, minimum=1)
         images = np.zeros_like(tokens) if images is None else int_array("images", images, (tokens.size,))
         first_bad("images", images, minimum=0)
-        if images.sum() != patches.size:
-            raise InvalidInputError(f"images: got {images.sum()} in all, want {patches.size}, one for each of patches")
+        in_all = int(images.sum(dtype=np.float64))
+        if in_all != patches.size:
+            raise InvalidInputError(f"images: got {in_all} in all, want {patches.size}, one for each of patches")
         for name, value in (("tokens", tokens), ("labels", labels), ("patches", patches), ("images", images)):
             object.__setattr__(self, name, value)
 
@@ -82,6 +89,9 @@ class Headers:
 
     def __getitem__(self, chosen: slice) -> Headers:
         """Return the headers of a run of examples."""
+        given: object = chosen
+        if not isinstance(given, slice) or given.step not in (None, 1):
+            raise InvalidInputError(f"headers[…]: got {given!r}, want a slice without a step")
         ends = np.append(0, self.images.cumsum())
         start, stop, _ = chosen.indices(len(self))
         part = self.patches[ends[start] : ends[max(start, stop)]]
@@ -148,8 +158,12 @@ class Cost:
         Raises:
             InvalidInputError: fewer than four measurements, or times from which tokens seem to cost nothing.
         """
-        times = np.asarray(seconds, np.float64)
-        if times.shape != (len(batches),) or len(batches) < 4 or not (times > 0).all():
+        times = host_array("seconds", seconds)
+        if times.dtype.kind not in "iuf":
+            raise InvalidInputError(f"seconds: got dtype {times.dtype}, want numbers")
+        times = times.astype(np.float64)
+        usable = (times > 0) & (times < np.inf)
+        if times.shape != (len(batches),) or len(batches) < 4 or not usable.all():
             got = f"{times.shape} for {len(batches)} batches"
             raise InvalidInputError(f"seconds: got {got}, want one time above 0 for each of at least four batches")
         terms = np.array([[*_terms(batch).sum(axis=1)] for batch in batches])
@@ -199,7 +213,7 @@ def _transformer_flops(fields: Fields, *layers: str) -> tuple[float, float]:
     kv_heads = fields.integer("num_key_value_heads") or heads
     attention = width * head_dim * (2 * heads + 2 * kv_heads)
     full = fields.get("fullatt_block_indexes")
-    quadratic_layers = depth if full is None else len(full)
+    quadratic_layers = depth if full is None else len(integers(f"{fields.name}.fullatt_block_indexes", full))
     return 2.0 * depth * (attention + _mlp(fields, width)), 4.0 * quadratic_layers * heads * head_dim
 
 

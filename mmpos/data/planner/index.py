@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute, parquet
 
-from mmpos.data.examples import IGNORE_INDEX
+from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
 from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, int_array, integer
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array, integer
 from mmpos.support.files import whole_file
 from mmpos.support.ragged import ragged_arange
 
@@ -87,9 +87,14 @@ def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], sha
         shards: names of the shards.
         shard: (examples,) index into ``shards`` of each example of the plan's headers.
         row: (examples,) number of each example in its shard.
+
+    Raises:
+        InvalidInputError: other examples than those of the plan, shards that are not there, or packs of 2³¹ tokens.
     """
     count = plan.members.size
     shard, row = int_array("shard", shard, (count,)), int_array("row", row, (count,))
+    first_bad("row", row, minimum=0)
+    first_bad("plan.tokens", plan.tokens, maximum=INT32_MAX)
     if count and not 0 <= int(shard.min()) <= int(shard.max()) < len(shards):
         raise InvalidInputError(f"shard: got {shard.min()} to {shard.max()}, want indices of {len(shards)} shards")
     sizes = np.diff(plan.pack_offsets)
@@ -113,7 +118,7 @@ def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], sha
     facts["max_tokens"] = plan.max_tokens
     table = table.replace_schema_metadata({_METADATA: json.dumps(facts)})
     with whole_file(Path(path)) as file:
-        parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd")
+        parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd", write_page_checksum=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +145,10 @@ class PlannedPacks:
         path: file of ``write_index``, of ready sequences.
         rank: the rank.
         groups: most row groups of a shard in memory; a window of the plan should fit, so that each is read once.
+
+    Raises:
+        InvalidInputError: here and while it is read: the index or a shard is broken, or has changed since the plan.
+        OSError: a file that cannot be opened; the error names it.
     """
 
     def __init__(self, path: str | Path, rank: int, *, groups: int = 64) -> None:
@@ -147,7 +156,8 @@ class PlannedPacks:
         with self._open() as file:
             facts = self._facts(file)
         self.ranks, self.microbatches, self.max_tokens, self.num_steps = (
-            int(facts[name]) for name in ("ranks", "microbatches", "max_tokens", "steps")
+            integer(f"{path}: {name}", facts.get(name), minimum=1)
+            for name in ("ranks", "microbatches", "max_tokens", "steps")
         )
         self.rank = integer("rank", rank, minimum=0, maximum=self.ranks - 1)
         self._step = 0
@@ -165,6 +175,9 @@ class PlannedPacks:
         Raises:
             InvalidInputError: it is of a plan of other ranks or microbatches, or beyond its end.
         """
+        given: object = state
+        if not isinstance(given, Mapping):
+            raise InvalidInputError(f"state: got {type(given).__name__}, want a mapping of state_dict")
         for name in ("ranks", "microbatches"):
             if state.get(name) != getattr(self, name):
                 raise InvalidInputError(f"state.{name}: got {state.get(name)}, want {getattr(self, name)}")
@@ -175,8 +188,9 @@ class PlannedPacks:
         try:
             with self._open() as file:
                 for rows in self._steps(file):
+                    packs = [self._pack(rows, microbatch, shards) for microbatch in range(self.microbatches)]
                     self._step += 1
-                    yield [self._pack(rows, microbatch, shards) for microbatch in range(self.microbatches)]
+                    yield packs
         finally:
             for opened in shards.values():
                 opened.close()
@@ -185,8 +199,8 @@ class PlannedPacks:
         """Yield the rows of this rank, step by step, from the next step on."""
         held = INDEX_SCHEMA.empty_table()
         for group in range(file.num_row_groups):
-            rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
-            last = int(rows["step"][-1].as_py())  # may go on in the next group
+            rows = self._group(file, group)
+            last = compute.max(rows["step"]).as_py() or 0  # may go on in the next group
             wanted = compute.and_(
                 compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], self._step)
             )
@@ -199,11 +213,21 @@ class PlannedPacks:
 
     def _pack(self, rows: pa.Table, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
-        examples = []
+        if not mine:
+            got = f"no examples in microbatch {microbatch} of step {self._step} and rank {self.rank}"
+            raise InvalidInputError(f"{self._path}: got {got}, want one or more: the index has changed")
+        examples: list[Example] = []
         for row in mine:
+            before = sum(each.num_tokens for each in examples)
+            if row["offset"] != before:
+                got = f"offset {row['offset']} in step {self._step} and rank {self.rank}"
+                raise InvalidInputError(f"{self._path}: got {got}, want {before}: the index has changed")
             name = row["shard"]
             if name not in shards:
                 shards[name] = SequenceShard(name).rows(self._groups)
+            if not 0 <= row["row"] < len(shards[name]):
+                got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
+                raise InvalidInputError(f"{self._path}: got {got}, want {want}: the shard has changed")
             example = shards[name][row["row"]]
             if example.num_tokens != row["tokens"]:
                 got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
@@ -213,14 +237,27 @@ class PlannedPacks:
 
     def _open(self) -> parquet.ParquetFile:
         try:
-            return parquet.ParquetFile(self._path)
-        except pa.ArrowException as error:
+            return parquet.ParquetFile(self._path, page_checksum_verification=True)
+        except (OSError, pa.ArrowException) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # no file of this name, or none that may be read
             raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
 
-    def _facts(self, file: parquet.ParquetFile) -> dict[str, int]:
+    def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
+        try:
+            return file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            got = f"rows that cannot be read ({error})"
+            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error
+
+    def _facts(self, file: parquet.ParquetFile) -> Mapping[str, object]:
         stored = (file.metadata.metadata or {}).get(_METADATA)
-        facts = {"version": 0} if stored is None else json.loads(stored)
-        if facts["version"] != _VERSION:
-            got = "a Parquet file of others" if stored is None else f"version {facts['version']}"
+        try:
+            facts = {} if stored is None else json.loads(stored)
+        except ValueError:
+            facts = None
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if not isinstance(facts, dict) or version != _VERSION:
+            got = "a Parquet file of others" if stored is None else f"version {version}"
             raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
-        return dict(facts)
+        return facts

@@ -156,15 +156,19 @@ def plan(
         seed: of the order of steps.
 
     Raises:
-        InvalidInputError: an example longer than max_tokens, or too few examples to give every rank a pack.
+        InvalidInputError: an example longer than max_tokens, too few examples in a window to give every rank a pack,
+            or costs that are not finite.
     """
+    given: object = headers
+    if not isinstance(given, Headers):
+        raise InvalidInputError(f"headers: got {type(given).__name__}, want Headers")
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     ranks, microbatches = integer("ranks", ranks, minimum=1), integer("microbatches", microbatches, minimum=1)
     window, seed = integer("window", window, minimum=1), integer("seed", seed, minimum=0)
     tolerance = finite("tolerance", tolerance, minimum=0)
     first_bad("headers.tokens", headers.tokens, maximum=max_tokens)
     group = ranks * microbatches
-    costs = (Cost() if cost is None else cost).of(headers)
+    costs = _costs(Cost() if cost is None else cost, headers)
     random = np.random.default_rng(seed)
     pack_of = np.empty(len(headers), np.int64)
     packs = 0
@@ -189,9 +193,21 @@ def plan(
     )
 
 
+def _costs(cost: object, headers: Headers) -> FloatArray:
+    """Return the cost of each example; their sum is finite."""
+    if not isinstance(cost, Cost):
+        raise InvalidInputError(f"cost: got {type(cost).__name__}, want a Cost")
+    with np.errstate(over="ignore"):
+        costs = cost.of(headers)
+        total = costs.sum()
+    if not np.isfinite(total):
+        raise InvalidInputError(f"cost: got examples that cost {total} in all, want a finite number: smaller units")
+    return costs
+
+
 def _sums(pack_of: IntArray, sizes: IntArray) -> IntArray:
     """Sum the sizes of the examples of each pack."""
-    return np.bincount(pack_of, sizes).astype(np.int64)  # exact below 2**53
+    return np.bincount(pack_of, sizes).astype(np.int64)  # exact: Headers have at most 2**53
 
 
 def _windows(count: int, window: int) -> list[tuple[int, int]]:

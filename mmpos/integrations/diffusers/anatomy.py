@@ -74,6 +74,9 @@ class TransformerAnatomy:
 
     def streams(self, transformer: Any, positions: Any, rotary: Any, arguments: Arguments) -> Streams:
         """Lay out positions for the tokens among arguments."""
+        for name in (IMAGE, TEXT):
+            if not isinstance(arguments.get(name), Tensor):
+                raise InvalidInputError(f"{name}: got {type(arguments.get(name)).__name__}, want a tensor")
         image, text = arguments[IMAGE], arguments[TEXT]
         length = image.shape[1]
         if self.patches:

@@ -12,6 +12,9 @@ from mmpos.support.checks import finite, integer, integers
 
 __all__ = ["TransformerConfig"]
 
+_LARGEST = 2**20
+"""Most that an integer of a config may be."""
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -30,7 +33,7 @@ class TransformerConfig:
 
     def integer(self, name: str, default: int, *, minimum: int = 1) -> int:
         """Read an integer."""
-        return integer(f"config.{name}", self.get(name, default), minimum=minimum)
+        return integer(f"config.{name}", self.get(name, default), minimum=minimum, maximum=_LARGEST)
 
     def number(self, name: str, default: float, *, minimum: float = 1) -> float:
         """Read a finite number."""

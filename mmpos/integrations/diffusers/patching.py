@@ -93,7 +93,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         UnsupportedError: a class or a processor that is not known.
         InvalidInputError: the transformer is patched already, or rotary has other heads, axes or pairs than it.
     """
-    if _MARK in vars(transformer):
+    if _MARK in _attributes(transformer):
         raise InvalidInputError("transformer: got one that is patched, want unpatch before another patch")
     anatomy = anatomy_of(transformer)
     rotary = _checked(rotary, transformer)
@@ -122,7 +122,7 @@ def unpatch(transformer: Transformer) -> Transformer:
     Raises:
         InvalidInputError: the transformer is not patched, or something else has since wrapped what patch set.
     """
-    added = vars(transformer).get(_MARK)
+    added = _attributes(transformer).get(_MARK)
     if added is None:
         got = f"{type(transformer).__name__} that is not patched"
         raise InvalidInputError(f"transformer: got {got}, want the one that was")
@@ -138,6 +138,12 @@ def unpatch(transformer: Transformer) -> Transformer:
             processor.__class__ = theirs
     delattr(transformer, _MARK)
     return transformer
+
+
+def _attributes(transformer: object) -> dict[str, Any]:
+    if not isinstance(transformer, nn.Module):
+        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a transformer of diffusers")
+    return vars(transformer)
 
 
 def _checked(rotary: Rotary | None, transformer: nn.Module) -> Rotary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from layouts_by_hand import LAYOUTS, NEXT, numbers
 from oracle import exact, placed
@@ -54,6 +55,14 @@ def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_st
 def test_images_before_text_that_counts_from_1_lie_right_after_it() -> None:
     positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
     assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_documents_of_layouts_without_a_cursor_begin_at_one_id() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(2, 2)]] * 2)
+    with pytest.raises(UnsupportedError, match="start: got one per document, want one integer: flux cannot be resumed"):
+        place(segments, "flux", [0, 1])
+    with pytest.raises(UnsupportedError, match="start: got one per document"):
+        place(segments, "flux", np.array([0, 1]))
 
 
 def test_an_image_of_bagel_takes_one_id() -> None:

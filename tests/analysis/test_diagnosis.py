@@ -348,6 +348,13 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
+def test_a_mistake_is_found_where_every_document_begins_at_an_id_of_its_own() -> None:
+    segments, start = SegmentTable.from_documents([[mmpos.Text(2), mmpos.Grid(2, 3), mmpos.Text(3)]] * 2), [0, 7]
+    ids = mmpos.place(segments, "rope-tie", start).dense()
+    ids[:, [8, 9, 10, 19, 20, 21]] = [8, 9, 10, 15, 16, 17]
+    assert mmpos.diagnose(ids, segments, "rope-tie", start).cause == AHEAD
+
+
 @pytest.mark.parametrize(("ids", "specs", "options", "cause"), CAUSES, ids=lambda value: None)
 def test_a_known_mistake_is_named(ids: Any, specs: Any, options: dict[str, Any], cause: str) -> None:
     assert why(ids, *([specs] if isinstance(specs, str) else specs), **options) == cause

@@ -159,16 +159,13 @@ def plan(
         InvalidInputError: an example longer than max_tokens, too few examples in a window to give every rank a pack,
             or costs that are not finite.
     """
-    given: object = headers
-    if not isinstance(given, Headers):
-        raise InvalidInputError(f"headers: got {type(given).__name__}, want Headers")
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     ranks, microbatches = integer("ranks", ranks, minimum=1), integer("microbatches", microbatches, minimum=1)
     window, seed = integer("window", window, minimum=1), integer("seed", seed, minimum=0)
     tolerance = finite("tolerance", tolerance, minimum=0)
+    costs = _costs(Cost() if cost is None else cost, headers)
     first_bad("headers.tokens", headers.tokens, maximum=max_tokens)
     group = ranks * microbatches
-    costs = _costs(Cost() if cost is None else cost, headers)
     random = np.random.default_rng(seed)
     pack_of = np.empty(len(headers), np.int64)
     packs = 0
@@ -193,8 +190,10 @@ def plan(
     )
 
 
-def _costs(cost: object, headers: Headers) -> FloatArray:
+def _costs(cost: object, headers: object) -> FloatArray:
     """Return the cost of each example; their sum is finite."""
+    if not isinstance(headers, Headers):
+        raise InvalidInputError(f"headers: got {type(headers).__name__}, want Headers")
     if not isinstance(cost, Cost):
         raise InvalidInputError(f"cost: got {type(cost).__name__}, want a Cost")
     with np.errstate(over="ignore"):

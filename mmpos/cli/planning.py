@@ -55,7 +55,7 @@ class PlanFlags:
 @flat
 def plan_packs(
     inputs: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Files of mmpos preprocess.", show_default=False)
+        list[str], typer.Argument(metavar="FILE...", help="Files of mmpos preprocess, or patterns.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The index, a .parquet.")],
     run: RunFlags,
@@ -68,12 +68,14 @@ def plan_packs(
 
     No pixel is read: sizes come from the columns of the files.
     """
-    from mmpos.data import Cost, SequenceShard, plan, read_headers, write_index
+    from mmpos.analysis.plot import plot_balance
+    from mmpos.analysis.plot.canvas import picture_path
+    from mmpos.data import Cost, SequenceShard, plan, read_headers, shards, write_index
 
+    picture_path(plot)  # before the work
     cost = Cost() if run.config is None else Cost.from_hf_config(run.config)
-    headers, shard, row = read_headers(
-        [SequenceShard(path) for path in inputs], patches_per_token=run.patches_per_token
-    )
+    files = [SequenceShard(reader.source) for reader in shards(inputs)]
+    headers, shard, row = read_headers(files, patches_per_token=run.patches_per_token)
     made = plan(
         headers,
         max_tokens=run.max_tokens,
@@ -84,12 +86,10 @@ def plan_packs(
         window=flags.window,
         seed=flags.seed,
     )
-    write_index(output, made, [str(path) for path in inputs], shard, row)
+    write_index(output, made, [file.source for file in files], shard, row)
     _report(headers, made, cost.of(headers), run)
     typer.echo(output)
     if plot is not None:
-        from mmpos.analysis.plot import plot_balance
-
         plot_balance(made.rank_costs(run.pipeline), made.labels_per_step, plot)
         typer.echo(plot)
 
@@ -100,7 +100,7 @@ def _report(headers: Headers, made: TrainingPlan, costs: np.ndarray, run: RunFla
     table = report.new_table("", "")
     table.show_header = False
     for name, said in (
-        ("examples", f"{len(headers):,} of {headers.tokens.sum():,} tokens, {headers.labels.sum():,} of them labels"),
+        ("examples", f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels"),
         ("steps", f"{made.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"),
         ("fill", f"{made.fill:.1%} of packs of {run.max_tokens:,} tokens"),
         ("slowest rank", f"{made.straggling(run.pipeline):.3f} of the mean"),

@@ -352,12 +352,25 @@ def test_a_step_whose_shard_is_gone_is_not_counted_as_done(written: Path) -> Non
 def test_the_command_writes_the_index_a_report_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4).source for name in "ab"]
+    for name in "ab":
+        shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4)
     index, picture = tmp_path / "index.parquet", tmp_path / "steps.png"
-    words = ["data", "plan", *files, "-o", str(index), "--ranks", "2", "--max-tokens", "128", "--plot", str(picture)]
+    words = [
+        "data",
+        "plan",
+        f"{tmp_path}/?.parquet",
+        "-o",
+        str(index),
+        "--ranks",
+        "2",
+        "--max-tokens",
+        "128",
+        "--plot",
+        str(picture),
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "32 of 1,200 tokens" in said
+    assert "32, with 1,200 tokens" in said
     assert "of 2 ranks and 1 microbatch" in said
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
     assert picture.read_bytes().startswith(b"\x89PNG")

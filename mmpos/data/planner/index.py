@@ -245,7 +245,9 @@ class PlannedPacks:
 
     def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
         try:
-            return file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+            rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+            rows.validate(full=True)
+            return rows
         except (OSError, ValueError, pa.ArrowException) as error:
             got = f"rows that cannot be read ({error})"
             raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error

@@ -552,7 +552,7 @@ static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyOb
     return headers;
 }
 
-/* concatenate(tables, class, names) -> (table, documents, tokens) as bytes, or None.
+/* concatenate(tables, class, names) -> (table, documents, tokens) as bytearrays, or None.
  *
  * tables: a list of placed tables, which are of this class; names: of their table, documents and tokens. */
 PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -573,11 +573,11 @@ PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t c
     int64_t headers = batch.documents == NULL ? -1 : take_tables(&batch, args[0], args[1], names);
     if (headers >= 0) {
         int64_t rows = batch.documents[0].table.rows, at = 0, d = 0;
-        PyObject *table = PyBytes_FromStringAndSize(NULL, 8 * rows * batch.segments);
-        PyObject *documents = PyBytes_FromStringAndSize(NULL, 8 * 4 * headers);
+        PyObject *table = PyByteArray_FromStringAndSize(NULL, 8 * rows * batch.segments);
+        PyObject *documents = PyByteArray_FromStringAndSize(NULL, 8 * 4 * headers);
         if (table != NULL && documents != NULL) {
-            Matrix columns = matrix_of(PyBytes_AsString(table), rows, batch.segments);
-            Matrix header = matrix_of(PyBytes_AsString(documents), 4, headers);
+            Matrix columns = matrix_of(PyByteArray_AsString(table), rows, batch.segments);
+            Matrix header = matrix_of(PyByteArray_AsString(documents), 4, headers);
             for (int64_t i = 0; i < batch.count; d += batch.documents[i].header.columns, i++) {
                 at = put_positions(&columns, &header, at, d, &batch.documents[i]);
             }

@@ -292,12 +292,12 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
     if (segments > PTRDIFF_MAX / 8 / rows) {
         return NULL;
     }
-    PyObject *table = PyBytes_FromStringAndSize(NULL, 8 * rows * segments), *result = NULL;
-    PyObject *header = PyBytes_FromStringAndSize(NULL, 8 * 4 * documents);
+    PyObject *table = PyByteArray_FromStringAndSize(NULL, 8 * rows * segments), *result = NULL;
+    PyObject *header = PyByteArray_FromStringAndSize(NULL, 8 * 4 * documents);
     if (table != NULL && header != NULL) {
         int fits;
-        cut->cut = (Matrix){PyBytes_AsString(table), rows, segments, 8 * segments, 8, 8, 'q'};
-        cut->header = (Matrix){PyBytes_AsString(header), 4, documents, 8 * documents, 8, 8, 'q'};
+        cut->cut = (Matrix){PyByteArray_AsString(table), rows, segments, 8 * segments, 8, 8, 'q'};
+        cut->header = (Matrix){PyByteArray_AsString(header), 4, documents, 8 * documents, 8, 8, 'q'};
         if (8 * rows * segments < RELEASE_GIL_BYTES) {
             fits = put_all(cut, rule, count, asked);
         } else {
@@ -314,7 +314,7 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
     return result;
 }
 
-/* cut(table, documents, tokens, rule, numbers, numbers, numbers) -> (table, documents, tokens) as bytes, or None.
+/* cut(table, documents, tokens, rule, numbers, numbers, numbers) -> (table, documents, tokens) as bytearrays, or None.
  *
  * The arrays are those of a placed table, and of the one that is cut from it. Numbers that a rule does not have are None:
  *   TAKE      starts and stops of ranges of tokens

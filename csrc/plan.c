@@ -210,16 +210,16 @@ int place_batch(Batch *batch, const Vector *starts, int64_t start) {
     return fits;
 }
 
-/* New bytes for (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory. */
+/* A new bytearray of (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory. */
 static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
-    PyObject *bytes = PyBytes_FromStringAndSize(NULL, 8 * rows * columns);
-    Matrix block = {bytes == NULL ? NULL : PyBytes_AsString(bytes), rows, columns, 8 * columns, 8, 8, 'q'};
+    PyObject *bytes = PyByteArray_FromStringAndSize(NULL, 8 * rows * columns);
+    Matrix block = {bytes == NULL ? NULL : PyByteArray_AsString(bytes), rows, columns, 8 * columns, 8, 8, 'q'};
     *matrix = block;
     return bytes;
 }
 
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
- * -> (table, documents, tokens), arrays as bytes; or the first grid of a shape that the plan does not have; or None.
+ * -> (table, documents, tokens), arrays as bytearrays; or the first grid of a shape that the plan does not have; or None.
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
  * grids must not touch, may have frames and may have row separators, and whether documents have next positions and may

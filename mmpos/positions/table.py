@@ -758,14 +758,17 @@ def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
     return any(table.fractional for table in tables), " + ".join(schemes)
 
 
-def of_bytes(arrays: tuple[bytes, bytes, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
+def of_bytes(arrays: tuple[bytearray, bytearray, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
     """Make a table of this many rows of what the extension wrote, without a copy."""
     table, documents, num_tokens = arrays
     made = object.__new__(PositionTable)
     fields = vars(made)
-    fields["table"] = np.ndarray((rows, len(table) // (8 * rows)), native.INT64, table)
-    fields["documents"] = np.ndarray((4, len(documents) // 32), native.INT64, documents)
-    fields["num_tokens"], fields["fractional"], fields["scheme"] = num_tokens, fractional, scheme
+    # Of memory that could be written to, since torch.compile reads no array that cannot be made writeable.
+    columns = np.ndarray((rows, len(table) // (8 * rows)), native.INT64, table)
+    header = np.ndarray((4, len(documents) // 32), native.INT64, documents)
+    columns.flags.writeable = header.flags.writeable = False
+    fields["table"], fields["documents"], fields["num_tokens"] = columns, header, num_tokens
+    fields["fractional"], fields["scheme"] = fractional, scheme
     return made
 
 

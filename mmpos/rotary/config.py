@@ -192,7 +192,7 @@ class Rotary:
     def pair_axis(self) -> IntArray:
         """(pairs,) int64 axis that drives each pair, −1 for none; (kv_heads, pairs) by own_heads; read-only."""
         if self.head_axes is None:
-            return self._by_head(np.array(self._layout.axis, np.int64))
+            return _read_only(self._by_head(np.array(self._layout.axis, np.int64)))
         return np.broadcast_to(np.array(self.head_axes, np.int64)[:, None], (len(self.head_axes), self.num_pairs))
 
     def pair_ids(self, ids: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
@@ -214,7 +214,7 @@ class Rotary:
     @cached_property
     def inv_freq_array(self) -> Float64Array:
         """(pairs,) float64 rad per position, the exact ones rounded, or (kv_heads, pairs) with kv_heads; read-only."""
-        return self._by_head(np.array([float(value) for value in self.exact_inv_freq], np.float64))
+        return _read_only(self._by_head(np.array([float(value) for value in self.exact_inv_freq], np.float64)))
 
     @cached_property
     def turns(self) -> UInt64Array:
@@ -222,12 +222,12 @@ class Rotary:
 
         With kv_heads they are (kv_heads, pairs).
         """
-        return self._by_head(fixed_point_turns(self.exact_inv_freq))
+        return _read_only(self._by_head(fixed_point_turns(self.exact_inv_freq)))
 
     @cached_property
     def inv_freq_float32(self) -> Float32Array:
         """(pairs,) float32 rad per position with powers rounded once; read-only. See ``inv_freq_as_hf``."""
-        return self.inv_freq_as_hf()
+        return _read_only(self.inv_freq_as_hf())
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
         """Compute (pairs,) float32 rad per position, or (kv_heads, pairs), by the operations of Transformers.
@@ -245,8 +245,7 @@ class Rotary:
         return self.num_pairs * (self.kv_heads or 1)
 
     def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-        """Cut what the layout says of its pairs into heads; read-only."""
-        values.setflags(write=False)
+        """Cut what the layout says of its pairs into heads."""
         return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
 
     @cached_property
@@ -371,3 +370,8 @@ class Rotary:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _read_only(values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    values.setflags(write=False)
+    return values

@@ -263,7 +263,7 @@ IMPATIENT = """
 import mmpos_server.workers
 mmpos_server.workers._MOST_SILENCE = 4
 """
-"""Not less: between two beats of a worker that is well there may be two ticks of its supervisor, and more under load."""
+"""Not less: between two beats of a worker that is well there may be two ticks of its supervisor, or more under load."""
 
 
 def test_a_worker_that_hangs_is_replaced(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:

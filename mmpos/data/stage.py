@@ -78,11 +78,9 @@ class Stage:
         here = Location("batch" if self.source is None else _source(record[self.source]), index)
         try:
             example: object = self.preprocess(record, here)
-        except ImageError as error:
-            if error.on_error == "raise":
-                raise
-            return _failed(here, error)
         except (RecordError, LimitExceededError) as error:
+            if isinstance(error, ImageError) and error.on_error == "raise":
+                raise
             return _failed(here, error)
         if not isinstance(example, Example):
             raise InvalidInputError(f"preprocess: got {type(example).__name__} of {here}, want an Example")

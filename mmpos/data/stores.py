@@ -333,7 +333,8 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
         return StorePath(text)
     scheme, authority, rest, options = url[1].lower(), url[2], url[3], url[4] or ""
     user, at, host = authority.rpartition("@")
-    if at and scheme not in _USERS and user != "anonymous" or ":" in user or re.search(r":(?!\d+$)", host):
+    names_user = at and scheme not in _USERS and user != "anonymous"
+    if names_user or ":" in user or re.search(r":(?!\d+$)", host):
         want = "credentials in the environment or the configuration of the store"
         raise InvalidInputError(f"{name}: got a URL of {scheme} with credentials, want {want}")
     if unknown := set(parse_qs(options[1:], keep_blank_values=True)) - (_OPTIONS if scheme in _ARROW else set()):

@@ -54,9 +54,10 @@ def test_a_file_is_written_whole_read_in_any_order_and_removed(folder: StorePath
         assert read.read(10) == data[300_000:300_010]
         assert read.seek(-3, 2) == len(data) - 3
         assert read.read() == data[-3:]
-        assert read.seek(len(data) + 5) and read.read(1) == b""
+        assert read.seek(len(data) + 5) == len(data) + 5
+        assert read.read(1) == b""
     assert pickle.loads(pickle.dumps(path)).read_bytes() == data
-    assert path.is_file() and path.exists() and folder.exists() and not folder.is_file()
+    assert [path.is_file(), path.exists(), folder.is_file(), folder.exists()] == [True, True, False, True]
     path.remove()
     path.remove()
     assert not path.exists()
@@ -65,9 +66,8 @@ def test_a_file_is_written_whole_read_in_any_order_and_removed(folder: StorePath
 def test_a_block_that_fails_leaves_what_was_there(folder: StorePath) -> None:
     path = folder / "a"
     path.write_bytes(b"before")
-    with pytest.raises(KeyError), path.write() as file:
-        file.write(b"half")
-        raise KeyError
+    with pytest.raises(TypeError), path.write() as file:
+        file.writelines([b"half", None])  # type: ignore[list-item]
     assert path.read_bytes() == b"before"
     assert folder.glob("*") == [path]
 
@@ -188,9 +188,9 @@ def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: st
 
 
 def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
-    with pytest.raises(InvalidInputError, match="got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
+    with pytest.raises(InvalidInputError, match=r"got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
         store_path("x", "nope://bucket/a").open()
-    with pytest.raises(ImportError, match="^sftp URLs: paramiko is not installed, want pip install paramiko$"):
+    with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
         store_path("x", "sftp://host/a").open()
-    with pytest.raises(UnsupportedError, match="^https://host/a: got a store without conditional writes, want"):
+    with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
         store_path("x", "https://host/a").create(b"")

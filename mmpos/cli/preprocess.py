@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.job import Progress, Summary
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
 

@@ -62,6 +62,18 @@ class ParquetReader(FileReader):
         except pa.ArrowException:
             return None
 
+    def column(self, name: str) -> pyarrow.ChunkedArray:
+        """Read a column of all rows.
+
+        Raises:
+            InvalidInputError: there is none of this name.
+        """
+        with self._open() as file:
+            columns = file.schema_arrow.names
+            if name not in columns:
+                raise InvalidInputError(f"{self.path}: got the columns {', '.join(columns)}, want {name} among them")
+            return file.read([name])[name]
+
     def _open(self) -> ParquetFile:
         # Buffered columns instead of whole ones keep memory flat; a checksum, where there is one, is worth its time.
         _, parquet = _arrow()

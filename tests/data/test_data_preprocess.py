@@ -34,7 +34,8 @@ from mmpos.data.examples import Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
 from mmpos.data.preprocess.job import Fill, Progress, write_sequences
-from mmpos.data.preprocess.shard_job import Counts, describe, differences
+from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.preprocess.shard_job import Counts
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.readers import shards
 
@@ -396,7 +397,7 @@ from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess.shard_job import describe
+from mmpos.data.preprocess.settings import describe
 pages = Preprocess(Obelics(images=Images(Path(sys.argv[1]))), SequenceBuilder(images=ImageProcessor("pillow")))
 print(json.dumps(describe({"preprocess": pages})))
 """

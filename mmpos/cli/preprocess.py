@@ -17,8 +17,9 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import app
 from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_scheme
-from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.hf_config import read_json
+from mmpos.support.checks import counted, naming
 from mmpos.support.extras import needed_for
 from mmpos.support.program import INTERRUPTED, console
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.job import Progress, Summary
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
 
@@ -71,7 +72,8 @@ class RecordFlags:
         if self.images_from is not None and not self.images_from.is_dir():
             raise InvalidInputError(f"--images-from: got {str(self.images_from)!r}, want a folder")
         records = FORMATS[name](images=Images(self.images_from))
-        if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
+        own = getattr(builder.tokenizer, "inner", None)
+        if isinstance(records, Chat | LLaVA) and getattr(own, "chat_template", None) is None:
             records = replace(records, template=ChatTemplate())
         return Preprocess(_assigned("--format-option", records, self.format_option), builder)
 
@@ -80,11 +82,21 @@ class RecordFlags:
 class SequenceFlags:
     """The options that say how sequences are built."""
 
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Of a model of Transformers: its tokenizer, chat template, images, markers and scheme.",
+            show_default=False,
+        ),
+    ] = None
     image_option: Annotated[
         list[str] | None,
         typer.Option(metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False),
     ] = None
-    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes"
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
+    ] = None
     marker: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,11 +112,36 @@ class SequenceFlags:
         from mmpos.images import ImageProcessor
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
-        processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
-        images = _assigned("--image-option", processor, self.image_option)
+        backend = "torchvision" if find_spec("torchvision") else "pillow"
+        if self.config is not None:
+            for option in ("tokenizer", "marker", "scheme"):
+                if getattr(self, option):
+                    raise InvalidInputError(f"--config: got --{option} beside it, want one of them")
+            return self._model_builder(self.config, backend)
+        images = _assigned("--image-option", ImageProcessor(backend), self.image_option)
         markers = _assigned("--marker", Markers(), self.marker)
         scheme = make_scheme(DEFAULT if self.scheme is None else self.scheme)
-        return SequenceBuilder(_tokenizer(self.tokenizer), images=images, scheme=scheme, markers=markers)
+        return SequenceBuilder(_tokenizer(self.tokenizer or "bytes"), images=images, scheme=scheme, markers=markers)
+
+    def _model_builder(self, folder: Path, backend: str) -> SequenceBuilder:
+        """Make the builder of a model, from its folder."""
+        from mmpos.integrations.models import from_hf_config
+        from mmpos.sequence.builder import Markers, SequenceBuilder
+
+        if not folder.is_dir():
+            raise InvalidInputError(f"--config: got {str(folder)!r}, want the folder of a model")
+        with naming("--config"):
+            model = from_hf_config(folder)
+            if model.start:
+                got = f"{model.model_type!r}, whose documents begin at {model.start}"
+                raise UnsupportedError(f"got {got}, want a model whose documents begin at 0")
+            tokenizer = _model_tokenizer(folder)
+            if model.placeholders.image is None:
+                no_token = Markers(None, None, len(tokenizer))
+                return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
+            images, markers = model.image_processor(backend=backend), model.markers
+        images = _assigned("--image-option", images, self.image_option)
+        return SequenceBuilder(tokenizer, images=images, scheme=model.scheme, markers=markers)
 
 
 @dataclass(frozen=True)
@@ -188,6 +225,21 @@ def _tokenizer(name: str) -> Any:
         return Tokenizer.from_file(name)
     except Exception as error:  # the library raises bare Exception over a broken file
         raise InvalidInputError(f"--tokenizer: got {name!r}, want a tokenizer.json ({error})") from None
+
+
+def _model_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a model; its chat template may be in a file of the processor."""
+    with needed_for("the tokenizer of --config", extra="hf"):
+        from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many types, and in many words, over files that are missing or broken
+        got = f"{type(error).__name__} ({str(error).strip()[:200]})"
+        raise InvalidInputError(f"{folder / 'tokenizer.json'}: got {got}, want the tokenizer of the model") from error
+    for name in ("chat_template.json", "processor_config.json"):
+        if tokenizer.chat_template is None and (folder / name).is_file():
+            tokenizer.chat_template = read_json(folder / name).get("chat_template")
+    return tokenizer
 
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:

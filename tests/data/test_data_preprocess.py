@@ -556,6 +556,15 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--workers", "0"], None),
         ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
         (["broken.jsonl"], None),
+        (
+            ["s0.jsonl", "--config", "none"],
+            "--config: got 'none', want the folder of a model",
+        ),
+        (["s0.jsonl", "--config", ".", "--scheme", "tie"], "--config: got --scheme beside it, want one of them"),
+        (
+            ["s0.jsonl", "--config", ".", "--tokenizer", "bytes"],
+            "--config: got --tokenizer beside it, want one of them",
+        ),
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )

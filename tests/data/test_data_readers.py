@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
+import lance
 import pyarrow as pa
 import pytest
 import torch
@@ -18,11 +20,21 @@ from data_corpus import Record, caption, records, write_jsonl, write_parquet, wr
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mmpos.data.examples import RecordError
-from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
+from mmpos.data.readers import (
+    DatasetReader,
+    JsonlReader,
+    LanceReader,
+    ParquetReader,
+    Reader,
+    TarReader,
+    dataset_shards,
+    shards,
+)
+from mmpos.data.samples import SampleReader
 from mmpos.errors import InvalidInputError
 
 ROWS = records(0, 21)
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "dataset", "iterable"]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "lance", "dataset", "iterable"]
 
 
 def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
@@ -35,6 +47,8 @@ def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
         write_parquet(path, rows)
     elif kind.startswith("tar"):
         write_tar(path, rows)
+    elif kind == "lance":
+        lance.write_dataset(pa.Table.from_pylist(rows, FEATURES.arrow_schema), path)
     else:
         whole = datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, features=FEATURES)
         return DatasetReader(whole if kind == "dataset" else whole.to_iterable_dataset(num_shards=3), "photos")
@@ -65,17 +79,46 @@ def test_every_start_and_step_gives_the_records_there(kind: str, tmp_path: Path)
     for start, step in [(0, 1), (1, 1), (0, 4), (7, 5), (8, 1), (20, 3), (21, 1), (99, 2)]:
         assert read(reader, start, step) == [(i, str(i)) for i in range(start, 21, step)]
     assert read(reader) == read(pickle.loads(pickle.dumps(reader)))
-    assert reader.count() == (21 if kind in ("parquet", "dataset") else None)
+    assert reader.count() == (21 if kind in ("parquet", "lance", "dataset") else None)
 
 
-@pytest.mark.parametrize("kind", KINDS[:-1])  # datasets makes no stream of nothing
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("iterable", "lance")])
 def test_no_records_are_no_error(kind: str, tmp_path: Path) -> None:
     assert read(make(kind, tmp_path, [])) == []
 
 
-@pytest.mark.parametrize("kind", ["parquet", "dataset", "iterable"])
+@pytest.mark.parametrize("kind", ["parquet", "lance", "dataset", "iterable"])
 def test_images_stay_as_they_are_stored(kind: str, tmp_path: Path) -> None:
     assert [raw for _, raw in make(kind, tmp_path).records()] == ROWS
+
+
+def test_fragments_of_lance_are_shards_of_the_version_that_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"id": list("abcdefg")}), path, max_rows_per_file=3)
+    lance.dataset(path).delete("id = 'b'")
+    made = shards(f"{tmp_path}/*.lance")
+    lance.write_dataset(pa.table({"id": ["h"]}), path, mode="append")
+    lance.dataset(path).delete("id = 'd'")
+    assert [reader.source for reader in made] == [f"{path}-{i:05}" for i in range(3)]
+    assert [read(reader) for reader in made] == [[(0, "a"), (1, "c")], [(0, "d"), (1, "e"), (2, "f")], [(0, "g")]]
+    assert [read(reader) for reader in shards([f"{path}/"])][1] == [(0, "e"), (1, "f")]
+    shutil.rmtree(path / "_versions")
+    with pytest.raises(InvalidInputError, match="want a Lance dataset with its version 2"):
+        read(made[0])
+
+
+def test_rows_of_a_fragment_that_is_lost_are_errors_in_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"sample_id": list("aab"), "id": list("012")}), path)
+    (file,) = (path / "data").iterdir()
+    (reader,) = shards(path)
+    file.write_bytes(file.read_bytes()[:100])
+    assert [(index, "want a record that can be read" in message) for index, message in read(reader, 1)] == [
+        (1, True), (2, True),
+    ]  # fmt: skip
+    ((index, message),) = read(SampleReader(cast(LanceReader, reader)))
+    assert index == 0
+    assert message.endswith("what follows it is lost")
 
 
 def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:

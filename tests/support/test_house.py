@@ -157,9 +157,10 @@ def objections(path: str, text: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {words}"
             if node.name.startswith("test_") and any(word in node.name for word in PHRASES["test_names"]):
                 yield f"{path}:{node.lineno}: {node.name}"
-        name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
-        if name in PHRASES["names"] and (isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)):
-            yield f"{path}:{node.lineno}: {name}"
+        elif isinstance(node, ast.arg) and node.arg in PHRASES["names"]:
+            yield f"{path}:{node.lineno}: {node.arg}"
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PHRASES["names"]:
+            yield f"{path}:{node.lineno}: {node.id}"
 
 
 def test_files_use_plain_english() -> None:

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -26,11 +26,13 @@ from mmpos.support.program import INTERRUPTED, console
 if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
     from mmpos.data.preprocess.job import Progress, Summary
+    from mmpos.data.readers import Reader
     from mmpos.sequence.builder import SequenceBuilder
 
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
+_COUNTED = 1000  # shards at most that are asked for their numbers of records
 
 
 _OPTION = "NAME=VALUE"
@@ -163,6 +165,12 @@ class WorkFlags:
     ] = None
     engine: Annotated[Literal["local", "ray"], typer.Option(help="Processes of this machine, or a cluster.")] = "local"
     workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1
+    split_over: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB", min=1, help="Larger .tar, .jsonl and .parquet files are split, for several workers."
+        ),
+    ] = 1024
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")] = (
         False
@@ -181,20 +189,21 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Make ready sequences of a corpus: one Parquet file of every shard.
+    """Make ready sequences of a corpus: one Parquet file of every shard, and of every slice of a large one.
 
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with
     [bold]--on-image-error drop[/bold], images do, and their records stay.
     """
     try:
-        from mmpos.data import shards, write_sequences
+        from mmpos.data import write_sequences
 
+        readers = _readers(inputs, records.format_name, work.split_over)
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with report.progress_bar("shards") as bar:
             summary = write_sequences(
-                shards(inputs),
+                readers,
                 output,
                 callable_,
                 engine=work.engine,
@@ -204,7 +213,7 @@ def preprocess(
                 patches=not work.no_patches,
                 overwrite=work.overwrite,
                 max_tokens=work.max_tokens,
-                report=_Lines() if bar is None else partial(_draw, bar),
+                report=Told(readers, bar),
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
@@ -278,20 +287,49 @@ def _value(name: str, kind: object, value: str) -> object:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
 
 
-def _draw(bar: Callable[..., None], progress: Progress) -> None:
-    bar(progress.done, progress.shards, _counted(progress))
+def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequence[Reader]:
+    """Open the inputs: rows of Curator joined to samples, other large files split."""
+    from mmpos.data import SampleReader, shards, split_shards
+
+    if format_name == "curator":
+        return [SampleReader(cast(Any, reader)) for reader in shards(inputs)]
+    return split_shards(shards(inputs), split_over * 2**20)
 
 
-class _Lines:
-    """Lines on stderr, not too many of them, and one at the end."""
+class Told:
+    """Progress on stderr: a bar, or a line now and then and one at the end, with the rate and the time left.
 
-    def __init__(self) -> None:
-        self._said = time.monotonic()
+    Args:
+        readers: of the shards. Where all know their number of records, the time left follows from records.
+        bar: is drawn; None writes lines.
+    """
+
+    def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
+        counts = [reader.count() for reader in readers] if len(readers) <= _COUNTED else [None]
+        self._records = sum(count for count in counts if count) if None not in counts else 0
+        self._bar = bar
+        self._begun = self._said = time.monotonic()
+        if bar is not None:
+            bar(0, len(readers))
 
     def __call__(self, progress: Progress) -> None:
-        if progress.done == progress.shards or time.monotonic() - self._said > _PAUSE:
-            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}", err=True)
-            self._said = time.monotonic()
+        """Say how far the work is."""
+        now = time.monotonic()
+        seconds, counts = max(now - self._begun, 1e-9), progress.counts
+        records, shards = counts.documents + counts.skipped, progress.shards - progress.reused
+        if self._records and not progress.reused:
+            share = min(records / self._records, 1.0)
+        else:
+            share = (progress.done - progress.reused) / shards if shards else 1.0
+        told = _counted(progress)
+        if progress.done < progress.shards:
+            left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share else ""
+            told += f", {counted(round(records / seconds), 'record', ',')}/s{left}"
+        if self._bar is not None:
+            self._bar(progress.reused + share * shards, progress.shards, told)
+        elif progress.done == progress.shards or now - self._said > _PAUSE:
+            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {told}", err=True)
+            self._said = now
 
 
 def _counted(progress: Progress) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
-    from mmpos.data.readers import Reader, dataset_shards, shards
+    from mmpos.data.readers import Reader, dataset_shards, shards, split_shards
     from mmpos.data.samples import SAMPLE_SCHEMA, SampleReader, join_samples, write_samples
     from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
 
@@ -94,6 +94,7 @@ __all__ = [
     "read_headers",
     "read_quarantine",
     "shards",
+    "split_shards",
     "write_index",
     "write_samples",
     "write_sequences",
@@ -118,7 +119,7 @@ _ROOMS = {
     "ranks": ("RankLoader",),
     "samples": ("SAMPLE_SCHEMA", "SampleReader", "join_samples", "write_samples"),
     "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
-    "readers": ("Reader", "dataset_shards", "shards"),
+    "readers": ("Reader", "dataset_shards", "shards", "split_shards"),
     "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
 }

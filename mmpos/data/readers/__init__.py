@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.data.readers.jsonl import JsonlReader
+from mmpos.data.readers.slices import split_shards
 from mmpos.data.readers.tables import DatasetReader, LanceReader, ParquetReader, dataset_shards, lance_readers
 from mmpos.data.readers.tar import TarReader
 from mmpos.errors import InvalidInputError
@@ -25,6 +26,7 @@ __all__ = [
     "TarReader",
     "dataset_shards",
     "shards",
+    "split_shards",
 ]
 
 SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] = {

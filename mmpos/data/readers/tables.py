@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mmpos.data.examples import Location
-from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Mark, Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import integer
 from mmpos.support.extras import needed_for
@@ -36,9 +37,8 @@ class ParquetReader(FileReader):
         path: the file.
     """
 
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
-        start, step = stride(start, step)
         pa, _ = _arrow()
         try:
             file = self._open()
@@ -55,6 +55,20 @@ class ParquetReader(FileReader):
                         if is_chosen(index, start, step):
                             yield Location(self.path, index), row(table, index, self.path)
                 first = stop
+
+    def marks(self, size: int) -> Iterator[Mark]:
+        """Yield the first row of the row group behind each so many bytes."""
+        pa, _ = _arrow()
+        index = offset = 0
+        behind = size
+        with suppress(OSError, pa.ArrowException), self._open() as file:
+            for number in range(file.num_row_groups):
+                if offset >= behind:
+                    yield Mark(index, offset)
+                    behind = offset + size
+                group = file.metadata.row_group(number)
+                index += group.num_rows
+                offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
     def count(self) -> int | None:
         """Return the number of rows, from the footer; None if the footer cannot be read."""

@@ -153,7 +153,7 @@ def _checked(rotary: Rotary | None, transformer: nn.Module) -> Rotary:
         return own
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
-    for field in ("head_dim", "rotary_dim", "axes", "pairing"):
+    for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
             raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as the transformer has it")

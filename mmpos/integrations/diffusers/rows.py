@@ -103,10 +103,8 @@ class Rows:
             value: as it is.
             options: of the call; its attn_mask gives way to ours.
         """
-        # Heads turn alike, or all channels at once, with frequencies of their own in every head.
-        query, key = (x.flatten(2).unflatten(2, (-1, self.rotary.head_dim)) for x in (query, key))
         turned = apply_rotary(query, key, self.positions, self.rotary, layout="bshd")
-        query, key = (x.flatten(2).unflatten(2, (-1, value.shape[-1])) for x in turned if x is not None)
+        query, key = (x for x in turned if x is not None)
         self.reached.append(None)
         masks = self.mask is not None or self.documents is not None
         if masks and options.get("parallel_config") is not None:

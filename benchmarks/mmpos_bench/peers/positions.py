@@ -68,3 +68,24 @@ def load_rope_index() -> RopeIndexes:
 def _rows(way: Any, *tensors: Any) -> Any:
     """Call a method, and give its ids as rows of an array."""
     return way(*tensors)[0].reshape(3, -1).numpy()
+
+
+def load_flux() -> Callable[[list[Document], str], Any]:
+    """Load the function of diffusers' FluxPipeline that makes an image's ids.
+
+    Returns:
+        What gives (tokens, 3) ids of packed prompts and images in a dtype: the pipeline's, one after the other.
+    """
+    import torch
+    from diffusers import FluxPipeline
+
+    def ids(documents: list[Document], dtype: str) -> Any:
+        kind, parts = getattr(torch, dtype), []
+        for part in (part for document in documents for part in document):
+            if isinstance(part, Grid):
+                parts.append(FluxPipeline._prepare_latent_image_ids(1, part.height, part.width, None, kind))
+            else:
+                parts.append(torch.zeros(part.length, 3, dtype=kind))
+        return torch.cat(parts)
+
+    return ids

@@ -71,7 +71,7 @@ def _rows(way: Any, *tensors: Any) -> Any:
 
 
 def load_flux() -> Callable[[list[Document], str], Any]:
-    """Load the function of diffusers' FluxPipeline that makes an image's ids.
+    """Load FluxPipeline of diffusers, which makes an image's ids beside its latents.
 
     Returns:
         What gives (tokens, 3) ids of packed prompts and images in a dtype: the pipeline's, one after the other.
@@ -79,11 +79,15 @@ def load_flux() -> Callable[[list[Document], str], Any]:
     import torch
     from diffusers import FluxPipeline
 
+    pipeline = FluxPipeline(*[None] * 7)  # no part is asked for
+    none = torch.empty(0)
+
     def ids(documents: list[Document], dtype: str) -> Any:
         kind, parts = getattr(torch, dtype), []
         for part in (part for document in documents for part in document):
             if isinstance(part, Grid):
-                parts.append(FluxPipeline._prepare_latent_image_ids(1, part.height, part.width, None, kind))
+                pixels = 16 * part.height, 16 * part.width
+                parts.append(pipeline.prepare_latents(1, 16, *pixels, kind, "cpu", None, none)[1])
             else:
                 parts.append(torch.zeros(part.length, 3, dtype=kind))
         return torch.cat(parts)

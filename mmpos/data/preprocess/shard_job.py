@@ -117,17 +117,18 @@ class Task:
 
     @property
     def identity(self) -> Facts:
-        """Name and size of the input, and of a file when it changed or its version; see StorePath.identity.
+        """Name and size of the input, and when its file changed or which version it has; see StorePath.identity.
 
         The size is bytes of a file, and records of anything else, of which no more is known.
         """
-        path = store_path("source", self.reader.source)
+        source = store_path("source", self.reader.source)
+        path = store_path("path", getattr(self.reader, "path", source))  # a slice is of a file with another name
         if not path.is_file():
-            return {"source": path.name, "size": self.reader.count()}
-        return {"source": path.name, **path.identity()}
+            return {"source": source.name, "size": self.reader.count()}
+        return {"source": source.name, **path.identity()}
 
     def digest(self) -> str | None:
-        """Read a file of this machine for the SHA-256 of its content; None for anything else."""
+        """Read a file of this machine for the SHA-256 of its content; None for anything else, and for slices."""
         path = store_path("source", self.reader.source)
         if path.is_url or not path.is_file():
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -172,25 +172,19 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
-    overwrite = boolean("overwrite", overwrite)
+    boolean("overwrite", overwrite)
     job = ShardJob(preprocess, on_error, patches, max_skipped)
     where = store_path("folder", folder)
-    tasks = _tasks(readers, where)
-    begin = time.monotonic()
+    tasks, begin = _tasks(readers, where), time.monotonic()
     with claimed(where) as claim:
         manifest = _opened(where, job, tasks, overwrite)
         before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
         missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
-        progress = _Progress(report, len(tasks), len(tasks) - len(missing))
-        _make(engine, job, missing, workers, manifest, claim, progress)
+        _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(tasks) - len(missing)))
         if overwrite:
             manifest.remove_strays()
         seconds = time.monotonic() - begin
-        outputs = tuple(
-            Output(task.reader.source, task.output(part), file.counts, part in before[task.stem])
-            for task in tasks
-            for part, file in sorted(manifest.shards[task.stem].files.items())
-        )
+        outputs = tuple(output for task in tasks for output in _outputs(manifest, task, before[task.stem]))
         return Summary(outputs, _fill(outputs, max_tokens), seconds)
 
 
@@ -200,17 +194,29 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
     Raises:
         InvalidInputError: outputs are there of other inputs or settings, and are not to be overwritten.
     """
-    manifest = (None if overwrite else Manifest.load(folder)) or Manifest(folder, job.settings)
-    if not overwrite:
+    try:
+        manifest = Manifest.load(folder) or Manifest(folder, job.settings)
+    except InvalidInputError:
+        if not overwrite:
+            raise
+        manifest = Manifest(folder, job.settings)
+    own, other = {task.stem for task in tasks}, differences(manifest.settings, job.settings)
+    if overwrite:
+        manifest.shards = {} if other else {name: manifest.shards[name] for name in manifest.shards.keys() - own}
+    else:
         manifest.resume(job, tasks)
-        others = manifest.shards.keys() - {task.stem for task in tasks}
-        if others and (other := differences(manifest.settings, job.settings)):
+        if other and (others := manifest.shards.keys() - own):
             path = folder / part_name(min(others), 0)
             raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}; remove it, or overwrite all")
     manifest.settings = job.settings
     for task in tasks:
         manifest.shards.setdefault(task.stem, ShardFiles({}))
     return manifest
+
+
+def _outputs(manifest: Manifest, task: Task, before: Collection[int]) -> Iterator[Output]:
+    for part, file in sorted(manifest.shards[task.stem].files.items()):
+        yield Output(task.reader.source, task.output(part), file.counts, part in before)
 
 
 class _Progress:

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist arm64 clean
+.PHONY: help demo gallery notebooks test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -22,6 +22,9 @@ demo: $(VENV)/demo  ## positions of a text with two photographs, printed and dra
 gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
 	@mkdir -p docs/gallery
 	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
+
+notebooks: $(VENV)/dev  ## the notebooks of docs/, run again
+	$(BIN)/python tests/helpers/notebooks.py
 
 test: $(VENV)/dev  ## the tests
 	$(PYTEST) -n 3 --dist worksteal

@@ -1,0 +1,27 @@
+"""Run the notebooks of docs/ and keep their outputs: python tests/helpers/notebooks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
+
+
+def executed(path: Path) -> nbformat.NotebookNode:
+    """Run a notebook from its first cell in a kernel of its own, and return it with the outputs of this run."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
+    for cell in notebook.cells:
+        cell.metadata = {}
+    return notebook
+
+
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        nbformat.write(executed(path), path)

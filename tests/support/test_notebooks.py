@@ -1,0 +1,31 @@
+"""The notebooks of docs/ hold the outputs of their own cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebooks import FOLDER, executed
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[list[object]]:
+    """Return texts and data of each cell of code."""
+    return [
+        [output.get("text", output.get("data")) for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def test_there_are_two() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["finding-a-bug", "own-scheme"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_gives_the_outputs_that_it_shows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
+    assert outputs(executed(path)) == outputs(nbformat.read(path, as_version=4))

@@ -76,7 +76,7 @@ def place(
     placed = place_by_plan(scheme, segments, start, strict)
     if placed is not None:
         return placed
-    if scheme.kept and native.core is not None and type(start) is int and segments.kind.size <= _MOST_KEPT:
+    if scheme.kept and native.core is not None and type(start) in (int,) and segments.kind.size <= _MOST_KEPT:
         return _kept(_Request.of(segments, scheme, start, strict))
     return _place(segments, scheme, start, strict)
 
@@ -89,7 +89,7 @@ class _Request:
     segments: SegmentTable = field(compare=False)
 
     @classmethod
-    def of(cls, segments: SegmentTable, scheme: Scheme, start: int, strict: bool) -> _Request:
+    def of(cls, segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> _Request:
         of_grids = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
         arrays = segments.kind, segments.extents, segments.segment_offsets, *of_grids
         data = tuple(None if array is None else array.tobytes() for array in arrays)

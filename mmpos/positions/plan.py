@@ -113,6 +113,8 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
     if timed:
         seconds = _one_time(segments)
         timed = seconds is None
+        if timed and scheme.fractional:  # even the denominator of one frame follows its time
+            return None
     plan = plan_of(scheme, seconds)
     if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None

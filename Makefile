@@ -45,10 +45,11 @@ systemd: $(VENV)/dev  ## the unit of deploy/ under a systemd in namespaces; as r
 portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
 	$(BIN)/python tests/helpers/portable.py $(PORTABLE)
 
-check: $(VENV)/dev  ## format, lint, types, layers
+check: $(VENV)/dev  ## format, lint, words, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 	$(BIN)/ruff check .
+	$(PYTEST) tests/support/test_house.py
 	$(BIN)/mypy
 	for room in tests/*/conftest.py; do MYPYPATH=server:tests/helpers $(BIN)/mypy $$room || exit 1; done
 	$(BIN)/lint-imports

@@ -7,29 +7,32 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
 from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_scheme
-from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.hf_config import read_json
+from mmpos.support.checks import counted, naming
 from mmpos.support.extras import needed_for
 from mmpos.support.program import INTERRUPTED, console
 
 if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
     from mmpos.data.preprocess.job import Progress, Summary
+    from mmpos.data.readers import Reader
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
+_COUNTED = 1000  # shards at most that are asked for their numbers of records
 
 
 _OPTION = "NAME=VALUE"
@@ -71,7 +74,8 @@ class RecordFlags:
         if self.images_from is not None and not self.images_from.is_dir():
             raise InvalidInputError(f"--images-from: got {str(self.images_from)!r}, want a folder")
         records = FORMATS[name](images=Images(self.images_from))
-        if isinstance(records, Chat | LLaVA):  # a tokenizer.json has no chat template
+        own = getattr(builder.tokenizer, "inner", None)
+        if isinstance(records, Chat | LLaVA) and getattr(own, "chat_template", None) is None:
             records = replace(records, template=ChatTemplate())
         return Preprocess(_assigned("--format-option", records, self.format_option), builder)
 
@@ -80,11 +84,21 @@ class RecordFlags:
 class SequenceFlags:
     """The options that say how sequences are built."""
 
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Of a model of Transformers: its tokenizer, chat template, images, markers and scheme.",
+            show_default=False,
+        ),
+    ] = None
     image_option: Annotated[
         list[str] | None,
         typer.Option(metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False),
     ] = None
-    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes"
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
+    ] = None
     marker: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,11 +114,36 @@ class SequenceFlags:
         from mmpos.images import ImageProcessor
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
-        processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
-        images = _assigned("--image-option", processor, self.image_option)
+        backend = "torchvision" if find_spec("torchvision") else "pillow"
+        if self.config is not None:
+            for option in ("tokenizer", "marker", "scheme"):
+                if getattr(self, option):
+                    raise InvalidInputError(f"--config: got --{option} beside it, want one of them")
+            return self._model_builder(self.config, backend)
+        images = _assigned("--image-option", ImageProcessor(backend), self.image_option)
         markers = _assigned("--marker", Markers(), self.marker)
         scheme = make_scheme(DEFAULT if self.scheme is None else self.scheme)
-        return SequenceBuilder(_tokenizer(self.tokenizer), images=images, scheme=scheme, markers=markers)
+        return SequenceBuilder(_tokenizer(self.tokenizer or "bytes"), images=images, scheme=scheme, markers=markers)
+
+    def _model_builder(self, folder: Path, backend: str) -> SequenceBuilder:
+        """Make the builder of a model, from its folder."""
+        from mmpos.integrations.models import from_hf_config
+        from mmpos.sequence.builder import Markers, SequenceBuilder
+
+        if not folder.is_dir():
+            raise InvalidInputError(f"--config: got {str(folder)!r}, want the folder of a model")
+        with naming("--config"):
+            model = from_hf_config(folder)
+            if model.start:
+                got = f"{model.model_type!r}, whose documents begin at {model.start}"
+                raise UnsupportedError(f"got {got}, want a model whose documents begin at 0")
+            tokenizer = _model_tokenizer(folder)
+            if model.placeholders.image is None:
+                no_token = Markers(None, None, len(tokenizer))
+                return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
+            images, markers = model.image_processor(backend=backend), model.markers
+        images = _assigned("--image-option", images, self.image_option)
+        return SequenceBuilder(tokenizer, images=images, scheme=model.scheme, markers=markers)
 
 
 @dataclass(frozen=True)
@@ -126,6 +165,12 @@ class WorkFlags:
     ] = None
     engine: Annotated[Literal["local", "ray"], typer.Option(help="Processes of this machine, or a cluster.")] = "local"
     workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1
+    split_over: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB", min=1, help="Larger .tar, .jsonl and .parquet files are split, for several workers."
+        ),
+    ] = 1024
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")] = (
         False
@@ -144,20 +189,21 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Make ready sequences of a corpus: one Parquet file of every shard.
+    """Make ready sequences of a corpus: one Parquet file of every shard, and of every slice of a large one.
 
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with
     [bold]--on-image-error drop[/bold], images do, and their records stay.
     """
     try:
-        from mmpos.data import shards, write_sequences
+        from mmpos.data import write_sequences
 
+        readers = _readers(inputs, records.format_name, work.split_over)
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with report.progress_bar("shards") as bar:
             summary = write_sequences(
-                shards(inputs),
+                readers,
                 output,
                 callable_,
                 engine=work.engine,
@@ -167,7 +213,7 @@ def preprocess(
                 patches=not work.no_patches,
                 overwrite=work.overwrite,
                 max_tokens=work.max_tokens,
-                report=_Lines() if bar is None else partial(_draw, bar),
+                report=Told(readers, bar),
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
@@ -188,6 +234,21 @@ def _tokenizer(name: str) -> Any:
         return Tokenizer.from_file(name)
     except Exception as error:  # the library raises bare Exception over a broken file
         raise InvalidInputError(f"--tokenizer: got {name!r}, want a tokenizer.json ({error})") from None
+
+
+def _model_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a model; its chat template may be in a file of the processor."""
+    with needed_for("the tokenizer of --config", extra="hf"):
+        from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many types, and in many words, over files that are missing or broken
+        got = f"{type(error).__name__} ({str(error).strip()[:200]})"
+        raise InvalidInputError(f"{folder / 'tokenizer.json'}: got {got}, want the tokenizer of the model") from error
+    for name in ("chat_template.json", "processor_config.json"):
+        if tokenizer.chat_template is None and (folder / name).is_file():
+            tokenizer.chat_template = read_json(folder / name).get("chat_template")
+    return tokenizer
 
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
@@ -226,20 +287,49 @@ def _value(name: str, kind: object, value: str) -> object:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
 
 
-def _draw(bar: Callable[..., None], progress: Progress) -> None:
-    bar(progress.done, progress.shards, _counted(progress))
+def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequence[Reader]:
+    """Open the inputs: rows of Curator joined to samples, other large files split."""
+    from mmpos.data import SampleReader, shards, split_shards
+
+    if format_name == "curator":
+        return [SampleReader(cast(Any, reader)) for reader in shards(inputs)]
+    return split_shards(shards(inputs), split_over * 2**20)
 
 
-class _Lines:
-    """Lines on stderr, not too many of them, and one at the end."""
+class Told:
+    """Progress on stderr: a bar, or a line now and then and one at the end, with the rate and the time left.
 
-    def __init__(self) -> None:
-        self._said = time.monotonic()
+    Args:
+        readers: of the shards. Where all know their number of records, the time left follows from records.
+        bar: is drawn; None writes lines.
+    """
+
+    def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
+        counts = [reader.count() for reader in readers] if len(readers) <= _COUNTED else [None]
+        self._records = sum(count for count in counts if count) if None not in counts else 0
+        self._bar = bar
+        self._begun = self._said = time.monotonic()
+        if bar is not None:
+            bar(0, len(readers))
 
     def __call__(self, progress: Progress) -> None:
-        if progress.done == progress.shards or time.monotonic() - self._said > _PAUSE:
-            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}", err=True)
-            self._said = time.monotonic()
+        """Say how far the work is."""
+        now = time.monotonic()
+        seconds, counts = max(now - self._begun, 1e-9), progress.counts
+        records, shards = counts.documents + counts.skipped, progress.shards - progress.reused
+        if self._records and not progress.reused:
+            share = min(records / self._records, 1.0)
+        else:
+            share = (progress.done - progress.reused) / shards if shards else 1.0
+        told = _counted(progress)
+        if progress.done < progress.shards:
+            left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share else ""
+            told += f", {counted(round(records / seconds), 'record', ',')}/s{left}"
+        if self._bar is not None:
+            self._bar(progress.reused + share * shards, progress.shards, told)
+        elif progress.done == progress.shards or now - self._said > _PAUSE:
+            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {told}", err=True)
+            self._said = now
 
 
 def _counted(progress: Progress) -> str:

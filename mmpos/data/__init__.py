@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MMC4,
         Chat,
         ChatTemplate,
+        Curator,
         Energon,
         HFImages,
         LLaVA,
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
-    from mmpos.data.readers import Reader, dataset_shards, shards
+    from mmpos.data.readers import Reader, dataset_shards, shards, split_shards
+    from mmpos.data.samples import SAMPLE_SCHEMA, SampleReader, join_samples, write_samples
     from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
 
 __all__ = [
     "FORMATS",
     "IGNORE_INDEX",
     "MMC4",
+    "SAMPLE_SCHEMA",
     "STAGE_SCHEMA",
     "Batch",
     "BatchDataset",
@@ -49,6 +52,7 @@ __all__ = [
     "Chat",
     "ChatTemplate",
     "Cost",
+    "Curator",
     "Document",
     "Energon",
     "Example",
@@ -73,6 +77,7 @@ __all__ = [
     "RankLoader",
     "Reader",
     "RecordError",
+    "SampleReader",
     "SequenceShard",
     "SequenceWriter",
     "Stage",
@@ -83,12 +88,15 @@ __all__ = [
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
+    "join_samples",
     "plan",
     "read_examples",
     "read_headers",
     "read_quarantine",
     "shards",
+    "split_shards",
     "write_index",
+    "write_samples",
     "write_sequences",
 ]
 
@@ -97,8 +105,8 @@ _ROOMS = {
     "batch": ("Batch",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
-        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs"),
-        *("TokenizerTemplate", "Turn"),
+        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Curator", "Energon", "HFImages", "LLaVA", "Obelics"),
+        *("Pairs", "TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
@@ -109,8 +117,9 @@ _ROOMS = {
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
+    "samples": ("SAMPLE_SCHEMA", "SampleReader", "join_samples", "write_samples"),
     "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
-    "readers": ("Reader", "dataset_shards", "shards"),
+    "readers": ("Reader", "dataset_shards", "shards", "split_shards"),
     "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -68,29 +68,44 @@ class Stage:
             InvalidInputError: something else than a batch, or one without the column ``source``.
             UnsupportedError: the set-up lacks something that a record needs.
             ServiceError: a service that builds does not answer.
+            Exception: anything else that the callable raises; a note on the error names the record.
         """
         records = _records(block)
         if records and self.source is not None and self.source not in records[0]:
             raise InvalidInputError(f"source: got {self.source!r}, want a column of the batch: {', '.join(records[0])}")
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
+    def example(self, record: Record, here: Location) -> Example:
+        """Make the example of one record, without patches if they are not to stay.
+
+        Raises:
+            RecordError, LimitExceededError: the record cannot be used.
+            InvalidInputError: the callable gave something else than an Example.
+            Exception: anything else that the callable raises; a note on the error names the record.
+        """
+        try:
+            example: object = self.preprocess(record, here)
+        except (RecordError, LimitExceededError):
+            raise
+        except Exception as error:
+            if str(here) not in str(error):
+                error.add_note(f"raised for the record {here}")
+            raise
+        if not isinstance(example, Example):
+            raise InvalidInputError(f"preprocess: got {type(example).__name__} of {here}, want an Example")
+        if self.patches:
+            return example
+        return replace(example, sequence=replace(example.sequence, patches=None))
+
     def _row(self, record: Record, index: int) -> dict[str, Any]:
         here = Location("batch" if self.source is None else _source(record[self.source]), index)
         try:
-            example: object = self.preprocess(record, here)
+            example = self.example(record, here)
+            return to_row(example) | {"axes": example.sequence.positions.axes}
         except (RecordError, LimitExceededError) as error:
             if isinstance(error, ImageError) and error.on_error == "raise":
                 raise
-            return _failed(here, error)
-        if not isinstance(example, Example):
-            raise InvalidInputError(f"preprocess: got {type(example).__name__} of {here}, want an Example")
-        try:
-            row = to_row(example)
-        except LimitExceededError as error:
-            return _failed(here, error)
-        if not self.patches:
-            row |= {"patches": None, "patches_dtype": None, "patches_shape": None}
-        return row | {"axes": example.sequence.positions.axes}
+            return {"key": _unicode(str(here)), "error": _unicode(str(error))}
 
 
 def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
@@ -117,10 +132,6 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
                 raise InvalidInputError(
                     f"block[{i}]: got a row that is broken ({error}), want that of a Stage"
                 ) from error
-
-
-def _failed(here: Location, error: Exception) -> dict[str, Any]:
-    return {"key": _unicode(str(here)), "error": _unicode(str(error))}
 
 
 def _source(value: object) -> str:

@@ -101,8 +101,13 @@ class Source(Protocol):
     def size(self) -> ImageSize:
         """The size after orientation."""
 
-    def read(self, backend: str) -> tuple[Samples, str]:
-        """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash."""
+    def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
+        """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash.
+
+        Args:
+            backend: one of BACKENDS.
+            least: (height, width) that the samples must cover, where a JPEG may be decoded to fewer; None for all.
+        """
 
 
 def read_data_url(name: str, url: str) -> bytes:
@@ -218,15 +223,18 @@ class _File:
     def size(self) -> ImageSize:
         return _upright(self.image.size, self.orientation)
 
-    def read(self, backend: str) -> tuple[Samples, str]:
+    def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         data, image = self.data(), self.image
-        width, height = image.size
+        whole = image.size
         self.reader.allow(len(data))
         is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with others behind it
         if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
             raise LimitExceededError(f"image: got a JPEG of {scans} scans, want <= {MOST_SCANS}")
+        if is_jpeg and least is not None:
+            image.draft(None, least if self.orientation >= 5 else least[::-1])  # by 2, 4 or 8, and not below it
+        width, height = image.size
         with guarded(f"{image.format} file"):
-            if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB"):
+            if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB") and image.size == whole:
                 array: Samples = decode_jpeg(data)
             else:
                 if image.format == "PNG":
@@ -262,7 +270,7 @@ class _Array:
     def size(self) -> ImageSize:
         return ImageSize(*self.array.shape[:2])
 
-    def read(self, backend: str) -> tuple[Samples, str]:
+    def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         array = self.array.astype(self.array.dtype.newbyteorder("<"), copy=False)
         digest = _digest((array.dtype.name, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return array.reshape(*array.shape[:2], -1), digest
@@ -276,7 +284,7 @@ class _Pillow:
     def size(self) -> ImageSize:
         return _upright(self.image.size, _orientation(self.image))
 
-    def read(self, backend: str) -> tuple[Samples, str]:
+    def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         image, size, turn = self.image, self.size, _orientation(self.image)
         with guarded("Pillow image"):
             array = _orient(samples(image), turn)

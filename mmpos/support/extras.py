@@ -24,7 +24,7 @@ def pip_install(extra: str) -> str:
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
-def missing(what: str, package: str, *, extra: str) -> ImportError:
+def missing(what: str, package: str, *, extra: str | None) -> ImportError:
     """Make the error for a package that is not installed.
 
     >>> missing("rotations", "torch", extra="all")
@@ -33,9 +33,10 @@ def missing(what: str, package: str, *, extra: str) -> ImportError:
     Args:
         what: the feature that needs the package; begins the message.
         package: as it is imported; the ``name`` of the error.
-        extra: the one that installs the package.
+        extra: the one that installs the package; None if the package is installed by its own name.
     """
-    return ImportError(f"{what}: {package} is not installed, want {pip_install(extra)}", name=package)
+    command = f"pip install {package}" if extra is None else pip_install(extra)
+    return ImportError(f"{what}: {package} is not installed, want {command}", name=package)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until a signal stops it.
 
     Args:
-        arguments: command line after the program's name; None takes that of the process.
+        arguments: command line after the program's name; None is the command line of the process.
 
     Returns:
         Exit code, one of mmpos.support.program.EXIT_CODES.

@@ -1,4 +1,4 @@
-"""Bearer tokens and TLS certificates of a server, reread from their files as these change."""
+"""Bearer tokens and TLS certificates of a server, read again whenever their files change."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OPEN = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
-"""Methods answered without a token, which probes and load balancers do not have."""
+"""Methods answered without a token, because probes and load balancers have none."""
 
 LEAST_CHARACTERS = 16
-"""Least length of a token; a shorter one could be guessed."""
+"""Minimum length of a token; a shorter one could be guessed."""
 
 _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -44,13 +44,13 @@ _Version = tuple[int, int, int, int]
 
 
 class TokenFile:
-    """The tokens of a file: one "NAME TOKEN" in a line, or a comment after "#"; a name may have several.
+    """Tokens of a file: one "NAME TOKEN" per line, comments after "#"; a name may have several tokens.
 
-    To rotate a token, add the new one under the same name, let clients change over, and remove the old one.
+    To rotate a token, add the new one under the same name, let clients switch to it, and remove the old one.
 
     Args:
         path: the file.
-        logs: gets an error when a new version of the file is wrong; the tokens then stay as they were.
+        logs: log that gets an error when a new version of the file is wrong; the old tokens then stay valid.
 
     Raises:
         InvalidInputError: the file is wrong; the message names file and line, and never quotes the line.
@@ -66,7 +66,7 @@ class TokenFile:
         return self._names.get(_digest(token))
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; from any thread, one at a time."""
+        """Read the file again if it has changed. Any thread may call this, one at a time."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -74,14 +74,14 @@ class TokenFile:
         version = None if status is None else file_version(status)
         if version == self._version:
             return
-        # Noted before it is read: what is wrong is said once, and what is written meanwhile is read the next time.
+        # Noted before reading: a wrong file is reported once, and a version written meanwhile is read the next time.
         self._version = version
         try:
             if status is not None and not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError(f"{self._path}: got a pipe or a device, want a regular file")
             self._version, self._names = _read_tokens(self._path)
         except InvalidInputError as error:
-            self._logs.error("tokens stay as they were", reason=str(error))
+            self._logs.error("tokens not reloaded", reason=str(error))
         else:
             self._logs.info("tokens read", file=str(self._path), clients=len(set(self._names.values())))
 
@@ -108,7 +108,7 @@ def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
         try:
             digest, name = _entry(words)
             if digest in names:
-                raise InvalidInputError("got a token that a line above has, want another one")
+                raise InvalidInputError("the token stands on an earlier line already")
         except InvalidInputError as error:
             raise InvalidInputError(f"token-file: {path}: line {number}: {error}") from None
         names[digest] = name
@@ -118,16 +118,16 @@ def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
 
 
 def _entry(words: list[str]) -> tuple[bytes, str]:
-    """Parse a line into digest and name; errors quote nothing of the line, as any word of it could be a token."""
+    """Parse a line into digest and name; errors do not quote the line, as any word of it could be a token."""
     if len(words) != 2:
         raise InvalidInputError(f"got {len(words)} words, want 2: a name and a token")
     name, token = words
     if not _NAME.fullmatch(name):
-        raise InvalidInputError("got a name with other characters, want up to 128 of a-z, A-Z, 0-9 and _.:/+=@-")
+        raise InvalidInputError("the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-")
     if len(token) < LEAST_CHARACTERS:
         raise InvalidInputError(f"got a token of {len(token)} characters, want >= {LEAST_CHARACTERS}")
     if not is_token(token):
-        raise InvalidInputError(f"got a token with other characters, want {TOKEN_CHARACTERS}")
+        raise InvalidInputError(f"the token must consist of {TOKEN_CHARACTERS}")
     return _digest(token), name
 
 
@@ -138,7 +138,7 @@ class TlsFiles:
     Args:
         cert: certificate chain, PEM.
         key: private key of the certificate, PEM.
-        client_ca: CA certificates, PEM; clients must then present a certificate. None asks for none.
+        client_ca: CA certificates, PEM; clients must then present a certificate. None requires no certificate.
     """
 
     cert: Path
@@ -177,12 +177,12 @@ class TlsFiles:
 
 
 class Certificates:
-    """Certificates of a server, reloaded as their files change.
+    """Certificates of a server, reloaded whenever their files change.
 
     Args:
         tls: TLS files.
-        logs: gets a line when the files were reread, when a new version is wrong (the old one then stays), and when a
-            certificate has expired.
+        logs: log that gets a line when the files are read again, when a new version is wrong (the old one then stays in
+            use), and when a certificate has expired.
 
     Raises:
         InvalidInputError: a file is wrong.
@@ -198,12 +198,12 @@ class Certificates:
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC port; every handshake uses the latest certificates."""
-        wanted = self._tls.client_ca is not None
-        fetch: Callable[[], Any] = self._fetch  # also None, which the annotations of grpc lack
-        return grpc.dynamic_ssl_server_credentials(self._given, fetch, wanted)
+        require_client = self._tls.client_ca is not None
+        fetch: Callable[[], Any] = self._fetch  # may return None, although the annotations of grpc do not say so
+        return grpc.dynamic_ssl_server_credentials(self._given, fetch, require_client)
 
     def refresh(self) -> None:
-        """Reread the files if one has changed; from any thread, one at a time."""
+        """Read the files again if one has changed. Any thread may call this, one at a time."""
         versions = self._seen()
         if versions != self._versions:
             # Noted before reading: a version written meanwhile is read the next time.
@@ -211,14 +211,14 @@ class Certificates:
             try:
                 self._latest, self._not_after = self._tls.read()
             except InvalidInputError as error:
-                self._logs.error("certificates stay as they were", reason=str(error))
+                self._logs.error("certificates not reloaded", reason=str(error))
             else:
                 self._expired = False
                 self._logs.info("certificates read", file=str(self._tls.cert), not_after=self._not_after.isoformat())
         self._check_expiry()
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return new certificates before a handshake; None is no change."""
+        """Return new certificates before a handshake, or None if they have not changed."""
         latest = self._latest
         if latest is self._given:
             return None
@@ -240,14 +240,14 @@ def not_after(pem: bytes) -> datetime:
     """Return the time at which the first certificate of a chain expires.
 
     Raises:
-        InvalidInputError: the bytes are no certificate.
+        InvalidInputError: the bytes are not a certificate.
     """
     with needed_for("TLS", extra="server"):
         from cryptography import x509
     try:
         return x509.load_pem_x509_certificate(pem).not_valid_after_utc
     except ValueError as error:
-        raise InvalidInputError(f"tls-cert: got no certificate ({error}), want PEM") from None
+        raise InvalidInputError(f"tls-cert: want a certificate in PEM ({error})") from None
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Admission of calls: counters that refuse at once, thread pools for long work, and the fair share of each client."""
+"""Admission of calls: counters that refuse at once, thread pools for long work, and a fair share for each client."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ __all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "Rates", "WorkP
 PoolName = Literal["place", "image", "heavy", "rotary"]
 
 WATCHES, CHECKS = 64, 64
-"""Most open streams of health and of reflection, and most checks of health at once."""
+"""Maximum number of open health streams, of open reflection streams, and of health checks at once."""
 
 _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
 
 _LONG_CALLS = 16
-"""Most calls that rotate, and most that decode images of more than 16 megapixels, waiting or at work."""
+"""Maximum number of calls, waiting or at work, that rotate, and that decode images of more than 16 megapixels."""
 
-# Bounds of retry hints in seconds: below, a client would send requests without pause; above, it would give up.
+# Bounds of retry hints in seconds: a shorter hint would make clients retry without pause, a longer one give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 
 _CALM = 1.0
 """Seconds without a refusal after which a pool is no longer overloaded."""
 
 _TURNS = 2
-"""Calls that wait for each thread of a pool while others are refused."""
+"""Number of calls that may wait for each thread of a pool while further calls are refused."""
 
 _MOST_IDLE = 10_000
-"""Most idle clients whose rate is kept; bounds memory when a caller has many addresses."""
+"""Maximum number of idle clients whose rate is kept; bounds memory when a caller has many addresses."""
 
 
 class Gate:
-    """Counter of slots that refuses entry when no slot is free, or when a client has its share. From any thread.
+    """Thread-safe counter of slots that refuses entry when no slot is free or a client has its full share.
 
     Args:
-        name: setting of the limit, as errors call it.
+        name: name of the setting that limits the slots, for errors.
         limit: number of slots.
-        share: largest part of the slots that one client may hold; 0 is no limit of its own. At least one slot.
+        share: largest fraction of the slots that one client may hold, at least one slot; 0 sets no limit per client.
     """
 
     def __init__(self, name: str, limit: int, share: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which to retry: the mean stay, in which the callers inside now leave (Little's law)."""
+        """Seconds after which to retry: the mean time that callers hold a slot (Little's law)."""
         return 1.0 if self._mean is None else min(max(self._mean, _LEAST_WAIT), _LONGEST_WAIT)
 
     def enter(self, client: str, count: int = 1, held: int = 0) -> None:
@@ -72,10 +72,10 @@ class Gate:
         Args:
             client: name of the client.
             count: number of slots.
-            held: slots that the same call has taken before; a call larger than the limit may enter alone.
+            held: slots that the same call holds already; a call larger than the limit may enter alone.
 
         Raises:
-            ServiceOverloadedError: too few are free, with the seconds after which to retry.
+            ServiceOverloadedError: too few slots are free; it carries the seconds after which to retry.
         """
         with self._lock:
             mine = self._held.get(client, 0)
@@ -87,7 +87,7 @@ class Gate:
             self._held[client] = mine + count
 
     def leave(self, client: str, count: int = 1, seconds: float | None = None) -> None:
-        """Return slots of a client, which were held for so many seconds; None is a time that says nothing."""
+        """Give back slots of a client and record for how many seconds they were held; None records no time."""
         with self._lock:
             self.taken -= count
             mine = self._held[client] - count
@@ -103,15 +103,15 @@ class Gate:
 
 
 class WorkPool:
-    """Threads for work of one kind, and the line of the calls that wait for them.
+    """Threads for work of one kind, and the queue of the calls that wait for them.
 
-    Once a call was refused, only few calls may wait for a second: some must be refused in any case, and short waits
-    serve the others quickly.
+    After a refusal only a few calls may wait, for a second: since some calls must be refused anyway, a short queue
+    serves the others quickly.
 
     Args:
         name: name of the threads.
         threads: number of threads.
-        gate: slots of calls that wait or are at work.
+        gate: slots of the calls that wait or are at work.
     """
 
     def __init__(self, name: str, threads: int, gate: Gate) -> None:
@@ -124,7 +124,7 @@ class WorkPool:
         """Take a slot for a call of a client.
 
         Raises:
-            ServiceOverloadedError: no slot is free, with the seconds after which to retry.
+            ServiceOverloadedError: no slot is free; it carries the seconds after which to retry.
         """
         most = self._short if monotonic() < self._overloaded_until else self.gate.limit
         try:
@@ -134,25 +134,25 @@ class WorkPool:
                 )
             self.gate.enter(client)
         except ServiceOverloadedError:
-            if self.gate.taken >= most:  # and not because the client has its share
+            if self.gate.taken >= most:  # the pool is full, not just the client's share
                 self._overloaded_until = monotonic() + _CALM
             raise
 
 
 class Rates:
-    """Token buckets of the clients: so many requests per second on average, with a burst after a pause.
+    """Token buckets of the clients: a number of requests per second on average, with a burst after a pause.
 
     Args:
-        limits: rate and burst of each client; a rate of 0 is no limit, a burst of 0 is the requests of one second.
+        limits: rate and burst of each client; a rate of 0 is unlimited, a burst of 0 equals the requests of one second.
         clock: returns seconds.
     """
 
     def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
         self._per_second, self._clock = limits.requests_per_second, clock
         self.limited = self._per_second > 0
-        """Whether clients have a rate."""
+        """Whether the rate of clients is limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and when; oldest first
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and since when; oldest first
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Rates:
         """Count one request.
 
         Raises:
-            ServiceOverloadedError: it comes too early, with the seconds until it may come.
+            ServiceOverloadedError: the request comes too early; it carries the seconds until the request may come.
         """
         if not self.limited:
             return
@@ -175,12 +175,12 @@ class Rates:
             self._forget(now)
         if early:
             raise ServiceOverloadedError(
-                f"clients.requests_per_second of {client!r}: got more, want <= {self._per_second:g} on average",
+                f"clients.requests_per_second of {client!r}: want <= {self._per_second:g} on average",
                 (1.0 - left) / self._per_second,
             )
 
     def _forget(self, now: float) -> None:
-        """Forget the clients whose burst is whole again, and the oldest of too many."""
+        """Forget the clients whose burst is full again, and the oldest ones when there are too many."""
         while self._left:
             left, then = next(iter(self._left.values()))
             if len(self._left) <= _MOST_IDLE and left + self._per_second * (now - then) < self._burst:
@@ -201,7 +201,7 @@ class Admission:
     last_arrival: float = -math.inf
     """Time of the last arrival, by the monotonic clock."""
     announced: bool = False
-    """Whether health reports NOT_SERVING because the server is about to stop."""
+    """Whether health checks report NOT_SERVING because the server is about to stop."""
     ending: bool = False
     """Whether new calls are refused because the server is about to stop."""
 
@@ -211,7 +211,7 @@ class Admission:
         self.streams = Gate("max_streams", concurrency.max_streams, share)
         self.bytes = Gate("max_in_flight_bytes", concurrency.max_in_flight_bytes, share)
         self.watches = Gate("max_watches", WATCHES, 0.5)
-        # Checks have slots, too, since a client may send half of one, and then a thread waits for the rest.
+        # Health checks also need slots: a client may send half a check, and a thread then waits for the rest.
         self.checks = Gate("max_checks", CHECKS, 0.5)
         images = Gate("max_in_flight_images", concurrency.max_in_flight_images, share)
         self.pools: dict[PoolName, WorkPool] = {
@@ -222,7 +222,7 @@ class Admission:
         }
 
     def arrive(self) -> None:
-        """Note that a call or a stream has arrived.
+        """Record the arrival of a call or a stream.
 
         Raises:
             ServiceUnavailableError: the server is about to stop.

@@ -35,15 +35,15 @@ __all__ = ["MethodsOf", "Server"]
 
 
 _SPARE_THREADS = 64
-"""Threads for calls that are about to be refused."""
+"""Number of threads for calls that are about to be refused."""
 
 _TICK, _REFRESH = 0.25, 1.0
-"""Seconds between two checks of messages in transit, and of files of tokens and certificates."""
+"""Seconds between two checks of messages in transit and of the files of tokens and certificates."""
 
 _DEAD_SECONDS = 5.0
-"""Seconds without such a check after which the server is not live."""
+"""Seconds without a check after which the server no longer counts as live."""
 
-# Seconds that calls may keep arriving before and after they are refused; rounds and seconds without any.
+# Seconds for which calls may keep arriving before and after the server refuses them; rounds and seconds without calls.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _HANG_UP_SECONDS = 1.0
@@ -53,19 +53,19 @@ MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
-    """Server whose calls each have a thread. The constructor builds the profiles, so that their errors come first.
+    """Server with a thread for each call. The constructor builds the profiles, so it raises their errors.
 
     Args:
-        config: limits, concurrency, limits of clients and profiles.
+        config: limits per request and per client, concurrency, and profiles.
         listen: addresses to listen on, TLS and tokens.
         logs: log of the server; None writes errors only.
-        shared_memory: access to shared memory of clients; None for none.
-        tracing: source of OpenTelemetry spans; None for none.
-        methods: function from profiles, limits and shared memory to the methods; None is all services of mmpos.
+        shared_memory: access to the shared memory of clients; None disables it.
+        tracing: source of OpenTelemetry spans; None disables tracing.
+        methods: function from profiles, limits and shared memory to the methods; None serves every service of mmpos.
 
     Raises:
         InvalidInputError: a profile or the token file is wrong (the message names file and field or line), or shared
-            memory is used and other machines could reach the server.
+            memory is enabled on a server that other machines can reach.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Server:
         self.streams = {stream.name: stream for stream in made}
         services = list(dict.fromkeys(method.service for method in self._methods))
         self._health = Health(services)
-        # The methods come from several descriptor pools, and reflection takes one.
+        # The methods come from several descriptor pools, but reflection takes a single pool.
         pool = one_pool(method.request for method in self._methods)
         self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
         self._server: grpc.Server | None = None
@@ -124,25 +124,25 @@ class Server:
 
     @property
     def ready(self) -> bool:
-        """Whether the server takes calls and reports SERVING; from any thread."""
+        """Whether the server accepts calls and reports SERVING. Thread-safe."""
         return self._server is not None and not self._admission.announced
 
     @property
     def live(self) -> bool:
-        """Whether the thread that watches the server does its rounds; from any thread."""
+        """Whether the thread that watches the server still runs its checks. Thread-safe."""
         return monotonic() - self._last_round < _DEAD_SECONDS
 
     def start(self) -> list[str]:
         """Listen and serve.
 
         Returns:
-            Addresses as clients write them: of the port, of the unix socket.
+            Addresses to which clients connect: the port's and the unix socket's.
 
         Raises:
-            InvalidInputError: an address is taken, the host is not of this machine, or a TLS file is wrong.
+            InvalidInputError: an address is in use, the host is not on this machine, or a TLS file is wrong.
         """
         listen, concurrency = self.listen, self.config.concurrency
-        # Before the ports: an error in a file comes before one of a taken port.
+        # Before the ports, so that an error in a file is reported before a port in use.
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
         if certificates is not None:
             self._files.append(certificates.refresh)
@@ -163,10 +163,10 @@ class Server:
         return addresses
 
     def renew(self, config: ServerConfig) -> None:
-        """Answer calls from now on with other profiles, limits, time limits and rates.
+        """Serve later calls with new profiles, limits, time limits and rates.
 
         Raises:
-            InvalidInputError: a profile is wrong; nothing has changed.
+            InvalidInputError: a profile is wrong; the server then keeps its old settings.
             ImportError: a profile needs a package that is not installed.
         """
         methods = self._offered(config)
@@ -180,17 +180,17 @@ class Server:
             endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], self._context)
 
     def announce_stop(self) -> None:
-        """Report NOT_SERVING in health checks, and go on serving."""
+        """Report NOT_SERVING in health checks, but continue to serve calls."""
         self._admission.announced = True
         self._health.stop()
 
     def stop(self, grace: float | None = 30.0) -> None:
-        """Take no further calls, answer those that have arrived, and stop.
+        """Refuse new calls, answer those that have arrived, and stop.
 
-        A stream ends with UNAVAILABLE after the answers to the items that were read.
+        A stream ends with UNAVAILABLE once the items that the server has read are answered.
 
         Args:
-            grace: seconds after which calls at work are cancelled; None is at once.
+            grace: seconds after which calls at work are cancelled; None cancels them at once.
         """
         self.announce_stop()
         for stream in self.streams.values():
@@ -217,13 +217,13 @@ class Server:
 
     @property
     def _quiet(self) -> bool:
-        """Whether no call and no message is left."""
+        """Return whether no call and no message is left."""
         admission = self._admission
         gates = (admission.calls, admission.streams, admission.watches, admission.checks)
         return self._context.transit.quiet and not any(gate.taken for gate in gates)
 
     def _watch(self) -> None:
-        """Do the rounds of the server until it ends; an error of one task ends neither the others nor the rounds."""
+        """Run the periodic checks of the server until it ends; an error in one check does not end the others."""
         refreshed = monotonic()
         while not self._ended.wait(_TICK):
             tasks = list(self._tasks)
@@ -238,9 +238,9 @@ class Server:
             self._last_round = monotonic()
 
     def _settle(self, seconds: float) -> None:
-        """Wait until no call arrives, since the transport cancels calls it has received and not yet handed over.
+        """Wait until no more calls arrive, since the transport cancels calls that it has received but not handed over.
 
-        Calls are answered for a while; if they keep arriving, further ones are refused with UNAVAILABLE.
+        For a while the server still answers calls; if they keep arriving, it refuses further ones with UNAVAILABLE.
         """
         admission = self._admission
         for admission.ending in (False, True):
@@ -248,14 +248,14 @@ class Server:
             while monotonic() < end:
                 sleep(0.01)
                 quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
-                # Rounds let the transport hand over waiting calls; time lets through calls that clients are sending.
+                # The rounds let the transport hand over waiting calls; the pauses let clients finish sending theirs.
                 if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
     def _add_port(self, server: grpc.Server, certificates: Certificates | None) -> str:
-        """Listen on the port; returns its address."""
+        """Listen on the port and return its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
-        # Before the transport, whose own answer to a taken port is a number and lines on stderr.
+        # Checked before the transport, which answers a port in use with a number and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         target = address(listen.host, listen.port)
         try:
@@ -263,14 +263,14 @@ class Server:
         except RuntimeError:
             port = 0
         if not port:
-            raise InvalidInputError(f"port: got {target}, which cannot be listened on, want a free one (0 picks one)")
+            raise InvalidInputError(f"port: cannot listen on {target}, want a free port (0 picks one)")
         return address(listen.host, port)
 
     def _add_methods(self, server: grpc.Server) -> None:
-        """Add all methods over raw bytes, so that invalid messages get a status of ours.
+        """Add all methods over raw bytes, so that mmpos chooses the status of invalid messages.
 
-        All are registered as streams, since of a stream nothing is read before the handler asks for it; on the wire
-        both are the same.
+        All are registered as streams, since the transport reads nothing of a stream before the handler asks for it. On
+        the wire a unary call is the same.
         """
         for endpoint in self.unary.values():
             method = endpoint.method
@@ -325,7 +325,7 @@ def _stream(
 
 
 def _end(answered: Answer, context: grpc.ServicerContext) -> None:
-    """Set the metadata that end a call, and its status if it failed."""
+    """Set the trailing metadata of a call, and its status if it failed."""
     context.set_trailing_metadata(answered.metadata)
     if answered.failed is not None:
         context.abort(answered.failed.code, answered.failed.message)

@@ -1,4 +1,4 @@
-"""One request at work: its deadline, its slots, its stages, and the long work that it gives to thread pools."""
+"""A request at work: its deadline, slots and stages, and the long work that it hands to thread pools."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["Call", "GoneError", "Recipient"]
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
-"""Seconds between two checks whether somebody still waits for work that a pool does."""
+"""Seconds between two checks of whether the client still waits for the work of a pool."""
 
 
 class GoneError(BaseException):
-    """The client of a call has gone, so that nobody waits for the answer; not caught by ``except Exception``."""
+    """The client of a call has disconnected, so nobody waits for the answer; ``except Exception`` does not catch it."""
 
 
 class Recipient(Protocol):
-    """The end of a transport that knows whether its client is still there."""
+    """Side of a transport that knows whether its client is still connected."""
 
     def is_active(self) -> bool:
-        """Check whether somebody waits for the answer; from any thread."""
+        """Return whether the client still waits for the answer. Thread-safe."""
 
 
 class _Stage:
-    """Timed stage of a call; a generator would cost three times as much."""
+    """Context manager that times a stage of a call; written as a generator it would cost three times as much."""
 
     __slots__ = ("_began", "_name", "_stages")
 
@@ -52,14 +52,14 @@ class _Stage:
 
 
 class Call:
-    """One request, or one item of a stream. Its methods may be called from any thread.
+    """One request, or one item of a stream. All methods are thread-safe.
 
     Args:
         request_id: id of the request in logs and metadata.
         client: name of the client.
         admission: gates and thread pools of the server.
-        context: of the transport.
-        deadline: time by the monotonic clock; None is no deadline.
+        context: context of the transport.
+        deadline: time on the monotonic clock; None sets no deadline.
         item: whether the call is an item of a stream, which waits where other calls are refused.
     """
 
@@ -97,8 +97,8 @@ class Call:
         self.span: Span | None = None  # set by tracing
         self.memory: Exchange = NO_MEMORY
         self.request_bytes = 0  # size of its message
-        self.answer_bytes = 0.0  # tensors of the answer, as far as their size is known before they exist
-        self.held = 0  # bytes of the request, and of the shared memory that it names
+        self.answer_bytes = 0.0  # size of the answer's tensors, as far as it is known before they exist
+        self.held = 0  # bytes of the request and of the shared memory that it names
         self._admission, self._context, self._deadline = admission, context, deadline
         self._slots: list[Gate] = []
         self._began = perf_counter()
@@ -110,9 +110,9 @@ class Call:
 
     @property
     def trace(self) -> dict[str, str]:
-        """Ids of the span, for lines of the log."""
+        """Ids of the span, for log lines."""
         context = None if self.span is None else self.span.get_span_context()
-        if context is None or not context.is_valid:  # not valid where the environment turns spans off
+        if context is None or not context.is_valid:  # invalid when the environment turns spans off
             return {}
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
@@ -128,15 +128,15 @@ class Call:
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for the answer."""
+        """Whether the client still waits for the answer."""
         return (self._deadline is None or not self.late) and self._context.is_active()
 
     def checkpoint(self) -> None:
-        """Raise if nobody waits for the answer any more.
+        """Raise an error if nobody waits for the answer any more.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.
-            GoneError: the client has gone.
+            GoneError: the client has disconnected.
         """
         if self._deadline is not None and self.late:
             raise ServiceTimeoutError("the deadline has passed before the answer was ready")
@@ -154,10 +154,10 @@ class Call:
                 self.counts[name] = self.counts.get(name, 0) + number
 
     def plain(self, way: Answering, raw: bytes) -> bytes | None:
-        """Return the answer to a plain request; None where it must be parsed.
+        """Return the answer to a plain request, or None if the request must be parsed.
 
         Raises:
-            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+            ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         began = perf_counter()
         plain = way(raw)
@@ -178,16 +178,16 @@ class Call:
             arguments: arguments of the function.
 
         Raises:
-            ServiceOverloadedError: the line of the pool is full; items of a stream wait.
-            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+            ServiceOverloadedError: the queue of the pool is full; items of a stream wait instead.
+            ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         return self.map(pool, partial(function, *arguments), [()])[0]
 
     def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
-        """Run a function for each tuple of arguments in threads of a pool, side by side; the first error ends all.
+        """Run a function for each tuple of arguments in parallel, in threads of a pool; the first error ends all.
 
         Raises:
-            MmposError, GoneError: as ``run`` does.
+            MmposError, GoneError: see ``run``.
         """
         self.checkpoint()
         self.join(pool)
@@ -206,8 +206,8 @@ class Call:
             waiting = set(tasks)
             while waiting:
                 waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
-                # By ``map``, and all forgotten in the end: an error holds the frames that it has passed. They must not
-                # hold its task, which would keep what the work held, such as open files, until garbage is collected.
+                # An error holds the frames that it has passed. These frames must not hold the tasks, which would keep
+                # the objects of the work, such as open files, until the next garbage collection.
                 list(map(Future.result, filter(_failed, tasks)))
                 if waiting:
                     self.checkpoint()
@@ -218,11 +218,11 @@ class Call:
                 tasks.pop().cancel()
 
     def join(self, pool: PoolName) -> None:
-        """Take the call's slot of a pool, once: a unary call is refused where an item of a stream waits.
+        """Take the call's slot of a pool, once. If none is free, a unary call is refused and an item of a stream waits.
 
         Raises:
-            ServiceOverloadedError: the line of the pool is full.
-            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+            ServiceOverloadedError: the queue of the pool is full.
+            ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         line = self._admission.pools[pool]
         if line.gate not in self._slots:
@@ -233,11 +233,11 @@ class Call:
             self._slots.append(line.gate)
 
     def hold(self, size: int) -> None:
-        """Take room for so many bytes besides those of the request; an item of a stream waits for room.
+        """Reserve ``size`` bytes besides those of the request; an item of a stream waits for room.
 
         Raises:
-            ServiceOverloadedError: there is no room, or the client holds its share.
-            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+            ServiceOverloadedError: too few bytes are free, or the client holds its full share.
+            ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         if self.item:
             self.wait_for(lambda: self._admission.bytes.enter(self.client, size, self.held))
@@ -254,13 +254,13 @@ class Call:
         """Take the slot of a unary call.
 
         Raises:
-            ServiceOverloadedError: no slot is free, or the client has its share.
+            ServiceOverloadedError: no slot is free, or the client holds its full share.
         """
         gate.enter(self.client)
         self._slots.append(gate)
 
     def release(self) -> None:
-        """Return the slots of the call, and close its shared memory; the room that it holds is returned by ``free``."""
+        """Give back the slots of the call and close its shared memory; ``free`` gives back the bytes that it holds."""
         self.memory = NO_MEMORY
         seconds = self.seconds
         for gate in self._slots:
@@ -268,16 +268,16 @@ class Call:
         self._slots.clear()
 
     def free(self) -> None:
-        """Return the room that the call holds."""
+        """Give back the bytes that the call holds."""
         held, self.held = self.held, 0
         if held:
             self._admission.bytes.leave(self.client, held, self.seconds)
 
     def wait_for(self, enter: Callable[[], None]) -> None:
-        """Enter a gate as soon as it does not refuse.
+        """Enter a gate, waiting until it has a free slot.
 
         Raises:
-            ServiceTimeoutError, GoneError: as ``checkpoint`` does.
+            ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         while True:
             try:
@@ -288,5 +288,5 @@ class Call:
 
 
 def _failed(task: Future[T]) -> bool:
-    """Check whether a task has ended with an error."""
+    """Return whether a task has ended with an error."""
     return task.done() and not task.cancelled() and task.exception() is not None

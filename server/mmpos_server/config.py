@@ -1,4 +1,4 @@
-"""Server settings from a TOML file, checked field by field, and the model profiles built from them."""
+"""Server settings, read from a TOML file and checked field by field, and the model profiles built from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Settings(BaseModel):
 
 
 class Limits(_Settings):
-    """Limits of one request, checked before work is done; the fields of message Limits."""
+    """Limits of one request, checked before the work begins; the fields are those of message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
@@ -56,14 +56,13 @@ class Limits(_Settings):
 
 
 class Concurrency(_Settings):
-    """Limits of what waits or is at work at once; further calls are refused at once, items of a stream wait.
+    """Limits of concurrent work, waiting calls included; further calls are refused at once, items of a stream wait.
 
     Args:
         max_in_flight: calls of any kind.
         max_in_flight_images: calls that decode images.
-        image_threads: threads that decode images; 0 is one per core.
-        max_in_flight_bytes: bytes of requests, of the shared memory that they name, and of answers that clients have
-            not read yet.
+        image_threads: threads that decode images; 0 starts one per core.
+        max_in_flight_bytes: bytes of requests, of the shared memory that they name, and of unread answers.
         max_streams: open streams.
     """
 
@@ -75,13 +74,13 @@ class Concurrency(_Settings):
 
 
 class Connections(_Settings):
-    """Limits of the number of connections, and of the time that keeps them open.
+    """Limits of the number of connections and of the time for which they stay open.
 
     Args:
-        max_connections: connections at once; further ones are closed at once.
-        receive_seconds: from the start of a call until its request, or the first item of its stream, has arrived.
-        send_seconds: from an answer until its client has read it.
-        age_seconds: age of a connection at which its client is asked for a new one.
+        max_connections: number of open connections; the server closes further ones immediately.
+        receive_seconds: time from the start of a call until its request, or the first item of its stream, has arrived.
+        send_seconds: time until a client has read an answer.
+        age_seconds: age of a connection at which the server asks its client to open a new one.
     """
 
     max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
@@ -91,12 +90,12 @@ class Connections(_Settings):
 
 
 class ClientLimits(_Settings):
-    """Limits of one client, at once and per second; each process counts by itself.
+    """Limits of one client, for concurrent calls and per second; each process counts separately.
 
     Args:
         max_share: share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams; at least one call.
-        requests_per_second: calls and items of streams, on average; 0 is no limit.
-        burst: most of these at once after a pause; 0 is those of one second.
+        requests_per_second: calls and items of streams, on average; 0 sets no limit.
+        burst: maximum number of calls at once after a pause; 0 equals the calls of one second.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
@@ -110,9 +109,9 @@ class ProfileSettings(_Settings):
     Args:
         scheme: name of the scheme, or a table of name and parameters.
         tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
-        markers: arguments of Markers; "" is no token, since TOML has no null.
-        images: arguments of ImageProcessor, with "pillow" as the default backend.
-        rotary: arguments of Rotary; left out, the profile has no rotation.
+        markers: arguments of Markers; "" stands for None, since TOML has no null.
+        images: arguments of ImageProcessor; the default backend is "pillow".
+        rotary: arguments of Rotary; without them the profile has no rotation.
     """
 
     scheme: str | dict[str, Any] = "rope-tie"
@@ -123,7 +122,7 @@ class ProfileSettings(_Settings):
 
 
 class ServerConfig(_Settings):
-    """Settings of a server, except its addresses; the first profile is the default."""
+    """Settings of a server without its addresses; the first profile is the default."""
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
@@ -141,19 +140,19 @@ class ServerConfig(_Settings):
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """Parse the settings of a TOML text; without profiles it gets those of the embedded file.
+        """Parse settings from TOML; a text without profiles gets those of the embedded file.
 
         Args:
             text: content of the file.
-            path: path of the file, for messages and relative paths; None is the embedded file.
+            path: path of the file, for messages and relative paths; None stands for the embedded file.
 
         Raises:
-            InvalidInputError: naming file and field.
+            InvalidInputError: a setting is wrong; the message names file and field.
         """
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise InvalidInputError(f"{_name(path)}: got broken TOML ({error}), want TOML") from None
+            raise InvalidInputError(f"{_name(path)}: want valid TOML ({error})") from None
         if path is not None:
             values.setdefault("profiles", tomllib.loads(_embedded())["profiles"])
         try:
@@ -165,7 +164,7 @@ class ServerConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Folder of relative paths: that of the file, or the working directory."""
+        """Folder that relative paths start from: the file's, or the working directory."""
         return Path() if self._path is None else self._path.parent
 
     @property
@@ -175,10 +174,10 @@ class ServerConfig(_Settings):
 
 
 def load(path: Path | str | None = None) -> ServerConfig:
-    """Load the settings of a file, or with None those of the embedded file.
+    """Load the settings of a file; None loads the embedded file.
 
     Raises:
-        InvalidInputError: naming file and field, the value and the wanted one.
+        InvalidInputError: the file or a setting is wrong; the message names file, field and value.
     """
     if path is None:
         return ServerConfig.read(_embedded())
@@ -204,7 +203,7 @@ def _first(error: ValidationError) -> str:
     """Format the first error as ``field: got X, want Y``."""
     first = error.errors(include_url=False)[0]
     kind, got, context = first["type"], first["input"], first.get("ctx", {})
-    # The members of a union are part of pydantic's location, not of the file.
+    # pydantic adds the members of a union to the location; the file does not have them.
     location = [part for part in first["loc"] if part not in ("str", "int", "dict[str,any]")]
     field = ".".join(map(str, location))
     if kind == "extra_forbidden":
@@ -247,7 +246,7 @@ class Profile:
     Args:
         name: name of the profile in requests.
         builder: builder of sequences, with the scheme and markers of the profile.
-        rotary: rotation of the model, if the profile has one.
+        rotary: rotation of the model, or None.
     """
 
     name: str
@@ -273,8 +272,8 @@ class Profiles:
         """Build all profiles of the settings of a server.
 
         Raises:
-            InvalidInputError: naming file and field.
-            ImportError: a profile needs a package that is not installed; the message has the command.
+            InvalidInputError: a setting is wrong; the message names file and field.
+            ImportError: a profile needs a package that is not installed; the message names the pip command.
         """
         return cls(_profile(name, settings, config) for name, settings in config.profiles.items())
 
@@ -285,7 +284,7 @@ class Profiles:
         return len(self._profiles)
 
     def get(self, name: str | None) -> Profile:
-        """Return the profile of this name; None is the default.
+        """Return the profile of this name, or the default for None.
 
         Raises:
             InvalidInputError: no profile has this name.
@@ -312,13 +311,13 @@ def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Prof
 
 
 def _named(name: str, make: Callable[[], T]) -> T:
-    """Call make; its errors get the name of the setting in front."""
+    """Call ``make`` and put the name of the setting in front of its errors."""
     try:
         return make()
     except MmposError as error:
-        said = str(error).removeprefix("Rotary.from_dict: ").removeprefix(f"{name.rpartition('.')[2]}: ")
-        joint = "." if _begins_with_a_field(said) else ": "
-        raise InvalidInputError(f"{name}{joint}{said}") from error
+        message = str(error).removeprefix("Rotary.from_dict: ").removeprefix(f"{name.rpartition('.')[2]}: ")
+        joint = "." if _begins_with_a_field(message) else ": "
+        raise InvalidInputError(f"{name}{joint}{message}") from error
     except ImportError as error:
         raise ImportError(f"{name}: {error}", name=error.name) from error
 
@@ -338,7 +337,7 @@ def _tokenizer(setting: str, folder: Path) -> object:
         raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception over a broken file
+    except Exception as error:  # the library raises a bare Exception for a broken file
         raise InvalidInputError(f"got {setting!r}, want a tokenizer.json ({error})") from None
 
 
@@ -352,7 +351,7 @@ def _images(settings: Mapping[str, Any]) -> ImageProcessor:
     _check_names(ImageProcessor, settings)
     # Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
     processor = ImageProcessor(**{"backend": "pillow", **settings})
-    # The backend is imported now, and not while the first client waits.
+    # Import the backend now, not while the first client waits.
     processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
     return processor
 
@@ -369,7 +368,7 @@ def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
     scheme = type(get_scheme(setting.get("name", "")))
     arguments = {key: value for key, value in setting.items() if key != "name"}
     for key in arguments.keys() - set(parameters(scheme)):
-        raise InvalidInputError(f"{key}: got a value, want none: {scheme.name!r} has no {key}")
+        raise InvalidInputError(f"scheme {scheme.name!r} has no parameter {key}")
     for key in arguments.keys() & RATIONAL_PARAMETERS:
         if isinstance(arguments[key], str | float):
             arguments[key] = _rational(key, arguments[key])
@@ -377,7 +376,7 @@ def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
 
 
 def _rational(name: str, value: str | float) -> Fraction:
-    """Parse a fraction such as "25/2" or 12.5, which TOML does not have."""
+    """Parse a number or a fraction such as "25/2", for which TOML has no type."""
     try:
         return Fraction(value)
     except (ValueError, OverflowError, ZeroDivisionError):

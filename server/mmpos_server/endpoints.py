@@ -1,4 +1,4 @@
-"""Unary and streaming endpoints of gRPC: bytes in, bytes out, every stage timed, every exception a status."""
+"""Unary and streaming endpoints of gRPC: take and return bytes, time every stage, map every exception to a status."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerConte
 
 
 REQUEST_ID = "x-request-id"
-"""Metadata key of the request id, which a client may set and gets back."""
+"""Metadata key of the request id; a client may set it, and the server returns it."""
 
 _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _SURELY_FEW = 2**15
-"""Bytes of a message below which its elements are not counted: each has two bytes, or is a packed number."""
+"""Size in bytes below which the elements of a message are not counted: each takes two bytes or is a packed number."""
 
 _PREFIX = secrets.token_hex(5)
-"""Beginning of the request ids of this process."""
+"""Prefix of the request ids of this process."""
 
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -59,8 +59,8 @@ class Answer(NamedTuple):
 
     Args:
         raw: bytes of the answer.
-        metadata: metadata that end the call.
-        failed: status of a call that failed.
+        metadata: trailing metadata of the call.
+        failed: status of a failed call, or None.
     """
 
     raw: bytes = b""
@@ -69,28 +69,28 @@ class Answer(NamedTuple):
 
 
 class Caller(Protocol):
-    """Client of one call."""
+    """Client of a call."""
 
     def invocation_metadata(self) -> Any:
-        """Return the metadata of the client, as pairs."""
+        """Return the metadata of the client as pairs."""
 
     def peer(self) -> str:
         """Return the address of the client, as gRPC writes it."""
 
     def auth_context(self) -> Any:
-        """Return the names in the certificate of the client."""
+        """Return the names in the client's certificate."""
 
 
 class Context(Caller, Transport, Protocol):
-    """Context of one call, of gRPC or of a host that stands in for it."""
+    """Context of a call, from gRPC or from a host that replaces it."""
 
     def time_remaining(self) -> float | None:
-        """Return the seconds to the deadline; None is no deadline."""
+        """Return the seconds until the deadline, or None without one."""
 
 
 @lru_cache(maxsize=4096)
 def host_of(peer: str) -> str:
-    """Return the host in gRPC's name of a peer, such as ipv4:127.0.0.1:50051; of a unix socket "unix"."""
+    """Return the host of a peer named by gRPC, such as ipv4:127.0.0.1:50051; it is "unix" for a unix socket."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
@@ -100,7 +100,7 @@ def host_of(peer: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ServerContext:
-    """State that all methods of one server share.
+    """State shared by all methods of a server.
 
     Args:
         config: settings of the server.
@@ -109,10 +109,10 @@ class ServerContext:
         rates: rates of the clients.
         metrics: metrics of the server.
         logs: log of the server.
-        tokens: known tokens; None where no token is wanted.
-        tracing: source of OpenTelemetry spans; None for none.
+        tokens: known tokens; None if the server requires no token.
+        tracing: source of OpenTelemetry spans; None disables tracing.
         shared_memory: access to shared memory of clients.
-        numbers: numbers of the requests that came without an id.
+        numbers: counter that numbers the requests without an id.
     """
 
     config: ServerConfig
@@ -127,7 +127,7 @@ class ServerContext:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
-        """Create the call of a context; returns it with the metadata that end the call."""
+        """Create the call of a context and return it with its trailing metadata."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
@@ -142,14 +142,14 @@ class ServerContext:
         return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id), *retried)
 
     def client(self, context: Context, *, open_to_all: bool = False) -> str:
-        """Return the name of the caller: that of its token, else of its certificate, else its address without port.
+        """Return the name of the caller: from its token, else its certificate, else its address without the port.
 
         Args:
-            context: of the call.
-            open_to_all: whether the method is answered without a token.
+            context: context of the call.
+            open_to_all: whether the method requires no token.
 
         Raises:
-            ServiceUnauthenticatedError: tokens are wanted, and the call has no known one.
+            ServiceUnauthenticatedError: the server requires a token, and the call has no known one.
         """
         if self.tokens is not None and not open_to_all:
             token = get_token(context.invocation_metadata())
@@ -167,12 +167,12 @@ class ServerContext:
         return host_of(context.peer())
 
     def parse(self, kind: type[Message], raw: bytes, call: Call) -> Message:
-        """Parse a request, after its elements were counted.
+        """Count the elements of a request and parse it.
 
         Raises:
-            DecodeError: the bytes are no such message.
-            LimitExceededError: more bytes than a limit lowered since the start (the transport refuses more than the
-                first one), or more fields and numbers than a request within the limits has.
+            DecodeError: the bytes are not a message of this kind.
+            LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
+                enforces the first one), or more fields and numbers than any request within the limits.
         """
         limits = self.config.limits
         if len(raw) > limits.request_bytes:
@@ -186,13 +186,13 @@ class ServerContext:
         return message
 
     def share(self, raw: bytes, request: Message, call: Call) -> None:
-        """Open the shared memory that a request names for its call; its size is checked before any is read.
+        """Open the shared memory that a request names; its size is checked before any byte is read.
 
         Raises:
-            LimitExceededError: more bytes, documents or parts than one request may name.
+            LimitExceededError: the request names more bytes, documents or parts than one request may.
             ServiceOverloadedError: the requests at work hold too many bytes.
-            UnsupportedError: the answer is to go to shared memory, which this server does not use.
-            InvalidInputError: the answer is to go to an object that cannot be opened.
+            UnsupportedError: the request wants its answer in shared memory, which is disabled here.
+            InvalidInputError: the shared memory for the answer cannot be opened.
         """
         if mentions(raw, self.shared_memory):
             size = claimed(request, self.config.limits)
@@ -204,8 +204,8 @@ class ServerContext:
         """Serialize an answer.
 
         Raises:
-            LimitExceededError: more bytes than the limit.
-            OutputError: the tensors of the answer did not fit into shared memory.
+            LimitExceededError: the answer has more bytes than the limit.
+            OutputError: the tensors of the answer do not fit into the shared memory.
         """
         call.checkpoint()
         began = perf_counter()
@@ -216,7 +216,7 @@ class ServerContext:
         return raw
 
     def failed(self, error: Exception, request_id: str, method: str, **trace: str) -> Failure:
-        """Return the status of an error; internal errors are logged, and refusals are counted by reason."""
+        """Return the status of an error; log internal errors, and count refusals by reason."""
         failed = failure(error, request_id)
         if failed.status == "INTERNAL":
             self.logs.error("internal error", error, request_id=request_id, method=method, **trace)
@@ -255,14 +255,14 @@ class Endpoint:
         self._metrics = MethodMetrics(server.metrics, method.name)
 
     def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer calls from now on by this method, of the same name."""
+        """Answer later calls with this method, which has the same name."""
         self.method, self._server = method, server
 
     def answer(self, requests: Iterator[bytes], context: Context) -> Answer:
-        """Answer one call, whose request is awaited after the call has a slot.
+        """Answer one call; its request is read only after the call has a slot.
 
         Raises:
-            GoneError: the client has gone.
+            GoneError: the client has disconnected.
         """
         server, method = self._server, self.method
         try:
@@ -308,7 +308,7 @@ class Endpoint:
                 server.ended("request", call, method.name, status, context, **sizes)
 
     def _parsed(self, raw: bytes, call: Call) -> bytes:
-        """Answer a request by way of messages."""
+        """Parse a request, call the method, and serialize the answer."""
         server, method = self._server, self.method
         call.hold(len(raw))
         request, response = server.parse(method.request, raw, call), method.response()

@@ -23,7 +23,19 @@ from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Document, Format, Location, Preprocess, RecordError
-from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
+from mmpos.data.formats import (
+    FORMATS,
+    MMC4,
+    Chat,
+    ChatTemplate,
+    Curator,
+    Energon,
+    HFImages,
+    LLaVA,
+    Obelics,
+    Pairs,
+    Turn,
+)
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
 from mmpos.segments import Audio, Clip
@@ -221,7 +233,7 @@ def test_wrong_options_are_refused() -> None:
             Images(**option)
     wrong: list[tuple[type, dict[str, Any]]] = [
         *((FORMATS[name], {"images": "folder"}) for name in FORMATS),
-        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "energon", "hf")),
+        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "energon", "curator", "hf")),
         *((FORMATS[name], {"template": "plain"}) for name in ("chat", "llava")),
         (MMC4, {"reference": "url"}),
         (MMC4, {"min_similarity": float("nan")}),
@@ -249,6 +261,18 @@ def test_wrong_options_are_refused() -> None:
         ("llava", {"image": "no.jpg", "conversations": [{"from": "human", "value": "A<image>B"}]}, "User:\nAB\n\n"),
         ("energon", {"sequence": ["A", {"bytes": None, "path": "no.jpg"}, "B"]}, "AB"),
         ("pairs", {"jpg": b"", "txt": "AB"}, "AB"),
+        (
+            "curator",
+            {
+                "id": "a",
+                "rows": [
+                    {"position": 0, "modality": "text", "text_content": "A"},
+                    {"position": 1, "modality": "image", "materialize_error": "404"},
+                    {"position": 2, "modality": "text", "text_content": "B"},
+                ],
+            },
+            "A\n\nB",
+        ),
     ],
 )
 def test_references_that_lead_nowhere_are_dropped_as_broken_images_are(name: str, record: Any, text: str) -> None:
@@ -258,7 +282,7 @@ def test_references_that_lead_nowhere_are_dropped_as_broken_images_are(name: str
     example = Preprocess(made, BUILDER, on_image_error="drop")(record, HERE)
     assert bytes(example.sequence.input_ids.tolist()).decode() == text
     (error,) = example.dropped_images
-    assert error.startswith("shard-3.jsonl[17]: ")
+    assert error.removeprefix("a (").startswith("shard-3.jsonl[17]")
 
 
 # Keys
@@ -718,6 +742,71 @@ def test_pairs_say_what_is_wrong(members: dict[str, object], message: str) -> No
     assert found.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
 
+def sample(*rows: dict[str, Any]) -> dict[str, Any]:
+    """A text, an image and metadata, as rows out of order, and changes of the first ones."""
+    whole = [
+        {"position": 1, "modality": "image", "binary_content": CAT, "source_ref": None},
+        {"position": 0, "modality": "text", "text_content": "A cat:", "train": False},
+        {"position": -1, "modality": "metadata", "text_content": "{}"},
+    ]
+    return {"id": "a", "rows": [row | change for row, change in zip(whole, [*rows, {}, {}, {}], strict=False)]}
+
+
+def ref(**values: Any) -> dict[str, Any]:
+    return {"binary_content": None, "source_ref": json.dumps({"path": "chelsea.jpg", **values})}
+
+
+def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None:
+    made = Curator(images=LOCAL)
+    assert pieces(made(sample(), HERE)) == [("A cat:",), CAT]
+    assert pieces(made(sample(ref(), {"position": 7}), HERE)) == [PHOTOS / "chelsea.jpg", ("A cat:",)]
+    in_archive = sample(ref(member="a.jpg", byte_offset=2, byte_size=5))
+    assert pieces(made(in_archive, HERE))[1] == CAT[2:7]
+    assert pieces(Curator(Images(resolver=lambda name: CAT))(in_archive, HERE))[1] == CAT[2:7]
+    assert Curator(separator="|")(sample({"modality": "text", "text_content": "B"}, {"train": None}), HERE).parts == [
+        "A cat:|B"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"id": None, "rows": []}, "id: got nothing, want the sample_id of its rows"),
+        ({"id": "a", "rows": []}, "rows: got no image and no text, want at least one"),
+        (sample({"modality": "audio"}), "rows[0].modality: got 'audio', want one of text, image, metadata"),
+        (sample({"position": 0}), "rows[1].position: got 0, want another one, since rows[0] has it"),
+        (sample({"position": -1}), "rows[0].position: got -1, want an integer >= 0"),
+        (sample({}, {"position": 0.5}), "rows[1].position: got 0.5, want an integer >= 0"),
+        (sample({}, {}, {"position": 2}), "rows[2].position: got 2, want -1 for metadata"),
+        (sample({}, {"text_content": None}), "rows[1].text_content: got nothing, want text"),
+        (sample({}, {"train": "yes"}), "rows[1].train: got 'yes', want true, false or null"),
+        (
+            sample({"binary_content": None}),
+            "rows[0].binary_content: got nothing, want the bytes of a file, or a source_ref",
+        ),
+        (sample({"materialize_error": "404"}), "rows[0].materialize_error: got '404', want none"),
+        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is no JSON ("),
+        (sample(ref(path=None)), "rows[0].source_ref.path: got nothing, want text"),
+        (sample(ref(path="../x")), "rows[0].source_ref.path: got the path '../x', want a path that stays inside "),
+        (sample(ref(frame_index=0)), "rows[0].source_ref.frame_index: got 0, want null, since TIFF is not read"),
+        (
+            sample(ref(member="a.jpg")),
+            "rows[0].source_ref.byte_size: got nothing, want a number of bytes, "
+            "since a member of an archive is not searched for",
+        ),
+        (sample(ref(byte_size=5)), "rows[0].source_ref.byte_offset: got nothing, want a finite number"),
+        (
+            sample(ref(byte_offset=2**70, byte_size=5)),
+            f"rows[0].source_ref.byte_size: got bytes {2**70} to {2**70 + 5}, "
+            f"want an end within the {len(CAT)} bytes of the file",
+        ),
+    ],
+)
+def test_rows_of_curator_say_what_is_wrong(record: dict[str, Any], message: str) -> None:
+    name = "" if record["id"] is None else "a ("
+    assert said(Curator(images=LOCAL), record).startswith(f"{name}shard-3.jsonl[17]{')' if name else ''}: {message}")
+
+
 # All of them
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -726,6 +815,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "chat": CHAT_RECORD,
     "llava": LLAVA_RECORD,
     "energon": {"sequence": ["coffee", struct(None, "coffee.jpg"), COFFEE]},
+    "curator": sample(ref()),
     "hf": {"image": struct(CAT), "text": "a cat"},
     "pairs": {"__key__": "17", "jpg": CAT, "txt": "a cat"},
 }

@@ -20,9 +20,10 @@ from fractions import Fraction
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from data_corpus import OddError, end_process, fail_oddly
 from waiting import alive, descendants, eventually, of_process
@@ -30,13 +31,16 @@ from waiting import alive, descendants, eventually, of_process
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
-from mmpos.data.examples import Location, Preprocess, RecordError
+from mmpos.cli.preprocess import Told
+from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
 from mmpos.data.preprocess.job import Fill, Progress, write_sequences
-from mmpos.data.preprocess.shard_job import Counts, describe, differences
+from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.preprocess.shard_job import Counts
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.readers import shards
+from mmpos.data.samples import write_samples
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -396,7 +400,7 @@ from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess.shard_job import describe
+from mmpos.data.preprocess.settings import describe
 pages = Preprocess(Obelics(images=Images(Path(sys.argv[1]))), SequenceBuilder(images=ImageProcessor("pillow")))
 print(json.dumps(describe({"preprocess": pages})))
 """
@@ -506,6 +510,54 @@ def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[
     assert got.sequence.positions.scheme == "flatten"
 
 
+def test_the_command_splits_a_large_file_and_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+    (path,) = corpus(tmp_path, 1, 5, frozenset({(0, 3)}))
+    lines = [json.dumps(json.loads(line) | {"id": None}) for line in Path(path).read_text().splitlines()]
+    Path(path).write_text("\n".join(line + " " * 700_000 for line in lines))
+    assert main(command("s0.jsonl", "--on-error", "skip", out="whole")) == 0
+    options = ["--on-error", "skip", "--split-over", "1", "--workers", "2"]
+    assert main(command("s0.jsonl", *options)) == 0
+    whole, *parts = ["whole/s0.parquet", *(f"out/s0-0000{i}-of-00003.parquet" for i in range(3))]
+    assert sorted(path.name for path in Path("out").glob("*.parquet")) == [Path(part).name for part in parts]
+    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
+    assert rows == pq.read_table(whole).to_pylist()
+    assert [row["key"] for row in rows] == [f"s0.jsonl[{i}]" for i in (0, 1, 2, 4)]
+    assert json.loads(Path("out/s0-00001-of-00003.quarantine.jsonl").read_text())["index"] == 3
+
+
+def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_samples([Document(str(i), (Piece("ab"), Piece(PHOTOS / "coffee.jpg"))) for i in range(3)], "a.parquet")
+    assert main(command("a.parquet", "-f", "curator")) == 0
+    assert capsys.readouterr().err == "1/1 shard  3 documents, 309 tokens, 3 images\n"
+    corpus(tmp_path, 1, 1)
+    assert main(command("s0.jsonl", "-f", "curator")) == 2
+    want = "mmpos: error: reader: got JsonlReader, want that of a Parquet file or of Lance\n"
+    assert capsys.readouterr().err == want
+
+
+@pytest.mark.parametrize(
+    ("counts", "reused", "told"),
+    [
+        ([30, 50], 0, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s, 0:01:17 left", 0.075]),
+        ([30, None], 0, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s, 0:00:03 left", 1]),
+        ([30, 50, 9], 1, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s", 1]),
+    ],
+)
+def test_progress_has_a_rate_and_the_time_left(
+    counts: list[int | None], reused: int, told: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted:
+        def __init__(self, count: int | None) -> None:
+            self.count = lambda: count
+
+    drawn: list[tuple[float, int, str]] = []
+    times = iter([100.0, 103.0])
+    monkeypatch.setattr("mmpos.cli.preprocess.time.monotonic", lambda: next(times))
+    tell = Told([cast(Any, Counted(count)) for count in counts], lambda *words: drawn.append(cast(Any, words)))
+    tell(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
+    assert drawn == [(0, len(counts)), (told[1], len(counts), told[0])]
+
+
 def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     corpus(tmp_path, 1, 3, frozenset({(0, 1)}))
     assert main(command("s0.jsonl", "--on-image-error", "drop")) == 0
@@ -555,6 +607,15 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--workers", "0"], None),
         ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
         (["broken.jsonl"], None),
+        (
+            ["s0.jsonl", "--config", "none"],
+            "--config: got 'none', want the folder of a model",
+        ),
+        (["s0.jsonl", "--config", ".", "--scheme", "tie"], "--config: got --scheme beside it, want one of them"),
+        (
+            ["s0.jsonl", "--config", ".", "--tokenizer", "bytes"],
+            "--config: got --tokenizer beside it, want one of them",
+        ),
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )

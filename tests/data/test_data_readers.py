@@ -5,24 +5,40 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import sys
 import tarfile
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
+import lance
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from data_corpus import Record, caption, records, write_jsonl, write_parquet, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mmpos.data.examples import RecordError
-from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
+from mmpos.data.readers import (
+    DatasetReader,
+    JsonlReader,
+    LanceReader,
+    ParquetReader,
+    Reader,
+    TarReader,
+    dataset_shards,
+    shards,
+    split_shards,
+)
+from mmpos.data.readers.slices import SliceReader
+from mmpos.data.samples import SampleReader
 from mmpos.errors import InvalidInputError
 
 ROWS = records(0, 21)
-KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "dataset", "iterable"]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "lance", "dataset", "iterable"]
 
 
 def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
@@ -35,6 +51,8 @@ def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
         write_parquet(path, rows)
     elif kind.startswith("tar"):
         write_tar(path, rows)
+    elif kind == "lance":
+        lance.write_dataset(pa.Table.from_pylist(rows, FEATURES.arrow_schema), path)
     else:
         whole = datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, features=FEATURES)
         return DatasetReader(whole if kind == "dataset" else whole.to_iterable_dataset(num_shards=3), "photos")
@@ -65,17 +83,46 @@ def test_every_start_and_step_gives_the_records_there(kind: str, tmp_path: Path)
     for start, step in [(0, 1), (1, 1), (0, 4), (7, 5), (8, 1), (20, 3), (21, 1), (99, 2)]:
         assert read(reader, start, step) == [(i, str(i)) for i in range(start, 21, step)]
     assert read(reader) == read(pickle.loads(pickle.dumps(reader)))
-    assert reader.count() == (21 if kind in ("parquet", "dataset") else None)
+    assert reader.count() == (21 if kind in ("parquet", "lance", "dataset") else None)
 
 
-@pytest.mark.parametrize("kind", KINDS[:-1])  # datasets makes no stream of nothing
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("iterable", "lance")])
 def test_no_records_are_no_error(kind: str, tmp_path: Path) -> None:
     assert read(make(kind, tmp_path, [])) == []
 
 
-@pytest.mark.parametrize("kind", ["parquet", "dataset", "iterable"])
+@pytest.mark.parametrize("kind", ["parquet", "lance", "dataset", "iterable"])
 def test_images_stay_as_they_are_stored(kind: str, tmp_path: Path) -> None:
     assert [raw for _, raw in make(kind, tmp_path).records()] == ROWS
+
+
+def test_fragments_of_lance_are_shards_of_the_version_that_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"id": list("abcdefg")}), path, max_rows_per_file=3)
+    lance.dataset(path).delete("id = 'b'")
+    made = shards(f"{tmp_path}/*.lance")
+    lance.write_dataset(pa.table({"id": ["h"]}), path, mode="append")
+    lance.dataset(path).delete("id = 'd'")
+    assert [reader.source for reader in made] == [f"{path}-{i:05}" for i in range(3)]
+    assert [read(reader) for reader in made] == [[(0, "a"), (1, "c")], [(0, "d"), (1, "e"), (2, "f")], [(0, "g")]]
+    assert [read(reader) for reader in shards([f"{path}/"])][1] == [(0, "e"), (1, "f")]
+    shutil.rmtree(path / "_versions")
+    with pytest.raises(InvalidInputError, match="want a Lance dataset with its version 2"):
+        read(made[0])
+
+
+def test_rows_of_a_fragment_that_is_lost_are_errors_in_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"sample_id": list("aab"), "id": list("012")}), path)
+    (file,) = (path / "data").iterdir()
+    (reader,) = shards(path)
+    file.write_bytes(file.read_bytes()[:100])
+    assert [(index, "want a record that can be read" in message) for index, message in read(reader, 1)] == [
+        (1, True), (2, True),
+    ]  # fmt: skip
+    ((index, message),) = read(SampleReader(cast(LanceReader, reader)))
+    assert index == 0
+    assert message.endswith("what follows it is lost")
 
 
 def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:
@@ -96,6 +143,71 @@ def _member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarI
     member = tarfile.TarInfo(name)
     member.size, member.type = size, kind
     return member
+
+
+SPLIT = ["jsonl", "parquet", "tar"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 100, 2000, 10**6])
+def test_slices_give_the_records_of_the_whole_in_its_order(kind: str, size: int, tmp_path: Path) -> None:
+    whole = make(kind, tmp_path)
+    if kind == "parquet":
+        pq.write_table(pq.read_table(whole.source), whole.source, row_group_size=4)
+    slices = split_shards([whole], size)
+    if kind not in SPLIT or size == 10**6:
+        assert slices == [whole]
+        return
+    assert len(slices) > 1
+    assert size > 1 or len(slices) == (6 if kind == "parquet" else 21)
+    assert slices[1].source == f"{tmp_path}/a-00001-of-{len(slices):05}.{kind}"
+    for start, step in [(0, 1), (0, 4), (7, 5), (20, 3), (21, 1)]:
+        found = [record for each in map(pickle.dumps, slices) for record in pickle.loads(each).records(start, step)]
+        assert found == list(whole.records(start, step))
+    counts = [each.count() for each in slices]
+    assert counts[-1] is None
+    assert sum(filter(None, counts)) == next(iter(slices[-1].records()))[0].index
+
+
+def test_slices_of_json_lines_end_behind_lines_and_number_them_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"id": 0}\n\n{"id": 2}\r\n\n\n[]\n' + b'{"id": "' + b"x" * 3000 + b'"}\n{"id": 7}\n\n{"id": 9}')
+    want = list(map(repr, JsonlReader(str(path)).records()))
+    assert [index for index, _ in read(JsonlReader(str(path)))] == [0, 2, 5, 6, 7, 9]
+    for size in (1, 2, 10, 11, 12, 40, 3000):
+        slices = split_shards(shards(path), size)
+        assert [repr(record) for each in slices for record in each.records()] == want
+        offsets = [each.begin.offset for each in slices if isinstance(each, SliceReader)]
+        assert all(after >= size + before for before, after in pairwise(offsets))
+
+
+def test_slices_of_a_tar_file_see_its_damage_as_the_whole_does(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for i in range(9):
+            for extension in ("txt", "json"):
+                tar.addfile(_member(f"{'folder/' * 30}{i}.{extension}", 700), io.BytesIO(bytes(700)))
+        tar.addfile(_member("9.txt", 5), io.BytesIO(b"12345"))
+        tar.addfile(_member("9.TXT", 5), io.BytesIO(b"12345"))
+    data = path.read_bytes()
+    broken = bytearray(data)
+    broken[len(data) // 2 :: 512] = bytes(len(broken[len(data) // 2 :: 512]))
+    for content in (data, data[:-3000], data[: len(data) // 3], bytes(broken), data + data):
+        path.write_bytes(content)
+        want = [(str(location), repr(raw)) for location, raw in TarReader(str(path)).records()]
+        slices = split_shards(shards(path), 3000)
+        assert len(slices) > 1
+        assert [(str(location), repr(raw)) for each in slices for location, raw in each.records()] == want
+
+
+def test_a_tar_file_with_headers_for_all_that_follows_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "ours"}) as tar:
+        for i in range(9):
+            tar.addfile(_member(f"{i}.txt", 700), io.BytesIO(bytes(700)))
+    assert split_shards(shards(path), 1000) == shards(path)
+    with pytest.raises(InvalidInputError, match="slice_bytes: got 0, want >= 1"):
+        split_shards(shards(path), 0)
 
 
 def test_a_broken_line_is_an_error_and_the_next_goes_on(tmp_path: Path) -> None:

@@ -119,6 +119,17 @@ def test_a_mistake_of_the_set_up_is_no_fault_of_a_record() -> None:
         stage(pa.Table.from_pylist(RECORDS))
 
 
+def test_a_mistake_of_the_callers_code_names_its_record() -> None:
+    def third_fails(record: Any, here: Location) -> Any:
+        if here.index == 2:
+            raise KeyError("width")
+        return PREPROCESS(record, here)
+
+    with pytest.raises(KeyError, match="width") as raised:
+        Stage(third_fails, source="path")(pa.Table.from_pylist(RECORDS))
+    assert raised.value.__notes__ == ["raised for the record a.tar[2]"]
+
+
 @pytest.fixture
 def local_ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray")

@@ -607,6 +607,43 @@ def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a
     assert apart.max() <= 5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("max_tokens", "decoded"), [(None, (1024, 768)), (361, (1024, 768)), (150, (512, 384)), (3, (128, 96))]
+)
+def test_scaled_decoding_reads_fewer_pixels_where_they_cover_the_image(
+    backend: str, max_tokens: int | None, decoded: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+
+    def spied(pixels: Pixels, *others: Any) -> Pixels:
+        shapes.append(pixels.shape[:2])
+        return whole_resize(pixels, *others)
+
+    whole_resize = decode.resize
+    monkeypatch.setattr("mmpos.images.processor.resize", spied)
+    data = encoded(photo(size=(1024, 768)), "JPEG", quality=90, exif=exif(6))
+    processor = ImageProcessor(backend, max_tokens=max_tokens)
+    scaled = replace(processor, scaled_decoding=True)
+    want, got = processor.process(data), scaled.process(data)
+    assert shapes == [(1024, 768), decoded]
+    assert (got.grid, got.size, got.source_size, got.content_hash) == (
+        want.grid,
+        want.size,
+        want.source_size,
+        want.content_hash,
+    )
+    assert got.patches is not None
+    assert want.patches is not None
+    apart = np.abs(got.patches.astype(int) - want.patches)
+    assert apart.max() <= (0 if decoded == (1024, 768) else 30)
+    assert apart.mean() <= 1.5
+    assert scaled.pixels(data).shape == (1024, 768, 3)
+    for kind in ("PNG", "Pillow"):
+        image = photo(size=(1024, 768)) if kind == "Pillow" else encoded(photo(size=(1024, 768)), kind)
+        np.testing.assert_array_equal(scaled.process(image).patches, processor.process(image).patches)
+
+
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_pixel_values_are_those_of_transformers(frames: int) -> None:
     pytest.importorskip("transformers")

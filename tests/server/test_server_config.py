@@ -137,7 +137,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
             "[profiles.a.images]\nsize = 1\n",
             "profiles.a.images.size: got an unknown field, want one of backend, patch_size, spatial_merge_size, "
             "min_pixels, max_pixels, max_tokens, order, dtype, mean, std, background, max_source_pixels, "
-            "max_aspect_ratio, small_images",
+            "max_aspect_ratio, small_images, scaled_decoding",
         ),
         ("[profiles.a.images]\npatch_size = 'x'\n", "profiles.a.images.patch_size: got 'x', want an integer"),
         ("[profiles.a.images]\nmean = 1.0\n", "profiles.a.images.mean: got 1.0, want three finite numbers"),
@@ -171,7 +171,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
         ("[profiles.a.rotary]\n", "profiles.a.rotary: got [], want head_dim among them"),
-        ("a = \n", "got broken TOML (Invalid value (at line 1, column 5)), want TOML"),
+        ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
 def test_a_mistake_in_a_file_is_said_in_one_line(file: Path, text: str, said: str) -> None:

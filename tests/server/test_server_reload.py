@@ -94,7 +94,7 @@ def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: 
     put(file, "broken = = 1\n")
     server.process.send_signal(signal.SIGHUP)
     assert eventually(lambda: events(server, "settings stay as they were") == 2)
-    assert server.lines()[1]["reason"].startswith(f"{file}: got broken TOML (")
+    assert server.lines()[1]["reason"].startswith(f"{file}: want valid TOML (")
     assert "(at line 1, column 10)" in server.lines()[1]["reason"]
     with Client(server.address) as client:
         assert [profile.name for profile in client.info().profiles] == ["a"]
@@ -137,7 +137,7 @@ def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(tmp_pa
     for _ in range(3):
         found.refresh()
     (line,) = logs.lines()
-    assert (line["level"], line["event"]) == ("error", "certificates stay as they were")
+    assert (line["level"], line["event"]) == ("error", "certificates not reloaded")
     assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -136,3 +137,43 @@ def test_the_schemes_are_as_many_as_the_pages_say() -> None:
     assert len(mmpos.SCHEMES) == 43
     assert "RoPE-Tie, M-RoPE and forty-one\nother schemes" in PAGES["README.md"]
     assert "the source of all forty-three" in PAGES["README.md"]
+
+
+PHRASES = tomllib.loads((ROOT / "tests/support/phrases.toml").read_text(encoding="utf-8"))
+
+
+def objections(path: str, text: str) -> Iterator[str]:
+    """Yield what a file writes against the words of phrases.toml, with the number of its line."""
+    for phrase in PHRASES["phrases"]:
+        for match in re.finditer(phrase.replace(" ", r"\s+(?:(?:#:?|//|\*|\") )?"), text):
+            yield f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
+    if not path.endswith(".py"):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split("\n")[0]
+            free = node.name.startswith("test_") or any("property" in ast.unparse(each) for each in node.decorator_list)
+            if re.match(PHRASES["beginnings"], words) and not free:
+                yield f"{path}:{node.lineno}: {words}"
+            if node.name.startswith("test_") and any(word in node.name for word in PHRASES["test_names"]):
+                yield f"{path}:{node.lineno}: {node.name}"
+        elif isinstance(node, ast.arg) and node.arg in PHRASES["names"]:
+            yield f"{path}:{node.lineno}: {node.arg}"
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PHRASES["names"]:
+            yield f"{path}:{node.lineno}: {node.id}"
+
+
+def test_files_use_plain_english() -> None:
+    """Read every room but those that wait, which are named one by one until none is left."""
+    rooms = ("mmpos", "server", "benchmarks", "csrc", "proto/mmpos", "deploy", "docs", "tests", "examples")
+    kinds = {".py", ".c", ".h", ".proto", ".md", ".toml", ".yaml"}
+    files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds]
+    skipped = (*PHRASES["waiting"], "tests/support/phrases.toml")
+    wrong = [*objections("README.md", PAGES["README.md"])]
+    for path in sorted(files):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(skipped) and "_pb2" not in name and "node_modules" not in name:
+            wrong += objections(name, path.read_text(encoding="utf-8"))
+    assert wrong == []
+    bad = 'def f(given):\n    """Of a shard, so\n    many."""\n    found = 1\n'
+    assert len([*objections("a.py", bad)]) == 4

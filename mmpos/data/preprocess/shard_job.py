@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from fractions import Fraction
-from functools import partial
-from pathlib import Path, PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from mmpos.data.examples import Location, MakeExample, RecordError
+from mmpos.data.preprocess.settings import describe, differences
 from mmpos.data.preprocess.storage import Facts, SequenceShard, SequenceWriter
 from mmpos.data.quarantine import MAX_SKIPPED, Line, OnError, Quarantine, SkipLimit, json_line, skips_images
 from mmpos.data.readers.base import Raw, Reader
@@ -20,10 +16,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import boolean, one_of
 from mmpos.support.files import whole_file
 
-__all__ = ["Counts", "ShardJob", "Task", "describe", "differences", "quarantine_of"]
-
-_MAX_ITEMS = 64  # of a list or a mapping that is described one by one
-_DIGEST = "sha256:"
+__all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]
 
 
 @dataclass(frozen=True)
@@ -204,86 +197,3 @@ def _write_lines(path: Path, lines: Sequence[Line]) -> None:
 def quarantine_of(output: Path) -> Path:
     """Return the path of the file of records that did not get into this output."""
     return output.with_name(f"{output.stem}.quarantine.jsonl")
-
-
-def describe(settings: Mapping[str, object]) -> dict[str, object]:
-    """Describe settings by the path of each: equal where the settings are, in every process and on every machine.
-
-    >>> from mmpos.schemes import RopeTie
-    >>> describe({"scheme": RopeTie(axes=3), "patches": True})
-    {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'patches': True}
-
-    Args:
-        settings: by name, frozen dataclasses, what they hold, and functions. Functions count by their names, not by
-            what they do; tokenizers by what they would save; other objects by their pickle, which may differ between
-            versions of their package.
-
-    Returns:
-        Numbers and names of classes as they are; of texts and paths, which may be secret, a digest.
-    """
-    return dict(leaf for name, value in settings.items() for leaf in _leaves(name, value))
-
-
-def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[str]:
-    """Name the settings that differ between two descriptions, but none inside of another that differs.
-
-    >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
-    ['another b', 'c 2, want 3']
-    """
-    named: dict[str, str] = {}
-    for path in dict.fromkeys([*want, *got]):
-        old, new = repr(got.get(path)), repr(want.get(path))
-        if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
-            continue
-        hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))
-        named[path] = f"another {path}" if hidden else f"{path} {old}, want {new}"
-    return list(named.values())
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the settings inside of a value, each after the one that holds it."""
-    if value is None or isinstance(value, bool | int | float):
-        yield path, value
-    elif isinstance(value, str | bytes | bytearray | PurePath | Fraction):
-        yield path, _digest(repr(value).encode())
-    elif isinstance(value, list | tuple | Mapping):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        leaves = [leaf for key, item in items for leaf in _leaves(f"{path}[{key!r}]", item)]
-        if len(value) > _MAX_ITEMS:
-            yield path, _digest(json.dumps(leaves).encode())
-        else:
-            yield path, f"{len(value)} items"
-            yield from leaves
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield path, _class(value)
-        for field in fields(value):
-            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
-    elif isinstance(value, partial):
-        yield path, _class(value)
-        for name, part in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
-            yield from _leaves(f"{path}.{name}", part)
-    elif isinstance(value, MethodType):
-        yield path, f"{value.__module__}.{value.__qualname__}"
-        yield from _leaves(f"{path}.__self__", value.__self__)
-    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
-        yield path, f"{value.__module__}.{value.__qualname__}"
-    else:
-        yield path, _class(value)
-        yield f"{path}.content", _digest(_saved(value))
-
-
-def _class(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _saved(value: object) -> bytes:
-    """Return the bytes that an object would save of itself."""
-    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # of tokenizers, and of transformers
-        save = getattr(tokenizer, "to_str", None)
-        if callable(save):
-            return str(save()).encode()
-    return pickle.dumps(value, protocol=4)
-
-
-def _digest(data: bytes) -> str:
-    return _DIGEST + hashlib.sha256(data).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from mmpos.data.examples import Location, Record, RecordError
 from mmpos.support.checks import integer
 
-__all__ = ["FileReader", "Raw", "Reader", "broken", "is_chosen", "stride"]
+__all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
 """A record as its shard has it, images undecoded; or, in its place, the error that hides it."""
@@ -38,8 +39,21 @@ class Reader(Protocol):
         """Return the number of records where it is known without reading them, else None."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Beginning of a record in a file.
+
+    Args:
+        index: its number.
+        offset: its first byte.
+    """
+
+    index: int
+    offset: int
+
+
 @dataclass(frozen=True)
-class FileReader:
+class FileReader(ABC):
     """Base of the readers of one file.
 
     Args:
@@ -56,6 +70,18 @@ class FileReader:
     def count(self) -> int | None:
         """Return None, since records are counted by reading them."""
         return None
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+        """Read the records start, start + step, … of the file."""
+        return self.records_from(Mark(0, 0), *stride(start, step))
+
+    @abstractmethod
+    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+        """Read records, the first of which is not before a mark of this file."""
+
+    def marks(self, size: int) -> Iterator[Mark]:
+        """Yield the first record behind each so many bytes, where that can be found without reading records."""
+        return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Yield the error that hides a record and all after it, if that record is chosen."""

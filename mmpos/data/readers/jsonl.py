@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Mark, Raw, broken, is_chosen
 from mmpos.support.extras import needed_for
 
 __all__ = ["JsonlReader"]
+
+_COMPRESSED = (".gz", ".zst")
+_BLOCK = 2**20  # bytes in which lines are counted
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,13 @@ class JsonlReader(FileReader):
         path: the file; names that end in .gz or .zst are decompressed.
     """
 
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records; a broken line is an error and reading goes on, a broken compression ends the shard."""
-        start, step = stride(start, step)
-        index = 0
+        index = begin.index
         try:
             with _open(self.path) as file:
+                if begin.offset:
+                    file.seek(begin.offset)
                 while line := file.readline():
                     if is_chosen(index, start, step) and not line.isspace():
                         here = Location(self.path, index)
@@ -39,9 +43,23 @@ class JsonlReader(FileReader):
         except (OSError, EOFError, zlib.error) as error:
             yield from self.lost(error, index, start, step)
 
+    def marks(self, size: int) -> Iterator[Mark]:
+        """Yield the first line behind each so many bytes of a file that is not compressed; all lines are counted."""
+        if self.path.endswith(_COMPRESSED):
+            return
+        with _open(self.path) as file:
+            index = 0
+            while True:
+                for left in range(size, 0, -_BLOCK):
+                    index += file.read(min(left, _BLOCK)).count(b"\n")
+                index += file.readline().endswith(b"\n")
+                if not file.peek(1):
+                    return
+                yield Mark(index, file.tell())
 
-def _open(path: str) -> io.BufferedIOBase:
-    if path.endswith((".gz", ".zst")) and not os.path.getsize(path):
+
+def _open(path: str) -> io.BufferedReader | gzip.GzipFile:
+    if path.endswith(_COMPRESSED) and not os.path.getsize(path):
         raise EOFError("an empty file")  # which decompressors take for nothing compressed
     if path.endswith(".gz"):
         return gzip.open(path, "rb")

@@ -10,13 +10,14 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, BinaryIO, Self
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import FileReader, Raw, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Mark, Raw, is_chosen
 from mmpos.support.extras import needed_for
 
 __all__ = ["TarReader"]
@@ -45,12 +46,11 @@ class TarReader(FileReader):
         path: the file.
     """
 
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
-        start, step = stride(start, step)
-        index = 0
+        index = begin.index
         with open(self.path, "rb") as packed:
-            archive = _Archive(packed)
+            archive = _Archive(packed, begin.offset)
             try:
                 for key, members in groupby(archive.members(), key=itemgetter(0)):
                     here = Location(self.path, index)
@@ -63,22 +63,47 @@ class TarReader(FileReader):
             except _BROKEN as error:
                 yield from self.lost(archive.placed(error), index, start, step)
 
+    def marks(self, size: int) -> Iterator[Mark]:
+        """Yield the first record behind each so many bytes of an archive that is not compressed, before any damage."""
+        with open(self.path, "rb") as packed, suppress(*_BROKEN):
+            archive, behind = _Archive(packed), size
+            if archive.is_packed:
+                return
+            for index, (_, members) in enumerate(groupby(archive.members(), key=itemgetter(0))):
+                _, _, member = next(members)
+                if archive.has_global_headers:  # which every record behind them needs
+                    return
+                if member.offset >= behind:
+                    yield Mark(index, member.offset)
+                    behind = member.offset + size
+
 
 class _Archive:
     """Archive that is read alike whatever is wanted of it, so that all readers see the same damage.
 
     Args:
         packed: its file.
+        offset: byte of the header that is read first, in an archive that is not compressed.
     """
 
     _tar: tarfile.TarFile
 
-    def __init__(self, packed: BinaryIO) -> None:
+    def __init__(self, packed: BinaryIO, offset: int = 0) -> None:
         begin = packed.read(6)
-        packed.seek(0)
+        packed.seek(offset)
         unpack = next((unpack for magic, unpack in _UNPACK.items() if begin.startswith(magic)), None)
         self._file = packed if unpack is None else unpack(packed)
         self._size = os.fstat(packed.fileno()).st_size if unpack is None else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is compressed."""
+        return self._size is None
+
+    @property
+    def has_global_headers(self) -> bool:
+        """Whether a header for all members behind it was read."""
+        return bool(self._tar.pax_headers)
 
     def members(self) -> Iterator[_Member]:
         """Yield key, extension and member of each file that belongs to a record."""

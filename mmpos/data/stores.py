@@ -1,0 +1,519 @@
+"""Files on this machine and in object stores behind one type of path: read, written whole, claimed, listed."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import io
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import parse_qs, unquote
+
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.support.extras import missing, needed_for
+from mmpos.support.files import named, whole_file
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+__all__ = ["StorePath", "open_parquet", "store_path"]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/?]*)(.*?)(\?[a-z_]+=[^?*\[]*)?", re.DOTALL | re.IGNORECASE)
+_ARROW = ("abfs", "abfss", "gcs", "gs", "hdfs", "s3", "viewfs")  # schemes that pyarrow.fs opens
+_USERS = ("abfs", "abfss", "hdfs")  # schemes whose URLs name a container or a user before an @
+_OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
+
+_BUFFER = 2**23  # bytes of one request where a file is read in order
+_COPY = 2**24
+_MEMORY = 2**26  # bytes of a file that wait in memory until it is whole; more wait on disk
+_CONFLICTS = 5  # tries of a conditional request that collides with another
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """Path of a file or a folder, on this machine or in an object store; ``store_path`` makes one.
+
+    A path holds no connection and no credentials, so that it pickles and may be printed. For a path on this machine
+    it is an ``os.PathLike``.
+
+    Args:
+        text: the path on this machine, or the URL.
+    """
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __fspath__(self) -> str:
+        if self.is_url:
+            raise TypeError(f"got {self.text!r}, want a path on this machine, not a URL")
+        return self.text
+
+    def __truediv__(self, name: str) -> StorePath:
+        head, options = self._split()
+        return StorePath(f"{head.rstrip('/')}/{name}{options}" if self.is_url else os.path.join(self.text, name))
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the path is in a store."""
+        return _URL.fullmatch(self.text) is not None
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return PurePosixPath(self._split()[0]).name
+
+    @property
+    def stem(self) -> str:
+        """Last part of the path, without its last suffix."""
+        return PurePosixPath(self._split()[0]).stem
+
+    @property
+    def parent(self) -> StorePath:
+        """Folder of the path."""
+        head, options = self._split()
+        return StorePath(head.rstrip("/").rpartition("/")[0] + options if self.is_url else str(Path(head).parent))
+
+    def with_name(self, name: str) -> StorePath:
+        """Return the path beside this one that has another name."""
+        return self.parent / name
+
+    def exists(self) -> bool:
+        """Tell whether there is a file or a folder; a store has a folder if it has files below it."""
+        if not self.is_url:
+            return os.path.exists(self.text)
+        return self._info().type.name != "NotFound"
+
+    def is_file(self) -> bool:
+        """Tell whether there is a file."""
+        return bool(self._info().is_file) if self.is_url else os.path.isfile(self.text)
+
+    def identity(self) -> dict[str, object]:
+        """Return facts of a file, fit for JSON, that differ once it is written anew.
+
+        Returns:
+            its ``size`` in bytes; of a file on this machine also ``changed``, when it and its entry in the folder
+            changed, in nanoseconds; of an object ``version``: the ETag or the checksum where the store names one, else
+            the time of the last change.
+
+        Raises:
+            OSError: the file is not there, or the store does not answer; the error names the path.
+        """
+        if not self.is_url:
+            with named(self.text):
+                status = os.stat(self.text)
+            return {"size": status.st_size, "changed": [status.st_mtime_ns, status.st_ctime_ns]}
+        with _errors_of(self):
+            if self._scheme == "s3":
+                head = _s3_client(self._root, os.getpid()).head_object(**self._s3_names())
+                return {"size": head["ContentLength"], "version": head["ETag"].strip('"')}
+            if self._scheme not in _ARROW:
+                facts = _unwrapped(self._filesystem()).info(self._key)
+                names = ("ETag", "etag", "blob_id", "oid", "md5Hash", "generation", "last_modified", "mtime", "created")
+                version = next((str(facts[name]) for name in names if facts.get(name)), None)
+                return {"size": facts["size"], "version": version}
+            info = self._info()
+            if not info.is_file:
+                raise FileNotFoundError
+            return {"size": info.size, "version": str(info.mtime_ns)}
+
+    def open(self, buffer: int = _BUFFER) -> io.BufferedReader:
+        """Open a file for reading; it can seek.
+
+        The end of the file is where its size says: a store that sends less gives an error, never a short file.
+
+        Args:
+            buffer: bytes that one request of a store asks for where the file is read in order.
+
+        Raises:
+            OSError: here and while it is read: the file is not there, may not be read, or the store failed after the
+                retries of its library; the error names the path and has an errno.
+        """
+        if not self.is_url:
+            return open(self.text, "rb")
+        return io.BufferedReader(_ObjectFile(self), buffer)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            OSError: as open.
+        """
+        with self.open() as file:
+            return file.read()
+
+    @contextmanager
+    def write(self) -> Iterator[IO[bytes]]:
+        """Write a file that is there wholly when the block ends without an error, and is not touched otherwise.
+
+        On this machine it is written beside its place and renamed. For a store it is kept in memory, from 64 MiB on in
+        a temporary file, and uploaded when the block ends.
+
+        Yields:
+            A file to write bytes to.
+
+        Raises:
+            OSError: the file cannot be written; the error names the path. What was there before is there still.
+        """
+        if not self.is_url:
+            with whole_file(self.text) as file:
+                yield file
+            return
+        with tempfile.SpooledTemporaryFile(_MEMORY) as spool:
+            yield spool
+            self._upload(spool)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write a whole file.
+
+        Raises:
+            OSError: as write.
+        """
+        with self.write() as file:
+            file.write(data)
+
+    def create(self, data: bytes) -> bool:
+        """Write a file unless it is there: of several callers with different data, one gets True.
+
+        On this machine the file is linked to its name, on S3 it is put with ``If-None-Match``, on Google Cloud Storage
+        with ``ifGenerationMatch``, in memory within one process.
+
+        Args:
+            data: the content, which no other caller has: a request whose answer was lost finds its own bytes.
+
+        Returns:
+            True if the file now has this content, made by this call or an earlier one; False if it has another.
+
+        Raises:
+            UnsupportedError: the store has no such request.
+            OSError: the file cannot be written; the error names the path.
+        """
+        with _errors_of(self):
+            made = self._created(data)
+        return made or self.read_bytes() == data
+
+    def glob(self, pattern: str) -> list[StorePath]:
+        """List the files below this folder that match a pattern with ``*``, ``?``, ``[…]`` or ``**``, sorted.
+
+        Raises:
+            OSError: the store cannot be listed; the error names the path.
+        """
+        if not self.is_url:
+            below = os.path.join(glob.escape(self.text), pattern)
+            return sorted(StorePath(file) for file in glob.glob(below, recursive=True) if os.path.isfile(file))
+        return (self / pattern).matches()
+
+    def matches(self) -> list[StorePath]:
+        """List the files that match this path as a pattern, sorted.
+
+        Raises:
+            OSError: as glob.
+        """
+        if not self.is_url:
+            return sorted(StorePath(file) for file in glob.glob(self.text, recursive=True) if os.path.isfile(file))
+        _, options = self._split()
+        with _errors_of(self):
+            listing = _unwrapped(self._filesystem())
+            found = listing.glob(self._key, detail=True)
+            files = (name for name, info in found.items() if info["type"] == "file")
+            return sorted(StorePath(f"{self._scheme}://{name.lstrip('/')}{options}") for name in files)
+
+    def make_folder(self) -> None:
+        """Make a folder and those above it; an object store needs none."""
+        if not self.is_url:
+            os.makedirs(self.text, exist_ok=True)
+        elif self._scheme not in _ARROW:
+            with _errors_of(self):
+                _unwrapped(self._filesystem()).makedirs(self._key, exist_ok=True)
+
+    def remove(self) -> None:
+        """Remove a file, if it is there.
+
+        Raises:
+            OSError: it cannot be removed; the error names the path.
+        """
+        if not self.is_url:
+            Path(self.text).unlink(missing_ok=True)
+        elif self.is_file():
+            with _errors_of(self):
+                self._filesystem().delete_file(self._key)
+
+    def _split(self) -> tuple[str, str]:
+        """Return the path without the options of a URL, and these."""
+        url = _URL.fullmatch(self.text)
+        options = (url[4] if url else None) or ""
+        return self.text[: len(self.text) - len(options)], options
+
+    @property
+    def _scheme(self) -> str:
+        return self.text.partition(":")[0]
+
+    @property
+    def _root(self) -> str:
+        """URL of the bucket, with the options, by which a filesystem is opened."""
+        url = _URL.fullmatch(self.text)
+        assert url is not None, "paths on this machine have no root"
+        return f"{url[1]}://{url[2]}{url[4] or ''}"
+
+    @property
+    def _key(self) -> str:
+        """Path inside of the filesystem, bucket included."""
+        head, _ = self._split()
+        if self._scheme in ("http", "https"):
+            return head
+        inside = head.partition("://")[2]
+        return inside.partition("@")[2] if self._scheme == "gs" and inside.startswith("anonymous@") else inside
+
+    def _filesystem(self) -> Any:
+        return _filesystem(self._root, os.getpid())
+
+    def _info(self) -> Any:
+        with _errors_of(self):
+            return self._filesystem().get_file_info(self._key)
+
+    def _s3_names(self) -> dict[str, str]:
+        bucket, _, key = self._key.partition("/")
+        return {"Bucket": bucket, "Key": key}
+
+    def _upload(self, spool: IO[bytes]) -> None:
+        size = spool.seek(0, io.SEEK_END)
+        spool.seek(0)
+        with _errors_of(self):
+            with self._filesystem().open_output_stream(self._key) as file:
+                shutil.copyfileobj(spool, file, _COPY)
+            stored = self._filesystem().get_file_info(self._key).size
+        if stored != size:
+            self.remove()
+            raise _failed(self, errno.EIO, f"got {stored} bytes after an upload of {size}; removed")
+
+    def _created(self, data: bytes) -> bool:
+        if not self.is_url:
+            return _linked(Path(self.text), data)
+        if self._scheme == "s3":
+            return _put_new(_s3_client(self._root, os.getpid()), data, **self._s3_names())
+        if self._scheme not in ("memory", "gs", "gcs"):
+            want = "a path on this machine, s3:// or gs://"
+            raise UnsupportedError(f"{self}: got a store without conditional writes, want {want}")
+        try:
+            _fsspec(f"{self._scheme}://").pipe_file(self._key, data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+
+def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
+    """Check a path or a URL; nothing is opened.
+
+    >>> store_path("output", "s3://bucket/folder/") / "a.parquet"
+    StorePath(text='s3://bucket/folder/a.parquet')
+
+    Args:
+        name: name of the argument in errors.
+        path: path on this machine, or URL of a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
+
+    Raises:
+        InvalidInputError: a URL with credentials, which would be printed and stored, or with an option that is unknown.
+    """
+    if isinstance(path, StorePath):
+        return path
+    text = os.fsdecode(path)
+    url = _URL.fullmatch(text)
+    if url is None:
+        return StorePath(text)
+    scheme, authority, rest, options = url[1].lower(), url[2], url[3], url[4] or ""
+    user, at, host = authority.rpartition("@")
+    names_user = at and scheme not in _USERS and user != "anonymous"
+    if names_user or ":" in user or re.search(r":(?!\d+$)", host):
+        want = "credentials in the environment or the configuration of the store"
+        raise InvalidInputError(f"{name}: got a URL of {scheme} with credentials, want {want}")
+    if unknown := set(parse_qs(options[1:], keep_blank_values=True)) - (_OPTIONS if scheme in _ARROW else set()):
+        want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
+        raise InvalidInputError(f"{name}: got a URL of {scheme} with the option {min(unknown)!r}, want {want}")
+    if scheme == "file":
+        # file:///a, and file:/a as pathlib leaves it, are /a
+        slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
+        if len(slashes) == 2 and authority != "localhost":
+            raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")
+        return StorePath(unquote(rest if len(slashes) == 2 else f"/{authority}{rest}"))
+    return StorePath(f"{scheme}://{authority}{rest}{options}")
+
+
+def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
+    """Open a Parquet file; the ranges that a read needs are asked of a store together.
+
+    Args:
+        path: the file.
+        options: of ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+        OSError, pyarrow.ArrowException: as ParquetFile; an OSError of a store names the path and has an errno.
+    """
+    with needed_for("Parquet files", extra="data"):
+        from pyarrow import parquet
+    if not path.is_url:
+        return parquet.ParquetFile(path.text, **options)
+    return parquet.ParquetFile(_ObjectFile(path), **options | {"pre_buffer": True, "buffer_size": 0})
+
+
+class _ObjectFile(io.RawIOBase):
+    """Object of a store as a file that can seek, whose errors name its URL.
+
+    Args:
+        path: its URL.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        super().__init__()
+        self._path, self._at = path, 0
+        with _errors_of(path):
+            self._file = path._filesystem().open_input_file(path._key)
+            self._size = int(self._file.size())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        want = max(0, min(len(view), self._size - self._at))
+        if want:
+            with _errors_of(self._path):
+                data = self._file.read_at(want, self._at)
+            if len(data) != want:
+                got = f"{len(data)} of {want} bytes from byte {self._at} on"
+                raise _failed(self._path, errno.EIO, f"the store sent {got}")
+            view[:want] = data
+            self._at += want
+        return want
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@lru_cache(maxsize=64)
+def _filesystem(root: str, pid: int) -> Any:
+    """Open the filesystem of a URL, for one process, as connections do not outlive a fork."""
+    with needed_for("URLs", extra="data"):
+        from pyarrow import fs
+    if root.partition(":")[0] in _ARROW:
+        return fs.FileSystem.from_uri(root)[0]
+    return fs.PyFileSystem(fs.FSSpecHandler(_fsspec(root)))
+
+
+def _fsspec(root: str) -> Any:
+    """Open the filesystem of a URL by fsspec."""
+    with needed_for("URLs", extra="data"):
+        import fsspec
+        from fsspec.registry import known_implementations
+    scheme = root.partition(":")[0]
+    try:
+        return fsspec.core.url_to_fs(root)[0]
+    except ImportError as error:
+        module = known_implementations[scheme]["class"].partition(".")[0]
+        if module == "fsspec":  # whose filesystem needs a package of others
+            module = getattr(error.__cause__, "name", None) or str(error)
+        raise missing(f"{scheme} URLs", module.replace("_", "-"), extra=None) from error
+    except ValueError as error:
+        if scheme in known_implementations:
+            raise
+        raise InvalidInputError(f"{root}: got a URL of {scheme!r}, want a scheme of pyarrow.fs or fsspec") from error
+
+
+def _unwrapped(filesystem: Any) -> Any:
+    """Return a filesystem as one of fsspec, whose patterns it then has."""
+    with needed_for("URLs", extra="data"):
+        from fsspec.implementations.arrow import ArrowFSWrapper
+    handler = getattr(filesystem, "handler", None)
+    return ArrowFSWrapper(filesystem) if handler is None else handler.fs
+
+
+@lru_cache(maxsize=64)
+def _s3_client(root: str, pid: int) -> Any:
+    """Make the client of S3 for what pyarrow has no words for: conditions and ETags."""
+    with needed_for("versions and claims on S3", extra="s3"):
+        import boto3
+    options = {name: values[0] for name, values in parse_qs(root.partition("?")[2]).items()}
+    endpoint = options.get("endpoint_override")
+    if endpoint is not None and "://" not in endpoint:
+        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+    return boto3.client("s3", endpoint_url=endpoint, region_name=options.get("region"))
+
+
+def _put_new(client: Any, data: bytes, **names: str) -> bool:
+    with needed_for("claims on S3", extra="s3"):
+        from botocore.exceptions import ClientError
+    for tries in range(1, _CONFLICTS + 1):
+        try:
+            client.put_object(Body=data, IfNoneMatch="*", **names)
+            return True
+        except ClientError as error:
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if status == 412:
+                return False
+            if status != 409 or tries == _CONFLICTS:
+                raise
+            time.sleep(0.1 * tries)
+    raise AssertionError("the last try returns or raises")
+
+
+def _linked(path: Path, data: bytes) -> bool:
+    """Write a file beside its name and link it there; True unless the name is taken."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(beside, path)
+    except FileExistsError:
+        return False
+    finally:
+        beside.unlink(missing_ok=True)
+    return True
+
+
+@contextmanager
+def _errors_of(path: StorePath) -> Iterator[None]:
+    """Let every error of a store be an OSError with an errno that names the path."""
+    try:
+        yield
+    except (MmposError, ImportError):
+        raise
+    except Exception as error:
+        words = str(error) or type(error).__name__
+        denied = re.search(
+            r"access.?denied|forbidden|\b40[13]\b|no ?credentials|unable to locate credentials", words, re.I
+        )
+        absent = re.search(r"\b404\b|not ?found|no.?such.?(bucket|key)", words, re.I)
+        number = error.errno if isinstance(error, OSError) and error.errno else None
+        number = number or (errno.EACCES if denied or isinstance(error, PermissionError) else None)
+        number = number or (errno.ENOENT if absent or isinstance(error, FileNotFoundError) else errno.EIO)
+        raise _failed(path, number, words) from error
+
+
+def _failed(path: StorePath, number: int, words: str) -> OSError:
+    standard = os.strerror(number)
+    detail = "" if not path.is_url or words.startswith("[Errno") else f" ({' '.join(words.split())[:300]})"
+    return OSError(number, f"{standard}{detail}", path.text)

@@ -1,0 +1,89 @@
+"""`mmpos preprocess --config`: a folder of a model alone gives the tokens, images and positions of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from qwen_processors import both, config_of
+from tiny_models import tiny_config
+
+from mmpos.__main__ import main
+from mmpos.data import SequenceShard
+
+PHOTOS = Path(__file__).parents[2] / "mmpos/photos"
+CONTENT = [{"type": "image", "image": "coffee.jpg"}, {"type": "text", "text": "What is this?"}]
+CHAT = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": "A cup of coffee."}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    config_of("qwen2_vl").save_pretrained("model")
+    both("qwen2_vl")[1].save_pretrained("model")
+    return Path("model")
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Preprocess the chat, and return what is said on stderr."""
+    command = ["preprocess", "chat.jsonl", "-o", "out", "-f", "chat", "--images-from", str(PHOTOS), "--config", "model"]
+    main([*command, *options])
+    return capsys.readouterr().err
+
+
+def test_a_folder_gives_what_the_processor_of_the_model_gives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")
+    (example,) = SequenceShard("out/chat.parquet").examples()
+    theirs = both("qwen2_vl")[1]
+    text = theirs.apply_chat_template(CHAT, tokenize=False)
+    want: Any = theirs(
+        text=[text], images=[Image.open(PHOTOS / "coffee.jpg")], add_special_tokens=False, return_tensors="np"
+    )
+    assert example.sequence.input_ids.tolist() == want["input_ids"][0].tolist()
+    assert (example.sequence.grid_thw * [1, 2, 2]).tolist() == want["image_grid_thw"].tolist()
+    assert example.sequence.positions.scheme == "mrope-transformers"
+    assert example.sequence.patches is not None
+    assert np.flatnonzero(example.labels >= 0)[0] > example.sequence.image_spans[0, 1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "--config: model/config.json:1: got no valid JSON ("),
+        ("config.json", None, "--config: model: got a folder without config.json, want that of a model"),
+        ("config.json", '{"model_type": "eliza"}', "--config: "),
+        ("tokenizer.json", "{", "--config: model/tokenizer.json: got "),
+        (
+            "preprocessor_config.json",
+            '{"image_processor_type": "Other"}',
+            "--config: model/preprocessor_config.json: image_pr",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
+) -> None:
+    (folder / "processor_config.json").unlink(missing_ok=True)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    said = run(capsys)
+    assert said.startswith(f"mmpos: error: {message}"), said
+    assert said.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_a_model_of_text_takes_text_alone(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    both("qwen2_vl")[1].tokenizer.save_pretrained("model")
+    tiny_config("llama").save_pretrained("model")
+    Path("chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is this?"}]}))
+    assert run(capsys).startswith("1/1 shard ")
+    (example,) = SequenceShard("out/chat.parquet").examples()
+    assert example.sequence.positions.axes == 1

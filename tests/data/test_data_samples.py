@@ -1,0 +1,195 @@
+"""Rows of NeMo Curator: written, joined to samples whole or refused whole, and in a stage of its pipelines."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from results import same
+from test_data_formats import CAT, PHOTOS
+
+from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos.data import (
+    SAMPLE_SCHEMA,
+    Curator,
+    Document,
+    Images,
+    Location,
+    Piece,
+    Preprocess,
+    RecordError,
+    SampleReader,
+    Stage,
+    join_samples,
+    read_examples,
+    write_samples,
+)
+from mmpos.data.readers import JsonlReader, ParquetReader
+
+DOCUMENTS = [
+    Document("0", (Piece("A cat:", False), Piece(CAT), Piece("It looks."))),
+    Document("1", (Piece("Words."),)),
+    Document("2", (Piece(PHOTOS / "coffee.jpg"), Piece("A cup."))),
+]
+FORMAT = Curator(images=Images(PHOTOS))
+
+
+def reader(path: Path) -> SampleReader:
+    return SampleReader(ParquetReader(str(path)))
+
+
+def documents(reader: SampleReader, *args: int) -> list[Any]:
+    """Number, and key and pieces or the reason, of each sample."""
+    found: list[Any] = []
+    for location, raw in reader.records(*args):
+        if isinstance(raw, RecordError):
+            found.append((location.index, str(raw).removeprefix(f"{location}: ")))
+        else:
+            made = FORMAT(raw, location)
+            found.append((location.index, (made.key, [(piece.part, piece.train) for piece in made.pieces])))
+    return found
+
+
+WANTED = [(i, (each.key, [(piece.part, piece.train) for piece in each.pieces])) for i, each in enumerate(DOCUMENTS)]
+
+
+def test_what_is_written_is_read_wherever_row_groups_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    assert write_samples(DOCUMENTS, path) == 6
+    rows = pq.read_table(path)
+    assert rows.schema.equals(SAMPLE_SCHEMA)
+    assert rows["content_type"].to_pylist() == [
+        "text/plain",
+        "image/jpeg",
+        "text/plain",
+        "text/plain",
+        None,
+        "text/plain",
+    ]
+    pq.write_table(rows.take([2, 0, 1, 3, 5, 4]), path, row_group_size=2)
+    made = pickle.loads(pickle.dumps(reader(path)))
+    assert made.count() == 3
+    for start, step in [(0, 1), (1, 1), (0, 2), (2, 1), (3, 1), (9, 4)]:
+        assert documents(made, start, step) == WANTED[start::step]
+
+
+def test_a_sample_of_scattered_rows_is_refused_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_samples(DOCUMENTS, path)
+    pq.write_table(pq.read_table(path).take([0, 3, 1, 2, 4, 5]), path)
+    reason = "sample_id: got '0' in 2 places, want the rows of a sample side by side"
+    assert documents(reader(path)) == [(0, reason), WANTED[1], (2, reason), (3, WANTED[2][1])]
+
+
+def test_a_row_that_cannot_be_read_refuses_its_sample_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_samples(DOCUMENTS, path)
+    rows = pq.read_table(path)
+    plain: Any = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(rows, path, row_group_size=1, write_page_checksum=True, **plain)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"It looks.")] ^= 1
+    path.write_bytes(data)
+    found = documents(reader(path))
+    assert found[1:] == WANTED[1:]
+    assert found[0][1].startswith(f"{path}[2]: got ")  # the row
+    path.write_bytes(data[: len(data) // 2])
+    ((index, lost),) = documents(reader(path))
+    assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "what follows it is lost", None)
+
+
+def test_a_column_of_ids_must_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": ["a"]}), path)
+    with pytest.raises(InvalidInputError, match="got the columns id, want sample_id among them"):
+        list(reader(path).records())
+    with pytest.raises(InvalidInputError, match="table: got the columns id, want sample_id among them"):
+        join_samples(pa.table({"id": ["a"]}))
+    with pytest.raises(InvalidInputError, match=r"sample_id: got a column of list<item: int64>, want text"):
+        join_samples(pa.table({"sample_id": [[1]]}))
+    with pytest.raises(InvalidInputError, match="reader: got JsonlReader, want that of a Parquet file or of Lance"):
+        SampleReader(JsonlReader("a.jsonl"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each once"),
+        (
+            [DOCUMENTS[0], Document("9", (Piece(Grid(2, 2)),))],
+            "9: pieces[0]: got Grid, want text, the bytes of an image file or its path",
+        ),
+    ],
+)
+def test_a_document_that_cannot_be_written_leaves_no_file(
+    wrong: list[Document], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmpos.data.samples._GROUP_BYTES", 4)
+    with pytest.raises(InvalidInputError) as error:
+        write_samples(wrong, tmp_path / "a.parquet")
+    assert str(error.value) == message
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_a_table_are_joined_wherever_they_stand(tmp_path: Path) -> None:
+    write_samples(DOCUMENTS, tmp_path / "a.parquet")
+    rows = pq.read_table(tmp_path / "a.parquet")
+    joined = join_samples(rows.take([3, 2, 5, 0, 4, 1])).to_pylist()
+    assert [record["id"] for record in joined] == ["1", "0", "2"]
+    for record, want in zip(joined, [WANTED[1], WANTED[0], WANTED[2]], strict=True):
+        made = FORMAT(record, Location("batch", 0))
+        assert [(piece.part, piece.train) for piece in made.pieces] == want[1][1]
+    assert join_samples(rows.slice(0, 0)).num_rows == 0
+
+
+@dataclass
+class Batch:
+    """Stand-in for the batches of NeMo Curator 1.4, with their fields."""
+
+    dataset_name: str
+    data: pa.Table
+    _stage_perf: list[Any] = field(default_factory=list)
+    _metadata: dict[str, Any] = field(default_factory=dict)
+
+    def to_pyarrow(self) -> pa.Table:
+        return self.data
+
+
+class Processing:
+    """Stand-in for its ProcessingStage."""
+
+    def process_batch(self, tasks: list[Any]) -> list[Any]:
+        return [self.process(task) for task in tasks]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", ["stand-in", "nemo_curator"])
+def test_a_stage_of_nemo_curator_makes_ready_examples_of_its_rows(package: str, tmp_path: Path) -> None:
+    base, rows, ready = cast(tuple[Any, Any, Any], (Processing, Batch, Batch))
+    if package != "stand-in":
+        base = pytest.importorskip("nemo_curator.stages.base", reason="only its interface is tested").ProcessingStage
+        tasks = pytest.importorskip("nemo_curator.tasks")
+        rows, ready = tasks.InterleavedBatch, tasks.DocumentBatch
+
+    @dataclass
+    class Ready(base):  # type: ignore[misc,valid-type]
+        stage: Stage
+        name: str = "ready"
+
+        def process(self, task: Any) -> Any:
+            made = self.stage(join_samples(task.to_pyarrow()))
+            return ready(task.dataset_name, made, _metadata=task._metadata, _stage_perf=task._stage_perf)
+
+    broken = Document("9", (Piece(b"no image"),))
+    write_samples([*DOCUMENTS, broken], tmp_path / "a.parquet")
+    builder = SequenceBuilder(images=ImageProcessor("pillow", max_tokens=4))
+    preprocess = Preprocess(FORMAT, builder)
+    (batch,) = Ready(Stage(preprocess)).process_batch([rows("cats", pq.read_table(tmp_path / "a.parquet"))])
+    assert [error is None for error in batch.data["error"].to_pylist()] == [True, True, True, False]
+    wanted = [preprocess(cast(Any, raw), here) for here, raw in list(reader(tmp_path / "a.parquet").records())[:3]]
+    for got, want in zip(read_examples(batch.data), wanted, strict=True):
+        same(got, want)

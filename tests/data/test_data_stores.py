@@ -1,0 +1,196 @@
+"""Paths on this machine, in memory and on a server of S3: one behaviour for all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from s3 import ENVIRONMENT, make_bucket, s3_server
+
+from mmpos.data.stores import StorePath, open_parquet, store_path
+from mmpos.errors import InvalidInputError, UnsupportedError
+
+_NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
+    """An empty folder in each kind of store."""
+    number = next(_NUMBERS)
+    if request.param == "local":
+        return store_path("folder", tmp_path)
+    if request.param == "memory":
+        return store_path("folder", f"memory://folder-{number}/in")
+    address = request.getfixturevalue("server")
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{address}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(address, f"bucket-{number}")
+    return store_path("folder", f"s3://bucket-{number}/in")
+
+
+def test_a_file_is_written_whole_read_in_any_order_and_removed(folder: StorePath) -> None:
+    path = folder / "a b%20ü.bin"
+    data = bytes(range(256)) * 4096
+    assert not path.exists()
+    path.write_bytes(b"before")
+    with path.write() as file:
+        file.write(data[:1000])
+        file.write(data[1000:])
+    with path.open() as read:
+        assert read.seek(300_000) == 300_000
+        assert read.read(10) == data[300_000:300_010]
+        assert read.seek(-3, 2) == len(data) - 3
+        assert read.read() == data[-3:]
+        assert read.seek(len(data) + 5) == len(data) + 5
+        assert read.read(1) == b""
+    assert pickle.loads(pickle.dumps(path)).read_bytes() == data
+    assert [path.is_file(), path.exists(), folder.is_file(), folder.exists()] == [True, True, False, True]
+    path.remove()
+    path.remove()
+    assert not path.exists()
+
+
+def test_a_block_that_fails_leaves_what_was_there(folder: StorePath) -> None:
+    path = folder / "a"
+    path.write_bytes(b"before")
+    with pytest.raises(TypeError), path.write() as file:
+        file.writelines([b"half", None])  # type: ignore[list-item]
+    assert path.read_bytes() == b"before"
+    assert folder.glob("*") == [path]
+
+
+def test_one_of_several_callers_creates_a_file(folder: StorePath) -> None:
+    claim = folder / "claim"
+    assert claim.create(b"first")
+    assert not claim.create(b"second")
+    assert claim.create(b"first")  # a request whose answer was lost
+    assert claim.read_bytes() == b"first"
+    assert folder.glob("*") == [claim]
+    claim.remove()
+    assert claim.create(b"second")
+
+
+def test_identities_differ_once_a_file_is_written_anew(folder: StorePath) -> None:
+    path = folder / "a"
+    path.write_bytes(b"one")
+    first = path.identity()
+    assert first == path.identity()
+    assert first["size"] == 3
+    path.write_bytes(b"two")
+    assert path.identity() != first
+
+
+def test_patterns_find_files_at_any_depth(folder: StorePath) -> None:
+    names = ["a-0.tar", "a-1.tar", "b.tar", "deep/a-2.tar", "deep/er/a-3.tar"]
+    for name in names:
+        (folder / name).parent.make_folder()
+        (folder / name).write_bytes(b"x")
+    for pattern, want in {
+        "a-*.tar": names[:2],
+        "a-[1-9].tar": names[1:2],
+        "?.tar": names[2:3],
+        "*/a-?.tar": names[3:4],
+        "**/a-*.tar": [*names[:2], *names[3:]],
+        "none*": [],
+    }.items():
+        assert folder.glob(pattern) == [folder / name for name in want], pattern
+
+
+def test_a_file_that_is_not_there_is_named(folder: StorePath) -> None:
+    path = folder / "none"
+    for call in (path.open, path.read_bytes, path.identity, lambda: open_parquet(path)):
+        with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
+            call()
+
+
+def test_columns_of_a_parquet_file_are_read(folder: StorePath) -> None:
+    path = folder / "a.parquet"
+    table = pa.table({"n": range(10_000), "text": [f"row {i}" for i in range(10_000)]})
+    with path.write() as file:
+        parquet.write_table(table, file, row_group_size=1000)
+    with open_parquet(path, buffer_size=2**16, pre_buffer=False) as opened:
+        assert opened.read_row_group(3, ["n"])["n"].to_pylist() == list(range(3000, 4000))
+        assert opened.read() == table
+
+
+def _read(path: StorePath) -> None:
+    assert path.read_bytes() == b"x"
+    path.with_name("by-child").write_bytes(b"y")
+
+
+def test_a_forked_process_makes_connections_of_its_own(folder: StorePath) -> None:
+    if folder.text.startswith("memory"):
+        pytest.skip("memory belongs to one process")
+    path = folder / "a"
+    path.write_bytes(b"x")
+    child = multiprocessing.get_context("fork").Process(target=_read, args=(path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert path.with_name("by-child").read_bytes() == b"y"
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("a/b", "a/b"),
+        (Path("s3://bucket/a"), "s3://bucket/a"),  # of which pathlib leaves out a slash
+        ("S3://Bucket/A", "s3://Bucket/A"),
+        ("file:///a%20b", "/a b"),
+        (Path("file:///a"), "/a"),
+        ("file://localhost/a", "/a"),
+        ("abfs://container@account/a", "abfs://container@account/a"),
+        ("gs://anonymous@bucket/a", "gs://anonymous@bucket/a"),
+        ("s3://b/a?.tar", "s3://b/a?.tar"),
+    ],
+)
+def test_paths_and_urls(given: str | Path, want: str) -> None:
+    assert str(store_path("path", given)) == want
+
+
+def test_parts_of_urls_keep_the_options() -> None:
+    path = store_path("path", "s3://bucket/a.b/c.tar.gz?region=eu-west-1")
+    assert (path.name, path.stem) == ("c.tar.gz", "c.tar")
+    assert str(path.parent) == "s3://bucket/a.b?region=eu-west-1"
+    assert str(path.with_name("d")) == "s3://bucket/a.b/d?region=eu-west-1"
+    with pytest.raises(TypeError, match="want a path on this machine"):
+        Path(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://AKIA:hidden@bucket/a", "x: got a URL of s3 with credentials, want credentials in the environment"),
+        ("s3://AKIA:hid/den@bucket/a", "x: got a URL of s3 with credentials"),
+        ("https://hidden@host/a", "x: got a URL of https with credentials"),
+        ("https://host/a?sig=hidden", "x: got a URL of https with the option 'sig', want a URL without options"),
+        ("s3://bucket/a?secret=hidden", "x: got a URL of s3 with the option 'secret', want endpoint_override, region"),
+        ("file://host/a", "x: got 'file://host/a', want file:/// and a path on this machine"),
+    ],
+)
+def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}") as raised:
+        store_path("x", url)
+    assert "hid" not in str(raised.value)
+
+
+def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
+        store_path("x", "nope://bucket/a").open()
+    with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
+        store_path("x", "sftp://host/a").open()
+    with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
+        store_path("x", "https://host/a").create(b"")

@@ -117,7 +117,7 @@ def headings(page: Path) -> list[str]:
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme) <= 9_000
+    assert len(readme) <= 9_300
     linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)", readme)}
     outside = {page for page in PAGES if ROOT / "docs" not in page.parents and page.name != "README.md"}
     assert (outside | {ROOT / "docs/index.md"}) - linked == set()

@@ -39,6 +39,11 @@ class SliceReader:
         suffix = "".join(PurePath(name).suffixes[-1:])
         return os.path.join(folder, f"{name.removesuffix(suffix)}-{self.number:05}-of-{self.slices:05}{suffix}")
 
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.reader.path
+
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read the records start, start + step, … of the file that lie in the slice."""
         start, step = stride(start, step)

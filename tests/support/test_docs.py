@@ -133,7 +133,7 @@ def test_the_site_leads_to_every_page_and_links_to_nothing_outside_it() -> None:
             assert folder in (page.parent / link).resolve().parents, (page.name, link)
 
 
-def _leaves(nav: object) -> Iterator[str]:
+def _leaves(nav: Any) -> Iterator[str]:
     """Yield the pages of a navigation."""
     if isinstance(nav, str):
         yield nav

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import time
 from pathlib import Path
 
 import numpy as np
+import planned_ranks
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_corpus import mixed_corpus
@@ -20,6 +23,7 @@ from mmpos.data import (
     Cost,
     Example,
     Headers,
+    PackedCollator,
     PlannedPacks,
     SequenceShard,
     SequenceWriter,
@@ -145,6 +149,32 @@ def test_weighted_losses_are_the_loss_of_all_labels() -> None:
     assert (made.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
 
 
+@pytest.mark.slow
+def test_weighted_losses_of_four_ranks_and_their_gradient_are_those_of_the_documents(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
+    headers, shard_of, row = read_headers([one])
+    made = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
+    assert made.labels.min() < made.labels.max() / 2, "labels are uneven"
+    write_index(tmp_path / "index.parquet", made, [one.source], shard_of, row)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=planned_ranks.run, args=(rank, tmp_path)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0] * 4
+
+    model = planned_ranks.model()
+    alone = [planned_ranks.losses(model, PackedCollator()([each])) for each in one.examples()]
+    assert [each.numel() for each in alone] == headers.labels.tolist()
+    want = torch.cat(alone).mean()
+    want.backward()
+    loss, gradient = torch.load(tmp_path / "result")
+    assert loss == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-8)
+
+
 def test_the_packs_of_a_rank_resume_in_the_middle() -> None:
     made = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
     whole = [[pack.tolist() for pack in step] for step in made.packs(1)]
@@ -196,6 +226,12 @@ REFUSED = [
         "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
         "or fewer ranks or microbatches",
     ),
+    (
+        {"tokens": [2, 3, 2, 3]},
+        {"ranks": 3, "window": 2},
+        "headers: got 2 examples that are planned together, want at least 3, one for each of the 3 packs of a step, "
+        "or fewer ranks or microbatches, or a larger window",
+    ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got 1.80144e+16 in all, want at most 9.0072e+15"),
     ({}, {"cost": Cost(1.5e308)}, "cost: got examples that cost inf in all, want a finite number: smaller units"),
     ({}, {"cost": 3}, "cost: got int, want a Cost"),
@@ -226,6 +262,15 @@ def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, 
             "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
         ),
         (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
+        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as Headers.of gives it"),  # type: ignore[list-item]
+        (
+            lambda: read_headers(["path"]),  # type: ignore[list-item]
+            "shards[0]: got str, want a SequenceShard, as SequenceShard(path) gives it",
+        ),
+        (
+            lambda: write_index("a", None, [], [], []),  # type: ignore[arg-type]
+            "plan: got NoneType, want a TrainingPlan, as mmpos.data.plan gives it",
+        ),
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
         (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want Headers"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
@@ -237,13 +282,15 @@ def test_costs_that_mean_nothing_are_refused(call: object, message: str) -> None
     assert str(error.value) == message
 
 
-def shard(path: Path, sizes: list[int]) -> SequenceShard:
-    """Write examples of this many tokens, each with one image of 2×3 tokens."""
+def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> SequenceShard:
+    """Write examples of this many tokens, each with an image of 2×3 tokens; every second is trained on in a part."""
     builder = SequenceBuilder()
     with SequenceWriter(path) as writer:
         for i, size in enumerate(sizes):
             sequence = builder.build(["x" * (size - 8), Grid(2, 3)])
-            labels = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)
+            labels = np.full(size, -100)
+            kept = trained if i % 2 else slice(None)
+            labels[kept] = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)[kept]
             writer.write(Example(f"{path.stem}-{i}", sequence, labels))
     return SequenceShard(path)
 
@@ -252,8 +299,9 @@ def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
     shards = [shard(tmp_path / "a.parquet", [10, 12, 14, 20]), shard(tmp_path / "b.parquet", [16, 9, 30])]
     headers, shard_of, row = read_headers(shards)
     assert headers.tokens.tolist() == [10, 12, 14, 20, 16, 9, 30]
-    assert headers.labels.tolist() == [4, 6, 8, 14, 10, 3, 24]
+    assert headers.labels.tolist() == [3, 5, 7, 13, 9, 2, 23]
     assert headers.patches.tolist() == [24] * 7
+    assert Headers.of([each for one in shards for each in one.examples()]).labels.tolist() == headers.labels.tolist()
     assert (shard_of.tolist(), row.tolist()) == ([0, 0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2])
     made = planned(headers, max_tokens=32, ranks=2)
     index = tmp_path / "index.parquet"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
-from mmpos.support.checks import IntArray, finite, first_bad, host_array, int_array, integer, integers
+from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers
 
 __all__ = ["Cost", "Headers"]
 
@@ -27,7 +27,7 @@ class Headers:
 
     Args:
         tokens: (examples,) tokens of each, image tokens and markers included; at least 1.
-        labels: (examples,) tokens of each that are trained on.
+        labels: (examples,) tokens of each that are trained on; the first of a document is not, since none predicts it.
         patches: (images,) patches of each image, or frame of a video, before they are merged to tokens.
         images: (examples,) images of each, in the order of ``patches``; None if there are no images.
     """
@@ -79,7 +79,7 @@ class Headers:
         frames = np.concatenate([np.zeros((0, 3), np.int64), *grids])
         return cls(
             [example.num_tokens for example in examples],
-            [int((example.labels != IGNORE_INDEX).sum()) for example in examples],
+            [int((example.labels[1:] != IGNORE_INDEX).sum()) for example in examples],
             (frames[:, 1] * frames[:, 2] * merged).repeat(frames[:, 0]),
             [int(grid[:, 0].sum()) for grid in grids],
         )
@@ -158,6 +158,8 @@ class Cost:
         Raises:
             InvalidInputError: fewer than four measurements, or times from which tokens seem to cost nothing.
         """
+        for i, batch in enumerate(batches):
+            instance(f"batches[{i}]", batch, Headers, "Headers.of")
         times = host_array("seconds", seconds)
         if times.dtype.kind not in "iuf":
             raise InvalidInputError(f"seconds: got dtype {times.dtype}, want numbers")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import planned_ranks
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_corpus import mixed_corpus
@@ -28,6 +31,7 @@ from mmpos.data import (
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
+    calibrate,
     first_fit_decreasing,
     plan,
     read_headers,
@@ -422,3 +426,69 @@ def test_the_command_writes_the_index_a_report_and_a_picture(
     assert "of 2 ranks and 1 microbatch" in said
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, now, order = Cost(3e-6, 2e-10, 4e-7, 1e-11), [0.0], []
+    random = np.random.default_rng(0)
+
+    def step(tokens: int, patches: int) -> None:
+        order.append((tokens, patches))
+        headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
+        late = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # the first round, and outliers
+        now[0] += 0.001 + want.of(headers).sum() + late
+
+    monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
+    made = calibrate(step)
+    assert order == order[:10] * 8
+    assert made.overhead == pytest.approx(0.001, rel=1e-3)
+    assert made.residual < 1e-6
+    made.write(tmp_path / "cost.json", model="tiny")
+    read = Cost.read(tmp_path / "cost.json")
+    assert read == made.cost
+    for each in fields(Cost):
+        assert getattr(read, each.name) == pytest.approx(getattr(want, each.name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "got no JSON .*, want a file of mmpos data calibrate"),
+        ('{"cost": {"tokens": 1}}', r"cost: got \['tokens'\], want language_linear, language_quadratic, vision_linear"),
+        (
+            json.dumps({"cost": {each.name: "a" for each in fields(Cost)}}),
+            "Cost.language_linear: got 'a', want a finite",
+        ),
+        (json.dumps({"cost": {each.name: 0 for each in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
+    ],
+)
+def test_a_file_without_costs_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "cost.json").write_text(content)
+    with pytest.raises(InvalidInputError, match=f"cost.json: {message}"):
+        Cost.read(tmp_path / "cost.json")
+
+
+def test_too_few_sizes_and_steps_without_time_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"tokens: got \[8\], want at least 3 different sizes"):
+        calibrate(lambda tokens, patches: None, tokens=[8, 8])
+    with pytest.raises(InvalidInputError, match=r"patches: got \[4\], want at least 3 different sizes"):
+        calibrate(lambda tokens, patches: None, patches=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [[], ["--layers", "1"]])
+def test_the_command_measures_a_model_of_random_weights(tmp_path: Path, layers: list[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 260}
+    transformers.Qwen2VLConfig(
+        text_config={**sizes, "pad_token_id": None, "rope_parameters": rope},
+        vision_config={"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+        image_token_id=256, video_token_id=257, vision_start_token_id=258, vision_end_token_id=259,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    cost = tmp_path / "cost.json"
+    words = ["--tokens", "64,512,2048", "--patches", "64,512,2048", "--repeats", "5", *layers]
+    assert main(["data", "calibrate", str(tmp_path), "-o", str(cost), *words]) == 0
+    assert Cost.read(cost).language_linear > 0
+    one = shard(tmp_path / "a.parquet", [20, 30, 40, 60])
+    assert main(["data", "plan", one.source, "-o", str(tmp_path / "index.parquet"), "--cost", str(cost)]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from mmpos.support.checks import counted
 from mmpos.support.program import console
 
 if TYPE_CHECKING:
-    from mmpos.data import Headers, TrainingPlan
+    from mmpos.data import Headers, SequenceShard, TrainingPlan
 
 data = group("data", "Plan the packs of a training run, and measure what they cost.")
 
@@ -82,7 +83,8 @@ def plan_packs(
         raise InvalidInputError("--cost: got --config beside it, want one of them")
     cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()
     files = [SequenceShard(reader.source) for reader in shards(inputs)]
-    headers, shard, row = read_headers(files, patches_per_token=run.patches_per_token)
+    with report.progress_bar("files") as bar:
+        headers, shard, row = read_headers(_each(files, bar), patches_per_token=run.patches_per_token)
     made = plan(
         headers,
         max_tokens=run.max_tokens,
@@ -133,6 +135,14 @@ def calibrate_model(
         typer.echo(f"{each.name} {getattr(made.cost, each.name):.3g} seconds")
     typer.echo(f"overhead {made.overhead:.3g} seconds; the fit is within {made.residual:.1%} of the medians")
     typer.echo(output)
+
+
+def _each(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
+    """Yield the files, and show how many have been read."""
+    for done, file in enumerate(files):
+        if bar is not None:
+            bar(done, len(files))
+        yield file
 
 
 def _sizes(name: str, words: str) -> list[int]:

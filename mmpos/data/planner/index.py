@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ _METADATA = b"mmpos.plan"
 _GROUP_ROWS = 2**16
 
 
-def read_headers(shards: Sequence[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
+def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
     """Read the sizes of ready examples, without their pixels.
 
     Args:

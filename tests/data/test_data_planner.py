@@ -162,9 +162,9 @@ def test_a_dummy_stands_behind_a_pack_that_needs_an_image_and_is_not_trained_on(
 def test_a_stream_that_was_killed_goes_on_with_the_rest_of_its_window() -> None:
     headers = mixed_corpus(900)
 
-    def steps(number: int, step: int) -> list[object]:
+    def steps(number: int, step: int) -> list[tuple[int, list[list[int]]]]:
         """Plan windows of 300 as they come, from a step of a window on."""
-        rest = []
+        rest: list[tuple[int, list[list[int]]]] = []
         for each in range(number, 3):
             made = planned(headers[300 * each : 300 * each + 300], max_tokens=8192, ranks=2, seed=each)
             rest += [(each, [pack.tolist() for pack in packs]) for packs in made.packs(0, start=step)]

@@ -248,6 +248,10 @@ def test_costs_are_fitted_to_measured_times() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
     text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
     assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
+    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # a parabola would bend down: a line is fitted
+    slopes = np.array([10, 20 / 1.9, 40 / 3.5, 80 / 6])
+    assert slower.language_quadratic == 0
+    assert slower.language_linear == pytest.approx(slopes.sum() / np.square(slopes).sum())
 
 
 REFUSED = [

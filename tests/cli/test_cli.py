@@ -261,8 +261,8 @@ def test_no_words_print_the_help() -> None:
 def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
-        "demo", "positions", "check", "conformance", "plot", "explore", "compare", "probe", "explain", "schemes", "info", "serve",
-        "remote", "preprocess", "data", "bench",
+        "demo", "positions", "check", "conformance", "plot", "explore", "compare", "probe", "explain", "schemes",
+        "info", "serve", "remote", "preprocess", "data", "bench",
     ]  # fmt: skip
 
 

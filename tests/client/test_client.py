@@ -71,7 +71,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"addresses": []}, "addresses: got none, want at least one"),
+        ({"addresses": []}, "addresses: got an empty list, want at least one"),
         ({"addresses": 5}, "addresses: got int, want a host:port or a list of them"),
         ({"addresses": "localhost"}, 'addresses[0]: got \'localhost\', want "host:port", "unix:path"'),
         ({"addresses": "localhost:0"}, "addresses[0]: got 'localhost:0'"),
@@ -108,9 +108,9 @@ def test_wrong_arguments_are_refused_before_any_connection(kind: Any, arguments:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"root_certificates": 1}, "tls.root_certificates: got int, want bytes of PEM, or a path"),
-        ({"certificate": b"x"}, "tls: got a certificate, want its key too"),
-        ({"key": b"x"}, "tls: got a key, want its certificate too"),
+        ({"root_certificates": 1}, "tls.root_certificates: got int, want PEM bytes or a path"),
+        ({"certificate": b"x"}, "tls.certificate requires tls.key"),
+        ({"key": b"x"}, "tls.key requires tls.certificate"),
         ({"server_name": 1}, "tls.server_name: got 1, want a name or None"),
     ],
 )
@@ -168,7 +168,7 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
         assert turned(q[:3]) == here(q[:3])
         assert turned(q.clone().requires_grad_()) == (
             UnsupportedError,
-            "q: got a tensor that requires gradients, want it detached: none come back",
+            "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
         )
         assert turned(q, q.to("meta")) == (
             InvalidInputError,
@@ -308,7 +308,7 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
     assert target(("four:1",)) == "four:1"
     assert target(("four:1", "both:2", "four:1")) == "ipv4:10.0.0.1:1,10.0.0.2:1,10.0.0.3:2"
     assert target(("both:1", "six:2")) == "ipv6:[::2]:1,[::ffff:10.0.0.3]:1,[::6]:2"
-    with pytest.raises(ServiceUnavailableError, match=r"^addresses\[1\]: got 'none:2', want a host that is known \("):
+    with pytest.raises(ServiceUnavailableError, match=r"^addresses\[1\]: cannot resolve 'none:2' \("):
         target(("four:1", "none:2"))
 
 

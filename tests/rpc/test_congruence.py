@@ -531,7 +531,9 @@ def test_rotations(ask: Both, dtype: torch.dtype) -> None:
 def test_a_profile_has_a_rotation_or_says_so(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     same(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
-    with pytest.raises(InvalidInputError, match="rotary: got none, and profile 'default' has none"):
+    with pytest.raises(
+        InvalidInputError, match="rotary: the request has no rotation, and neither has profile 'default'"
+    ):
         ask("angles", None, positions)
 
 

@@ -141,7 +141,7 @@ def test_a_scheme_of_ones_own_stays_at_home() -> None:
     class Own(Flatten):
         """Flatten, but another."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, want one of mmpos\.SCHEMES in a call of a service"):
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service only knows mmpos\.SCHEMES"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
@@ -295,18 +295,18 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         query(spans=SPANS, start=1, start_per_document=[1]),
-        "query.start: got it and start_per_document, want one of them",
+        "query.start cannot be combined with start_per_document",
     ),
     (lambda: query(spans=SPANS, start=2**40)().run(), f"start: got {2**40}, want <= 2147483647"),
     (query(input_ids={}), "input_ids: got none, want a Tensor"),
-    (query(spans={"lengths": [4], "grid_thw": [1, 2]}), "grid_thw: got 2 numbers, want 3 for each"),
+    (query(spans={"lengths": [4], "grid_thw": [1, 2]}), "grid_thw: got 2 numbers, want groups of 3"),
     (
         query(spans={"lengths": [4], "seconds_per_frame": [{"numerator": 1}]}),
         "seconds_per_frame[0].denominator: got 0, want >= 1",
     ),
     (
         query(spans=SPANS, scheme={"name": "rope-tie", "stride": 4}),
-        "query.scheme.stride: got a value, want none: 'rope-tie' has no stride",
+        "query.scheme.stride: scheme 'rope-tie' has no such parameter",
     ),
     (query(spans=SPANS, scheme={"name": "v2pe", "stride": 0}), "V2PE.stride: got 0, want >= 1"),
     (
@@ -314,7 +314,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "segments.kind[0]: got 8, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
         "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_THUMBNAIL, SEGMENT_KIND_TILE",
     ),
-    (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
+    (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1, one for each segment"),
     (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator_segments=[1]),
@@ -330,7 +330,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),
-        "segments.seconds_per_frame: got 2, want 1 like kind",
+        "segments.seconds_per_frame: got 2, want 1, one for each segment",
     ),
     (tensor(), "q.dtype: got DATA_TYPE_UNSPECIFIED, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
     (tensor(dtype=77), "q.dtype: got 77, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
@@ -353,7 +353,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (turning(head_dim=8, pairing=9), "rotary.pairing: got 9, want one of " + ", ".join(rotary_pb2.Pairing.keys())),
     (
         turning(head_dim=8, allocation="split", pair_axis=[0]),
-        "rotary.allocation: got it and pair_axis, want one of them",
+        "rotary.allocation cannot be combined with pair_axis",
     ),
 ]
 
@@ -439,7 +439,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
     ("make", "message"),
     [
         (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
-        (lambda: Dense(axes=()), "axes: got none, want at least one, or None for all"),
+        (lambda: Dense(axes=()), "axes: got an empty list, want at least one axis, or None for all"),
         (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
         (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
     ],

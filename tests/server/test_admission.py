@@ -293,7 +293,7 @@ def transit(log: io.StringIO) -> Transit:
 
 def test_a_message_comes_or_is_missing_or_its_client_has_gone(transit: Transit) -> None:
     assert transit.request(iter([b"a"]), Transport()) == b"a"
-    with pytest.raises(InvalidInputError, match=r"^request: got none, want one message$"):
+    with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
         transit.request(iter([]), Transport())
     gone = Transport()
     gone.cancel()

@@ -287,7 +287,7 @@ def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
         kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         stream: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)
         [found] = stream(iter([pb.ModelInferRequest(model_name="sequences", id="7")]))
-    message = "inputs: got none of name 'parts', want it"
+    message = "missing input tensor 'parts'"
     assert found == pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id="7"))
 
 

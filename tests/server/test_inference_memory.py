@@ -136,7 +136,7 @@ def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion
     assert told("b") == {"b": ("b", "b", 0, 32)}
     client.unregister_system_shared_memory("a")
     assert told() == {"b": ("b", "b", 0, 32)}
-    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want one that is registered")
+    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want a registered region")
     client.unregister_system_shared_memory()
     assert told() == {}
 
@@ -144,7 +144,7 @@ def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion
 REFUSED = {
     "no such region": (
         held("lengths", "INT64", [1], "x", 8),
-        "inputs[0].parameters['shared_memory_region']: got region 'x', want one that is registered",
+        "inputs[0].parameters['shared_memory_region']: got region 'x', want a registered region",
     ),
     "bytes of another shape": (
         held("lengths", "INT64", [1], "in", 16),
@@ -175,7 +175,7 @@ def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, 
     del half._get_tensor().parameters["shared_memory_byte_size"]
     both._get_tensor().contents.int64_contents.append(1)
     for tensor, message in (
-        (half, "inputs[0].parameters: got shared_memory_region, want shared_memory_byte_size, too"),
+        (half, "inputs[0].parameters: shared_memory_region requires shared_memory_byte_size"),
         (both, "lengths: got contents and shared memory, want one of them"),
     ):
         assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
@@ -202,7 +202,7 @@ def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, r
 def test_a_server_says_whether_it_takes_some(client: TritonClient) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
     with running(config()) as address, triton.InferenceServerClient(address) as other:
-        message = "region: got shared memory, want a server started with --shared-memory"
+        message = "region: shared memory requires a server started with --shared-memory"
         assert refusal(lambda: other.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
         assert "system_shared_memory" not in other.get_server_metadata().extensions
         assert other.get_system_shared_memory_status(as_json=True) == {}
@@ -214,10 +214,10 @@ def test_no_memory_of_gpus_is_registered(client: TritonClient) -> None:
     assert client.get_cuda_shared_memory_status(as_json=True) == {}
     assert refusal(lambda: client.get_cuda_shared_memory_status("a")) == (
         "INVALID_ARGUMENT",
-        "name: got region 'a', want one that is registered",
+        "name: got region 'a', want a registered region",
     )
     assert refusal(lambda: client.register_cuda_shared_memory("a", b"aGFuZGxl", 0, 64)) == (
         "UNIMPLEMENTED",
-        "region: got memory of a GPU, want system shared memory",
+        "region: memory of a GPU is not supported, want system shared memory",
     )
     assert "cuda_shared_memory" not in client.get_server_metadata().extensions

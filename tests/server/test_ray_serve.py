@@ -139,7 +139,7 @@ def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> N
     with grpc.insecure_channel(pair.ingress) as channel:
         assert outcome(channel, PLACE, b"\xff") == (
             grpc.StatusCode.INVALID_ARGUMENT,
-            "request: got bytes that are no message of this method, want valid protobuf",
+            "request: the bytes are not a protobuf message of this method",
             "mine",
         )
         assert outcome(channel, PLACE, bytes(1_000_001)) == (
@@ -168,7 +168,7 @@ def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> No
 def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
         for wrong, status, said in (
-            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"),
+            (b"\xff", "INVALID_ARGUMENT", "request: the bytes are not a protobuf message of this method"),
             (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
         ):
             broken = stream(channel)(iter([b"", wrong]), timeout=60)

@@ -299,8 +299,7 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
         with pytest.raises(InvalidInputError) as raised:
             Listen(host, token_file=file)
         assert str(raised.value) == (
-            f"token-file: got {file} for {host} without TLS, where others could read the tokens, "
-            "want --tls-cert and --tls-key, or a loopback host"
+            f"token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on {host}"
         )
 
 

@@ -27,7 +27,7 @@ from mmpos_server.listening import Listen
 from mmpos_server.streams import ItemWindow
 from mmpos_server.testing import running
 
-NO_MESSAGE = "request: got bytes that are no message of this method, want valid protobuf"
+NO_MESSAGE = "request: the bytes are not a protobuf message of this method"
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
@@ -78,7 +78,7 @@ def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path
     calls += [partial(server.place, query("wait"), timeout=0.1), partial(closed.place, b"")]
     calls.append(partial(health.Check, health_pb2.HealthCheckRequest(service="x" * 10_000)))
     found = [ending(call) for call in calls]
-    assert found[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want one of this server")
+    assert found[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want a service of this server")
     gone = server.place.future(query("wait"))
     assert eventually(lambda: server.fake.names.count("wait") == 2)
     gone.cancel()
@@ -339,7 +339,7 @@ def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: py
     server = serve()
     call = server.stream(some())
     next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: got nothing for 0.2 s, want a new one")
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s, want a new stream")
     more.set()
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 

@@ -89,7 +89,7 @@ def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_not
         failed: Any = unknown.value
         assert (failed.code(), failed.details()) == (
             grpc.StatusCode.NOT_FOUND,
-            f"service: got {'x' * 300!r}, want one of this server",
+            f"service: got {'x' * 300!r}, want a service of this server",
         )
         # Two watch one service and one of them leaves: the other one is still told.
         watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
@@ -129,7 +129,7 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
         more.set()
         assert found == [0, 1, 2, 3, 4]
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert raised.value.details() == "the server is about to stop, want a new stream for items without an answer"
+        assert raised.value.details() == "the server is about to stop: send unanswered items in a new stream"
         assert server.end()[0] == 0
 
 
@@ -224,7 +224,7 @@ def test_connections_leave_files_for_the_page_and_for_those_that_are_open(
 
 def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:
     port = start().port
-    said = f"port: got {port}, which is taken on 127.0.0.1, want a free one (0 picks one)"
+    said = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
     assert refused("--port", port) == said
     assert refused("--port", port, "--workers", "2") == said
 
@@ -232,7 +232,7 @@ def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: St
 def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refused: Refused) -> None:
     metrics = free_port()
     server = start("--workers", "2", "--metrics-port", str(metrics))
-    assert refused("--port", server.port).startswith("port: got ")
+    assert refused("--port", server.port).startswith(f"port: {server.port} is in use")
     workers = server.workers
     assert len(workers) == 2
 
@@ -357,9 +357,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
     with pytest.raises(grpc.RpcError):
         ask(None, None)
     assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
-    assert capsys.readouterr().err == (
-        f"mmpos_server: error: --tls-cert: got {cert} alone, want --tls-cert and --tls-key\n"
-    )
+    assert capsys.readouterr().err == ("mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n")
     said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
     assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
 
@@ -368,7 +366,13 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
     ("arguments", "said"),
     [
         (["--config", "none.toml"], "none.toml: got No such file or directory, want a file that can be read"),
-        (["--host", "192.0.2.1"], "port: got 192.0.2.1:50051 (Cannot assign requested address), want one to listen on"),
+        (
+            ["--host", "192.0.2.1"],
+            (
+                ["--host", "192.0.2.1"],
+                "port: got 192.0.2.1:50051 (Cannot assign requested address), want an address to listen on",
+            ),
+        ),
     ],
 )
 def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) ->
         logs.info("kept")
         logs.close()
     said, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    assert (said["event"], said["level"], said["lines"]) == ("lines of the log were dropped", "warning", 3)
+    assert (said["event"], said["level"], said["lines"]) == ("log lines dropped", "warning", 3)
     assert kept["event"] == "kept"
 
 
@@ -153,8 +153,8 @@ def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: p
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
         path.chmod(0o640)
-    no_tls = "anybody on the network may call, and read the traffic: no TLS, no tokens"
-    no_lock = "anybody on the network may call: no tokens, no certificates of clients"
+    no_tls = "anybody on the network may call and read the traffic: no TLS, no tokens"
+    no_lock = "anybody on the network may call: no tokens, no client certificates"
     tls, mutual = TlsFiles(cert, key), TlsFiles(cert, key, cert)
     for host in ("0.0.0.0", "::"):
         place = "0.0.0.0:1" if host == "0.0.0.0" else "[::]:1"

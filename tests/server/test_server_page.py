@@ -91,7 +91,7 @@ def test_a_taken_port_and_a_strange_host_are_named() -> None:
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):
         pass
-    assert str(taken.value) == f"metrics-port: got {port}, which is taken on 127.0.0.1, want a free one"
+    assert str(taken.value) == f"metrics-port: {port} is in use on 127.0.0.1, want a free port"
     with pytest.raises(InvalidInputError) as strange, shown(0, "nowhere.invalid"):
         pass
     assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")

@@ -265,7 +265,7 @@ def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> 
 
 
 REFUSALS: dict[str, tuple[dict[str, object], str]] = {
-    "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
+    "both": ({"data": b"x"}, "q.shared cannot be combined with data"),
     "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
     "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
     "no such name": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
@@ -288,10 +288,10 @@ def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
     with shared(Q.tobytes()) as key:
         there = output(key, 384)
         for request, name in ((rotate(elsewhere(Q, key)), "q.shared"), (rotate(tensor(Q), **there), "output")):
-            want = f"{name}: got shared memory, want a server started with --shared-memory"
+            want = f"{name}: shared memory requires a server started with --shared-memory"
             assert without.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
         ids = without.call("PositionService/Place", place(elsewhere(np.array(IDS), key, byte_size=56)))
-        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: got shared me")
+        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory ")
 
 
 def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:

@@ -368,10 +368,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
         (["--config", "none.toml"], "none.toml: got No such file or directory, want a file that can be read"),
         (
             ["--host", "192.0.2.1"],
-            (
-                ["--host", "192.0.2.1"],
-                "port: got 192.0.2.1:50051 (Cannot assign requested address), want an address to listen on",
-            ),
+            "port: got 192.0.2.1:50051 (Cannot assign requested address), want an address to listen on",
         ),
     ],
 )

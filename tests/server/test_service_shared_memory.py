@@ -291,7 +291,7 @@ def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
             want = f"{name}: shared memory requires a server started with --shared-memory"
             assert without.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
         ids = without.call("PositionService/Place", place(elsewhere(np.array(IDS), key, byte_size=56)))
-        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory ")
+        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory")
 
 
 def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:

@@ -129,7 +129,7 @@ class MarkerIds(NamedTuple):
 
 
 def _between(begin: int | None, token_id: int, count: int, end: int | None) -> IntArray:
-    """Write a token so many times, between two others where there are some."""
+    """Repeat a token ``count`` times, between the begin and end tokens that are not None."""
     ids = np.full(count + (begin is not None) + (end is not None), token_id, np.int64)
     if begin is not None:
         ids[0] = begin
@@ -147,16 +147,16 @@ class Markers:
     audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
 
     Args:
-        begin: stands before the patches of an image; None where nothing does.
-        end: stands after them, and after the row marker of the last row; None likewise.
-        patch: stands for every patch in input_ids, where its embedding will go.
+        begin: token before the patches of an image, or None.
+        end: token after the patches of an image and after its last row marker, or None.
+        patch: token for each patch in input_ids; its embedding goes there.
         row: stands after the patches of every row, for models that generate patch by patch or read rows of any length;
             None where rows follow each other. With it every image has row separators.
         last_row: stands after the last row instead of row; None is row.
         video: stands for every patch of a Clip and of a Grid with several frames; None is patch.
         audio: stands for every token of audio; None for a builder that takes no audio.
-        audio_begin: stands before a run of audio; None where nothing does.
-        audio_end: stands after it; None likewise.
+        audio_begin: token before a run of audio, or None.
+        audio_end: token after a run of audio, or None.
     """
 
     begin: str | int | None = "[IMG]"
@@ -176,10 +176,10 @@ class Markers:
             InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
         """
         if self.last_row is not None and self.row is None:
-            raise InvalidInputError(f"markers.last_row: got {self.last_row!r}, want markers.row, too")
+            raise InvalidInputError("markers.last_row requires markers.row")
         for name in ("audio_begin", "audio_end"):
             if getattr(self, name) is not None and self.audio is None:
-                raise InvalidInputError(f"markers.{name}: got {getattr(self, name)!r}, want markers.audio, too")
+                raise InvalidInputError(f"markers.{name} requires markers.audio")
         marker_ids = MarkerIds(*(self._id(field.name, tokenizer) for field in fields(self)))
         ids = [token_id for token_id in marker_ids if token_id is not None]
         if len(set(ids)) < len(ids):
@@ -259,8 +259,9 @@ class SequenceBuilder:
 
         Args:
             documents: the parts of each.
-            threads: that decode files and arrays, at most one per image; None is one per core, 1 the caller's own,
-                which encodes texts meanwhile. Pillow images, which threads must not share, are left to it, too.
+            threads: number of threads that decode files and arrays, at most one per image; None is one per core, 1 the
+                calling thread, which encodes texts meanwhile. It also handles Pillow images, which threads must not
+                share.
 
         Raises:
             MmposError: as ``build``, of the first document that has a fault; the message names
@@ -414,8 +415,8 @@ class InterleavedSequence:
         image_hashes: content hash of each image; None where only the size is known.
         part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
             Video is one part.
-        image_margins: tokens before and after those of every image in image_spans: its markers.
-        audio_margins: likewise of every run in audio_spans.
+        image_margins: number of markers before and after the patches of each image in image_spans.
+        audio_margins: number of markers before and after the tokens of each run in audio_spans.
     """
 
     input_ids: IntArray
@@ -461,7 +462,7 @@ class InterleavedSequence:
         return spans[spans[:, 0].argsort()]
 
     def span_name(self, span: int) -> str:
-        """Name an entry of marked_spans for errors: image 0, audio 2 …"""
+        """Name an entry of marked_spans for errors: image 0, audio 2 …."""
         first, stop = self.marked_spans[span].tolist()
         for name, spans in (("image", self.image_spans), ("audio", self.audio_spans)):
             (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()

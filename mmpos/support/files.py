@@ -42,7 +42,7 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Write a file beside its path, and rename it when the block ends without an error.
 
-    A reader finds the old file or the new one and never a part of either, after a crash or a loss of power, too. A
+    A reader finds the old file or the new one, never a part of either, even after a crash or a loss of power. A
     link stays a link, and a device or a pipe is written to directly.
 
     Args:

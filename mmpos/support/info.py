@@ -28,7 +28,7 @@ def info() -> dict[str, str]:
         what is missing.
 
     Warns:
-        UserWarning: another distribution has an import ``mmpos``, too, and files of both may be mixed.
+        UserWarning: another distribution also provides ``mmpos``, and the files of both may be mixed.
     """
     from importlib.metadata import packages_distributions
 

@@ -89,7 +89,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (changed(WIDTH, 1, 0), "table.width[1]: got 0, want >= 1"),
     (changed(DENOMINATOR, 1, 0), "table.denominator[1]: got 0, want >= 1"),
     (changed(DENOMINATOR, 1, 2), "table.denominator[1]: got 2, want <= 1"),
-    (document(FIRST_SEGMENT, 0, 1), "documents.first_segment: got other than ascending from 0, want ascending from 0"),
+    (document(FIRST_SEGMENT, 0, 1), "documents.first_segment must ascend from 0"),
     (document(FIRST_SEGMENT, 1, 7), "documents.first_segment[1]: got 7, want <= 6"),
     ({"num_tokens": 2**63 - 1}, "table.segment_lengths[5]: got 9223372036854775791, want <= 2147483648"),
     (

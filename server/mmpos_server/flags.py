@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -85,17 +85,13 @@ class Flags:
         ),
     ] = None
     notice_seconds: Annotated[
-        float,
-        _flag(
-            "Seconds to keep serving after SIGTERM as NOT_SERVING, so that load balancers notice.",
-            min=0,
-        ),
+        float, _flag("Seconds to keep serving after SIGTERM as NOT_SERVING, so that load balancers notice.", min=0)
     ] = 0.0
     drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans, configured by the environment variables OTEL_….", "--otel")
+        bool, _flag("Export OpenTelemetry spans and metrics, as the environment variables OTEL_… say.", "--otel")
     ] = False
     preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
         False
@@ -125,14 +121,18 @@ class Flags:
         memory.check(self.listen)
         return memory
 
-    def page(
-        self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
-    ) -> AbstractContextManager[object]:
-        """Return a context manager that serves the page of metrics, liveness and readiness, unless it is disabled."""
-        if not self.metrics_port and not inherits():
-            return nullcontext()
+    @contextmanager
+    def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
+        """Show the page of metrics, liveness and readiness, and export metrics, where flags ask for them."""
         registry.register(ProcessMetrics(self.listen.tls))
-        return exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port)
+        with ExitStack() as stack:
+            if self.metrics_port or inherits():
+                stack.enter_context(exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port))
+            if self.otel:
+                from mmpos_server.metrics_export import exported
+
+                stack.enter_context(exported(registry))
+            yield
 
     def _tls(self) -> TlsFiles | None:
         if self.tls_cert is not None and self.tls_key is not None:

@@ -229,7 +229,7 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
 @pytest.mark.parametrize(
     ("markers", "message"),
     [
-        (Markers(last_row=258), r"markers\.last_row: got 258, want markers\.row, too"),
+        (Markers(last_row=258), r"markers\.last_row requires markers\.row"),
         (Markers(begin=256, end=None, patch=256), r"markers: got ids 256 and 256, want 2 different ids"),
         (Markers(patch=None), r"markers\.patch: got None, want a token that is one id of the tokenizer"),  # type: ignore[arg-type]
     ],

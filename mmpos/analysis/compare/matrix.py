@@ -8,6 +8,7 @@ from inspect import getdoc
 from typing import Any
 
 from mmpos.errors import InvalidInputError
+from mmpos.support import html
 from mmpos.support.checks import counted, one_of
 
 
@@ -86,8 +87,11 @@ class Matrix:
         return self.rows[one_of(self.subject, row, self.rows)][one_of("property", name, self.rows[row])]
 
     def part(self, rows: Collection[str]) -> Matrix:
-        """Some of the rows, in the order that they have here."""
-        return replace(self, rows={name: findings for name, findings in self.rows.items() if name in rows})
+        """Some of the rows, in the order that they have here, and the properties that apply to one of them."""
+        some = {name: findings for name, findings in self.rows.items() if name in rows}
+        applying = [each for each in self.properties if any(some[name][each.name].value is not None for name in some)]
+        kept = {name: {each.name: findings[each.name] for each in applying} for name, findings in some.items()}
+        return replace(self, properties=tuple(applying), rows=kept)
 
     @property
     def reasons(self) -> list[tuple[str, Property, str]]:
@@ -131,7 +135,10 @@ class Matrix:
         lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
-    _repr_markdown_ = to_markdown
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook."""
+        rows = ([name, *(value.cell for value in row.values())] for name, row in self.rows.items())
+        return html.table([self.subject, *(each.title for each in self.properties)], rows)
 
 
 def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:

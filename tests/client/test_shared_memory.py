@@ -103,7 +103,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_what_is_no_plain_object_is_refused_at_once(make: Callable[[Path], object]) -> None:
+def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -> None:
     path = FOLDER / f"{PREFIX}strange"
     make(path)
     try:

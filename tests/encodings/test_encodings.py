@@ -294,7 +294,7 @@ def test_nothing_is_a_bias_of_zero_and_hides_positions_in_the_variance() -> None
 
 
 @pytest.mark.parametrize("kept", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
-def test_what_an_encoding_keeps_is_read_only(kept: Any) -> None:
+def test_arrays_of_an_encoding_are_read_only(kept: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 0
 
@@ -437,7 +437,7 @@ def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> Non
         (lambda: Rope1D().rotate(np.ones(12), [1]), r"x: got shape \(12,\), want 2 dimensions"),
     ],
 )
-def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 

@@ -101,7 +101,7 @@ def test_attention_with_any_encoding_is_that_of_a_loop(name: str, causal: bool, 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_learned_gets_gradients_and_all_else_is_in_buffers(name: str, dtype: torch.dtype) -> None:
+def test_learned_tensors_get_gradients_and_others_are_buffers(name: str, dtype: torch.dtype) -> None:
     attention, x = block(ENCODINGS[name](), range(6), dtype), embeddings(2, 6, dtype=dtype).requires_grad_()
     attention(x).square().sum().backward()
     learned = ["encoding.weights"] if name in LEARNED else []
@@ -292,7 +292,7 @@ def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
         (lambda: block(Rope1D(), range(3))(embeddings(1, 2)), r"x: got shape \(1, 2, 48\), want \(batch, 3, 48\)"),
     ],
 )
-def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 

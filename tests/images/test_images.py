@@ -191,7 +191,7 @@ def test_sizes_differ_from_those_of_transformers_only_where_these_break_their_ow
         assert processor.fit(height, width) == theirs
 
 
-def test_fit_refuses_what_is_no_size() -> None:
+def test_fit_refuses_values_that_are_not_a_size() -> None:
     processor = ImageProcessor()
     with pytest.raises(InvalidInputError, match=r"image\.height: got 0, want >= 1"):
         processor.fit(0, 5)
@@ -316,7 +316,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         ),
     ],
 )
-def test_what_is_no_image_is_refused(image: object, message: str) -> None:
+def test_values_that_are_not_an_image_are_refused(image: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         exact().process(image)
 
@@ -689,7 +689,7 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
         (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
     ],
 )
-def test_pixel_values_refuse_what_is_not_patches(patches: Any, message: str) -> None:
+def test_pixel_values_refuse_arrays_that_are_not_patches(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
 

@@ -229,7 +229,7 @@ def test_known_keys_are_gone_on_from_and_not_computed_again() -> None:
     assert second not in block_keys(segments, place(segments), 3)[0]
 
 
-def test_sizes_salts_and_what_is_given_tell_keys_apart() -> None:
+def test_keys_differ_by_size_salt_ids_and_hashes() -> None:
     segments = SegmentTable.from_documents([[Text(2), Grid(1, 2)]])
     positions = place(segments)
     ids = {"input_ids": [1, 2, 9, 9]}
@@ -304,7 +304,7 @@ PADDED = SegmentTable.from_input_ids(
         ({"known": [["text"], []]}, r"known\[0\]\[0\]: got 'text', want 32 bytes"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_values_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
     fitting: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
         block_keys(**(fitting | arguments))

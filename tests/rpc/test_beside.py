@@ -65,7 +65,7 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_a_message_is_what_protobuf_reads_whole_or_broken(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert whole(kind, raw) == message
@@ -96,7 +96,7 @@ def test_a_number_without_an_end_is_refused_at_once() -> None:
         parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 
 
-def test_what_looks_like_a_mark_of_another_message_is_data() -> None:
+def test_a_mark_of_another_message_is_data() -> None:
     q = tensor(np.arange(2**16, dtype=np.int32), "int32")
     mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
     assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)

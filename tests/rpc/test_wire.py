@@ -79,7 +79,7 @@ def through(query: PositionsQuery) -> PositionsQuery:
     return positions.get_query("query", travelled(message))
 
 
-def test_what_a_query_leaves_open_stays_open() -> None:
+def test_unset_fields_of_a_query_stay_unset() -> None:
     found = through(PositionsQuery(SEGMENTS))
     assert (found.scheme, found.start, found.strict, found.views, found.dense) == (None, 0, None, [], None)
 
@@ -359,7 +359,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
-def test_what_is_wrong_with_a_message_is_named(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_wrong_field_of_a_message(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
@@ -427,7 +427,7 @@ def test_a_message_of_half_a_character_can_be_sent() -> None:
     assert said.message == r"name: got '\ud800', want one"
 
 
-def test_a_caller_whom_a_proxy_turns_away_is_told_the_same() -> None:
+def test_a_refusal_by_a_proxy_raises_the_same_error() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 
 

@@ -76,7 +76,7 @@ def test_the_share_of_a_client_is_one_slot_at_least_and_all_where_there_is_none(
     assert [said(gate.enter, "a") for _ in range(most + 1)].index(said(gate.enter, "a")) == most
 
 
-def test_more_than_a_gate_has_enters_alone_and_what_a_call_holds_does_not_stand_in_its_way() -> None:
+def test_a_call_larger_than_a_gate_enters_alone_despite_its_own_slots() -> None:
     gate = Gate("bytes", 1000, 0.5)
     gate.enter("a", 2000)
     assert said(gate.enter, "b") == "bytes: got 2000 taken of 1000"
@@ -166,7 +166,7 @@ def test_a_rate_gives_its_burst_and_then_one_turn_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_is_what_is_set_or_that_of_a_second_and_one_at_least(
+def test_the_burst_is_the_setting_or_one_second_of_requests_and_at_least_one(
     per_second: float, burst: int, at_once: int
 ) -> None:
     rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
@@ -389,7 +389,7 @@ def test_work_runs_in_a_thread_of_its_pool_and_side_by_side(admission: Admission
     call.release()
 
 
-def test_the_first_error_ends_a_call_and_what_waits_never_begins(admission: Admission) -> None:
+def test_the_first_error_ends_a_call_and_waiting_work_never_begins(admission: Admission) -> None:
     begun = []
 
     def fail(number: int) -> None:

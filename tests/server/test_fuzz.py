@@ -24,7 +24,7 @@ def verdict(**changes: object) -> Verdict:
     return found
 
 
-def test_what_must_not_be_is_named() -> None:
+def test_forbidden_values_are_named() -> None:
     bad = Tally()
     bad.add("OK", "a")
     bad.add("UNKNOWN", "a", "how")

@@ -124,7 +124,7 @@ def test_both_clients_live_in_one_process(address: str, order: tuple[str, str]) 
 # Readiness.
 
 
-def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
+def test_known_models_are_live_and_ready(client: TritonClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     ready = {
@@ -139,7 +139,7 @@ def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
     }
 
 
-def test_what_needs_torch_is_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_need_torch_are_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotate, "has_torch", lambda: False)
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
@@ -159,7 +159,7 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
 # Metadata.
 
 
-def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
+def test_the_server_lists_its_models_and_extensions(client: TritonClient) -> None:
     told = client.get_server_metadata()
     offered = ["model_configuration", "parameters", "statistics"]
     assert (told.name, told.version, list(told.extensions)) == (
@@ -220,7 +220,7 @@ LEFT_OUT = {
         if (model, version) != ("sequences", "flat")
     ],
 )
-def test_models_take_and_give_what_metadata_tells(client: TritonClient, model: str, version: str) -> None:
+def test_models_match_their_metadata(client: TritonClient, model: str, version: str) -> None:
     told = client.get_model_metadata(model, version)
     if model == "rotate" and version:
         parameters = {"rotary": json.dumps({"head_dim": 16, "axes": 3 if version == "halves" else 2})}
@@ -294,7 +294,7 @@ def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
 # Statistics.
 
 
-def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_count_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_server.inference.methods.time", lambda: 1234.5)
     with running(config()) as address, triton.InferenceServerClient(address) as client:
 
@@ -334,7 +334,7 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
         assert [entry.execution_count for entry in everything] == [1, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: TritonClient) -> None:
+def test_only_large_requests_wait_for_a_thread(client: TritonClient) -> None:
     def waited(inputs: dict[str, object], *outputs: str) -> bool:
         [before] = client.get_inference_statistics("positions", "default").model_stats
         ask(client, "positions", inputs, outputs, parameters={"scheme": "mrope"})

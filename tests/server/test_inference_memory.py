@@ -121,7 +121,7 @@ def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: Ma
     np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
 
 
-def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion) -> None:
+def test_regions_are_listed_and_unregistered(client: TritonClient, region: MakeRegion) -> None:
     region("a", 64, offset=8)
     region("b", 32)
 
@@ -162,9 +162,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tensor", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_with_an_input_is_refused(
-    client: TritonClient, region: MakeRegion, tensor: object, message: str
-) -> None:
+def test_wrong_inputs_are_refused(client: TritonClient, region: MakeRegion, tensor: object, message: str) -> None:
     region("in", 64)
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 

@@ -132,7 +132,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_malformed_requests_are_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
@@ -207,14 +207,14 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_what_is_wrong_is_refused_by_name(
+def test_wrong_requests_are_refused_by_name(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(client, model, inputs, parameters=options))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
-def test_what_is_not_known_is_not_found(client: TritonClient) -> None:
+def test_unknown_names_are_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     asks: list[Callable[[str, str], object]] = [
@@ -333,7 +333,7 @@ BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_what_is_beyond_a_limit_is_refused_by_its_name(
+def test_requests_beyond_a_limit_are_refused_by_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(small, model, inputs, parameters=options))

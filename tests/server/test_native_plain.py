@@ -189,7 +189,7 @@ NOT_PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_what_is_not_plain_or_is_wrong_goes_by_way_of_messages(both: Both, raw: bytes) -> None:
+def test_other_or_wrong_queries_are_parsed_as_messages(both: Both, raw: bytes) -> None:
     both.answers(raw)
     assert both.plain.answer(raw) is None
 
@@ -214,7 +214,7 @@ OVER: dict[str, tuple[bytes, str | None]] = {
 }
 
 
-def test_what_is_over_a_limit_has_the_words_of_the_limit() -> None:
+def test_values_over_a_limit_name_the_limit() -> None:
     # mmpos_server checks limits of the file, of which these are smaller than any.
     limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
     for name, (raw, limit) in OVER.items():

@@ -207,7 +207,7 @@ def _answers(channel: grpc.Channel) -> bool:
         return False
 
 
-def test_who_finds_no_place_is_told_when_to_come_back(pair: Pair) -> None:
+def test_a_refused_call_learns_when_to_retry(pair: Pair) -> None:
     positions, refused = place(SegmentTable.from_documents([[Text(4000)]])), list[ServiceOverloadedError]()
     q, rotary, enough = torch.randn(4000, 4, 8), Rotary(head_dim=8), threading.Event()
 

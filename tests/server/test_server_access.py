@@ -142,7 +142,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(file: Path, wrong: str | None) -> None:
+def test_a_wrong_new_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
     tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:

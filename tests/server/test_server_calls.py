@@ -328,7 +328,7 @@ def test_a_stream_that_is_cancelled_cancels_its_items_and_leaves_its_slot(serve:
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
     more = threading.Event()
 

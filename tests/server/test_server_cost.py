@@ -95,12 +95,12 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
 
 
 @pytest.mark.parametrize(("query", "segments"), ESTIMATES.values(), ids=ESTIMATES)
-def test_the_segments_of_a_query_are_told_by_its_words(query: PositionsQuery, segments: float) -> None:
+def test_the_segments_of_a_query_are_estimated_from_its_fields(query: PositionsQuery, segments: float) -> None:
     assert segments_at_work(query) == segments
 
 
 @given(places())
-def test_no_query_makes_more_segments_than_were_told(request: Any) -> None:
+def test_no_query_makes_more_segments_than_estimated(request: Any) -> None:
     query = get_query("query", request.query)
     try:
         positions = query.place(query.segments())

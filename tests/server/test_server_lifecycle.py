@@ -297,7 +297,7 @@ def served(server: Program, times: int) -> bool:
     return sum(line["event"] == "worker serves" for line in server.lines()) == times
 
 
-def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
+def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
     said = refused("--port", "0", "--workers", "2", "--config", str(file))
@@ -343,7 +343,7 @@ def test_the_metrics_page(start: Start) -> None:
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_tls_asks_clients_for_a_certificate_if_told_so(
+def test_tls_requires_client_certificates_if_configured(
     start: Start, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("server", "other"):
@@ -376,7 +376,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
         ),
     ],
 )
-def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_at_start_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
 

@@ -96,7 +96,7 @@ def test_lines_for_people_are_text() -> None:
     assert "ZeroDivisionError: division by zero" in lines
 
 
-def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: Start, tmp_path: Path) -> None:
+def test_a_connection_without_tls_is_logged(start: Start, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     server = start("--tls-cert", str(cert), "--tls-key", str(key))
     with Client(server.address) as client:
@@ -108,7 +108,7 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert server.end()[0] == 0
 
 
-def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) -> None:
+def test_lines_that_a_file_does_not_accept_are_counted_and_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
         logs = Logs("info", file=full)
         for _ in range(3):

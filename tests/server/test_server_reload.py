@@ -129,7 +129,7 @@ def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
             assert late.healthy()
 
 
-def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(tmp_path: Path) -> None:
+def test_a_wrong_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
     found = Certificates(TlsFiles(cert, key), logs := KeptLogs())

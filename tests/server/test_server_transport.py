@@ -56,7 +56,7 @@ def test_reflection_answers_under_both_of_its_names(serve: Serve) -> None:
             assert b"grpc.health.v1.Health" in connection.ended(stream)[1]
 
 
-def test_what_callers_send_is_not_in_the_log(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for _ in range(3):

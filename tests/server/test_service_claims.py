@@ -321,7 +321,7 @@ def test_a_claim_is_refused_cheaply(server: Victim, method: str, claim: Claim) -
         refused(server, method.replace("/", "Service/"), claim)
 
 
-def test_what_is_unknown_in_a_rotation_is_not_kept_with_it() -> None:
+def test_unknown_fields_of_a_rotation_are_not_cached() -> None:
     rotations = RotaryService(Profiles.from_config(load()), Limits())
     rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # a field 2000 of four bytes
     found = set()

@@ -132,7 +132,7 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("method", "request_", "message"), STRANGE.values(), ids=STRANGE)
-def test_what_is_missing_or_unknown_is_named(server: Victim, method: str, request_: Any, message: str) -> None:
+def test_missing_and_unknown_values_are_named(server: Victim, method: str, request_: Any, message: str) -> None:
     answer = server.call(method.replace("/", "Service/"), request_)
     if method == "Sequence/Build":
         [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results

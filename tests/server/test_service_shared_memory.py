@@ -255,7 +255,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
         assert content(key) == b"." * 64
 
 
-def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> None:
+def test_sizes_known_only_after_the_work_are_refused_then(server: Victim) -> None:
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
@@ -306,7 +306,7 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "threads"), [(2**15, 0), (2**15 + 1, 1)])
-def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
+def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, threads: int) -> None:
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
     pools = Admission(config.concurrency, config.clients)
@@ -383,7 +383,7 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
         (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
     ],
 )
-def test_a_wrong_command_line_is_said_before_workers_start(
+def test_a_wrong_command_line_is_reported_before_workers_start(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2

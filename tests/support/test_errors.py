@@ -439,7 +439,7 @@ UNSUPPORTED: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
-def test_what_a_scheme_does_not_define(call: Callable[[], object], message: str) -> None:
+def test_undefined_results_of_a_scheme_are_unsupported(call: Callable[[], object], message: str) -> None:
     assert refused(UnsupportedError, call) == message
 
 

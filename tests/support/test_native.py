@@ -146,7 +146,7 @@ def test_tables_of_any_numbers_are_never_written_past(
     ],
     ids=lambda out: f"{out.dtype.str}-{out.shape}",
 )
-def test_what_does_not_fit_is_declined(out: npt.NDArray[Any]) -> None:
+def test_values_that_do_not_fit_are_declined(out: npt.NDArray[Any]) -> None:
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
     assert CORE.expand(positions.table, 11, False, out, None, True) is False
     assert not out.any()

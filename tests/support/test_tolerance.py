@@ -64,7 +64,7 @@ def test_rotations_by_other_cos_and_sin_are_within_their_bound_and_those_of_the_
     assert_within(found.bfloat16(), turned(angle).bfloat16(), rounded(found.bfloat16(), bound))
 
 
-def test_units_are_those_of_ieee_754_and_what_is_printed_is_good_to_half_its_last_digit() -> None:
+def test_units_are_those_of_ieee_754_and_printed_values_are_rounded_to_their_last_digit() -> None:
     dtypes: list[Any] = [torch.bfloat16, torch.float16, torch.float32, np.float32, torch.float64, np.float64]
     assert [unit(dtype) for dtype in dtypes] == [2.0**-8, 2.0**-11, 2.0**-24, 2.0**-24, 2.0**-53, 2.0**-53]
     assert gamma(2, torch.float16) == 2.0**-10 / (1 - 2.0**-10)

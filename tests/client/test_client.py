@@ -314,8 +314,8 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
 
 def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = dict(channel_options(Destination(*arguments)))
-        return found, json.loads(str(found["grpc.service_config"]))
+        results = dict(channel_options(Destination(*arguments)))
+        return results, json.loads(str(results["grpc.service_config"]))
 
     several, config = options(("a:1", "b:2"), 3, Tls())
     streams, calls = config["methodConfig"]

@@ -93,7 +93,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams that a client has opened."""
+    """Return the streams that a client has opened."""
     links: list[Any] = []
     original: Any = streams._opened
 

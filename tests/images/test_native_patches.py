@@ -36,7 +36,7 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
 
 
 def in_planes(patches: Array, frames: int) -> Array:
-    """A plane per colour, each told for every frame, and every sample by the formula."""
+    """Return a plane per colour, each told for every frame, and every sample by the formula."""
     planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 

@@ -47,7 +47,7 @@ class Request:
         return place(self.segments(), self.case.scheme, self.start)
 
     def ids(self) -> list[int]:
-        """The id of every token: text by where it stands, so that a change leaves other text alone."""
+        """Return the id of every token: text by where it stands, so that a change leaves other text alone."""
         kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
         return [self.texts[i % len(self.texts)] if is_text else PATCH for i, is_text in enumerate(kinds)]
 
@@ -82,7 +82,7 @@ def tokens_of(part: Text | Grid) -> int:
 
 @st.composite
 def relatives(draw: st.DrawFn) -> list[Request]:
-    """A request, and some that differ from it in one thing each, or in none."""
+    """Return a request, and some that differ from it in one thing each, or in none."""
     case = draw(st.sampled_from(CASES))
     # Text may look like a patch, so that only the grids tell them apart.
     texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
@@ -130,7 +130,7 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
 
 
 def takes(request: Request) -> bool:
-    """Whether the scheme has a place for the document."""
+    """Return whether the scheme has a place for the document."""
     try:
         request.positions()
     except (UnsupportedError, InvalidInputError):

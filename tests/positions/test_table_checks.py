@@ -157,10 +157,10 @@ def test_the_extension_accepts_the_same_tables_as_python(
             return str(error)
         return None
 
-    found = outcome()
+    result = outcome()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "core", None)
-        assert outcome() == found
+        assert outcome() == result
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))

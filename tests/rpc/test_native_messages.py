@@ -31,7 +31,7 @@ KINDS: Sequence[type[Message]] = [*(kind for kind, _ in REQUESTS.values()), infe
 
 
 def both(kind: type[Message], raw: bytes, most: int) -> int:
-    """The count of the extension, or -1, which must be that of Python."""
+    """Return the count of the extension, or -1, which must be that of Python."""
     schema = elements._schema(kind.DESCRIPTOR)
     count = CORE.elements(raw, schema, most)
     assert count is not None
@@ -147,9 +147,9 @@ def whole_messages(kind: type[Message]) -> list[bytes]:
         contents.uint_contents.extend([1, 300])
         request.outputs.add().parameters["b"].string_param = "c"
         return [request.SerializeToString()]
-    found: list[bytes] = []
-    for_each(messages(kind), 60, lambda message: found.append(message.SerializeToString()))
-    return found
+    results: list[bytes] = []
+    for_each(messages(kind), 60, lambda message: results.append(message.SerializeToString()))
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -189,8 +189,8 @@ def test_a_message_of_numbers_alone_is_broken_where_its_parser_says_so() -> None
 def test_any_schema_is_followed_or_declined(raw: bytes, schema: list[list[int]]) -> None:
     table = np.array(schema, np.int32).reshape(len(schema), 3)
     sound = len(schema) > 0 and all(entry in (-8, -4, -1, *range(len(schema) + 1)) for row in schema for entry in row)
-    found = CORE.elements(raw, table, ALL)
-    assert found == (elements._count(raw, table, ALL) if sound else None)
+    result = CORE.elements(raw, table, ALL)
+    assert result == (elements._count(raw, table, ALL) if sound else None)
 
 
 def test_invalid_messages_and_schemas_are_declined() -> None:

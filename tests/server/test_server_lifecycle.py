@@ -122,12 +122,12 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
             more.wait(60)
 
         answers = stream(channel)(items())
-        found = [next(answers).id for _ in range(5)]
+        results = [next(answers).id for _ in range(5)]
         server.process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
             next(answers)
         more.set()
-        assert found == [0, 1, 2, 3, 4]
+        assert results == [0, 1, 2, 3, 4]
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         assert raised.value.details() == "the server is about to stop: send unanswered items in a new stream"
         assert server.end()[0] == 0
@@ -293,7 +293,7 @@ def test_workers_that_die_again_and_again_are_soon_back_and_their_metrics_go_on(
 
 
 def served(server: Program, times: int) -> bool:
-    """Whether workers have begun to serve this many times."""
+    """Return whether workers have begun to serve this many times."""
     return sum(line["event"] == "worker serves" for line in server.lines()) == times
 
 
@@ -324,7 +324,7 @@ def test_the_metrics_page(start: Start) -> None:
         with pytest.raises(grpc.RpcError):
             place(channel)(pb.PlaceRequest())
         list(stream(channel)(iter([pb.StreamPlaceRequest(query=REQUEST.query)] * 2)))
-        found = metrics_of(metrics)
+        numbers = metrics_of(metrics)
     expected = {
         'mmpos_requests_total{method="Place",status="OK"}': 1,
         'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,
@@ -340,7 +340,7 @@ def test_the_metrics_page(start: Start) -> None:
         "mmpos_in_flight": 0,
         "mmpos_streams": 0,
     }
-    assert {name: found.get(name) for name in expected} == expected
+    assert {name: numbers.get(name) for name in expected} == expected
 
 
 def test_tls_requires_client_certificates_if_configured(

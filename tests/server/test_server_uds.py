@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """A process that makes files which all may write."""
+    """Yield a process that makes files which all may write."""
     before = os.umask(0)
     yield
     os.umask(before)

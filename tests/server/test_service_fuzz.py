@@ -41,8 +41,8 @@ def check(method: str, answer: Answer) -> None:
         assert ": got " in answer.message or ": want " in answer.message or ": the span" in answer.message
         return
     if method == INFER:
-        found = open_inference_pb2.ModelInferResponse.FromString(answer.data)
-        assert len(found.outputs) == len(found.raw_output_contents)
+        results = open_inference_pb2.ModelInferResponse.FromString(answer.data)
+        assert len(results.outputs) == len(results.raw_output_contents)
         return
     response = REQUESTS[method][1].FromString(answer.data)
     if method == "PositionService/Place":
@@ -89,10 +89,10 @@ def test_any_message_in_a_stream_has_an_answer_in_its_place(server: Victim, meth
     for_each(unary, QUICK, lambda likely: items.append(request(id=len(items), query=likely.query)))
     answers, end = server.stream(method, [item.SerializeToString() for item in items])
     assert end.status == "OK"
-    found = [response.FromString(answer) for answer in answers]
-    assert [answer.id for answer in found] == [item.id for item in items]
-    errors = [answer.error.code for answer in found if answer.WhichOneof("outcome") == "error"]
-    assert 0 < len(errors) < len(found)
+    results = [response.FromString(answer) for answer in answers]
+    assert [answer.id for answer in results] == [item.id for item in items]
+    errors = [answer.error.code for answer in results if answer.WhichOneof("outcome") == "error"]
+    assert 0 < len(errors) < len(results)
     assert {STATUSES[code] for code in errors} <= FAULTS
 
 

@@ -49,12 +49,12 @@ READ_ONLY.flags.writeable = False
 
 
 def label(value: object) -> str:
-    """The name of a test: the message."""
+    """Return the name of a test: the message."""
     return value[:60] if isinstance(value, str) else "call"
 
 
 def refused(error: type[Exception], call: Callable[[], object]) -> str:
-    """The message of the error, which is exactly of this type."""
+    """Return the message of the error, which is exactly of this type."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error

@@ -97,7 +97,7 @@ def replicas(start: Start, *arguments: str) -> list[Replica]:
 
 
 def busy(servers: list[Replica], calls: int) -> bool:
-    """Return whether each has answered so many, which is waited for."""
+    """Wait until each server has answered a number of calls, and return whether all have."""
     return eventually(lambda: all(server.answered >= calls for server in servers))
 
 

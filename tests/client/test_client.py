@@ -180,7 +180,7 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
         assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
 
 
-def test_a_server_tells_what_it_is_and_whether_it_serves(kind: str, server: str) -> None:
+def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
     with opened(kind, server) as client:
         info = client.info()
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
@@ -218,7 +218,7 @@ def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
         assert count == [attempts]
 
 
-def test_what_a_server_cancels_as_it_stops_is_tried_again() -> None:
+def test_calls_cancelled_by_a_stopping_server_are_retried() -> None:
     handler, count = aborting((grpc.StatusCode.CANCELLED, "bye", ()))
     with serving(Fake(handler)) as address, Client(address) as client:
         same(client.place(SEGMENTS), place(SEGMENTS))
@@ -314,8 +314,8 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
 
 def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = dict(channel_options(Destination(*arguments)))
-        return found, json.loads(str(found["grpc.service_config"]))
+        results = dict(channel_options(Destination(*arguments)))
+        return results, json.loads(str(results["grpc.service_config"]))
 
     several, config = options(("a:1", "b:2"), 3, Tls())
     streams, calls = config["methodConfig"]
@@ -460,7 +460,7 @@ def test_threads_share_one_channel(server: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_pickled_client_is_told_the_same_and_has_no_channel(kind: Any) -> None:
+def test_a_pickled_client_keeps_its_options_and_has_no_channel(kind: Any) -> None:
     client = kind(["a:1", "b:2"], profile="p", timeout=3, attempts=2, tls=Tls(b"x"), metadata=[("a", "b")], window=5)
     other = pickle.loads(pickle.dumps(client))
     assert (type(other), other._destination, other._options) == (kind, client._destination, client._options)

@@ -97,7 +97,7 @@ def said(address: str, tls: Tls | None = None) -> str:
     return head
 
 
-def test_what_tls_does_not_let_be_is_named(tmp_path: Path) -> None:
+def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
@@ -123,7 +123,7 @@ def test_a_server_that_was_never_there_is_not_waited_for() -> None:
         assert said(f"127.0.0.1:{port}").endswith("Connection refused")
 
 
-def test_who_is_told_to_send_once_waits_for_nobody() -> None:
+def test_a_client_with_one_attempt_does_not_wait() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         client = serving.enter_context(Client(address, timeout=600, attempts=1))
@@ -133,7 +133,7 @@ def test_who_is_told_to_send_once_waits_for_nobody() -> None:
             client.place(SEGMENTS)
 
 
-def test_health_is_told_at_once_also_of_a_server_that_is_gone() -> None:
+def test_health_of_a_stopped_server_is_reported_at_once() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         with Client(address, timeout=600) as client:

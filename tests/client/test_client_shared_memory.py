@@ -96,10 +96,10 @@ def test_large_tensors_travel_beside_the_messages(server: str) -> None:
 
 def test_results_are_the_callers_own(client: Client) -> None:
     first, second = tensors(1), tensors(2)
-    found = client.apply_rotary(*first, TABLE, ROTARY)
+    rotated = client.apply_rotary(*first, TABLE, ROTARY)
     client.apply_rotary(*second, TABLE, ROTARY)
-    same(found, apply_rotary(*first, TABLE, ROTARY))
-    found[0].zero_()
+    same(rotated, apply_rotary(*first, TABLE, ROTARY))
+    rotated[0].zero_()
     patches = client.build([Path(PHOTOS[0])]).patches
     assert patches is not None
     patches[:] = 0
@@ -289,9 +289,9 @@ def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
 def test_many_threads_at_once(client: Client) -> None:
     def turn(seed: int) -> bool:
         q, k = tensors(seed)
-        found = client.apply_rotary(q, k, TABLE, ROTARY)
+        rotated = client.apply_rotary(q, k, TABLE, ROTARY)
         want = apply_rotary(q, k, TABLE, ROTARY)
-        return torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])  # type: ignore[arg-type]
+        return torch.equal(rotated[0], want[0]) and torch.equal(rotated[1], want[1])  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(turn, range(24))) == [True] * 24
@@ -302,8 +302,8 @@ def test_many_tasks_at_once(server: str) -> None:
     async def scenario() -> None:
         async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
             pairs = [tensors(seed) for seed in range(6)]
-            found = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
-            same(list(found), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
+            rotated = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
+            same(list(rotated), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
 
     asyncio.run(scenario())
     assert names() == set()

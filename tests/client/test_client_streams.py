@@ -38,7 +38,7 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_answers_in_order_with_what_the_calls_give(kind: str, window: int, server: str) -> None:
+def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: int, server: str) -> None:
     with opened(kind, server, window=window) as client:
         same(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
@@ -93,7 +93,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams that a client has opened."""
+    """Return the streams that a client has opened."""
     links: list[Any] = []
     original: Any = streams._opened
 
@@ -212,7 +212,7 @@ def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
     return stream, asked
 
 
-def test_what_a_broken_stream_left_unanswered_is_asked_again(kind: str) -> None:
+def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
     stream, asked = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
     with serving(Fake(stream=stream)) as address, opened(kind, address, attempts=2) as client:
         same(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])

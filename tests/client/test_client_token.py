@@ -144,9 +144,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
-    given = ["--server", server, "--token-file", str(file)]
+    values = ["--server", server, "--token-file", str(file)]
     for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
-        assert run(capsys, "remote", *command, *given)[::2] == (0, "")
+        assert run(capsys, "remote", *command, *values)[::2] == (0, "")
     said = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
     assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
 

@@ -46,7 +46,7 @@ def descriptors_of_memfds() -> int:
     """Count the descriptors and maps of memfds of these tests."""
     fds = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     maps = Path("/proc/self/maps").read_text().split("\n")
-    return sum(f"/memfd:{PREFIX}" in found for found in [*fds, *maps])
+    return sum(f"/memfd:{PREFIX}" in result for result in [*fds, *maps])
 
 
 def shrink(key: str, size: int = 100) -> None:
@@ -103,7 +103,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_what_is_no_plain_object_is_refused_at_once(make: Callable[[Path], object]) -> None:
+def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -> None:
     path = FOLDER / f"{PREFIX}strange"
     make(path)
     try:
@@ -375,10 +375,10 @@ def test_a_descriptor_that_is_exchanged_after_the_check_is_not_opened(monkeypatc
         look = os.readlink
 
         def looked(path: str) -> str:
-            found = look(path)
+            result = look(path)
             if path.startswith("/proc/self/fd/"):
                 os.dup2(os.open("/etc/hostname", os.O_RDONLY), descriptor)
-            return found
+            return result
 
         monkeypatch.setattr(os, "readlink", looked)
         assert opened(link).read("q", 0, 256).tobytes() == BYTES

@@ -79,9 +79,9 @@ def through(query: PositionsQuery) -> PositionsQuery:
     return positions.get_query("query", travelled(message))
 
 
-def test_what_a_query_leaves_open_stays_open() -> None:
-    found = through(PositionsQuery(SEGMENTS))
-    assert (found.scheme, found.start, found.strict, found.views, found.dense) == (None, 0, None, [], None)
+def test_unset_fields_of_a_query_stay_unset() -> None:
+    read = through(PositionsQuery(SEGMENTS))
+    assert (read.scheme, read.start, read.strict, read.views, read.dense) == (None, 0, None, [], None)
 
 
 def test_a_profile_is_named_in_the_message_only() -> None:
@@ -93,9 +93,9 @@ def test_a_profile_is_named_in_the_message_only() -> None:
 def test_the_fields_of_segments_travel() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, TIMED)
-    found = positions.get_segments("segments", travelled(message))
+    read = positions.get_segments("segments", travelled(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
-    assert fields(found) == fields(TIMED)
+    assert fields(read) == fields(TIMED)
 
 
 def test_every_kind_of_segment_travels_with_its_extra_tokens() -> None:
@@ -193,9 +193,9 @@ def test_arrays_travel_with_any_strides_and_byte_order(dtype: str) -> None:
     array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, array)
-    found = tensors.get_tensor("tensor", travelled(message))
-    assert found.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(found, array)
+    results = tensors.get_tensor("tensor", travelled(message))
+    assert results.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(results, array)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
@@ -203,9 +203,9 @@ def test_torch_tensors_travel(dtype: torch.dtype) -> None:
     tensor = torch.arange(24).to(dtype).reshape(4, 6).T
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, tensor)
-    found = tensors.get_torch("tensor", travelled(message))
-    assert torch.equal(found, tensor)
-    found += 1  # it is the caller's own
+    array = tensors.get_torch("tensor", travelled(message))
+    assert torch.equal(array, tensor)
+    array += 1  # it is the caller's own
 
 
 def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
@@ -217,12 +217,12 @@ def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
 
 def test_sizes_and_grids_travel() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
-    given = [ImageSize(300, 400), "x", grid]
+    values = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert sequences.put_parts(message, given) == sequences.Sent(
+    assert sequences.put_parts(message, values) == sequences.Sent(
         origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
     )
-    assert sequences.get_parts("", travelled(message)) == given
+    assert sequences.get_parts("", travelled(message)) == values
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
-def test_what_is_wrong_with_a_message_is_named(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_wrong_field_of_a_message(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
@@ -416,9 +416,9 @@ def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code:
 
 def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
     assert errors.to_status(ServiceOverloadedError("busy", 2)) == ("RESOURCE_EXHAUSTED", "busy")
-    found = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
-    assert isinstance(found, ServiceOverloadedError)
-    assert (str(found), found.retry_after) == ("busy", 0.5)
+    result = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
+    assert isinstance(result, ServiceOverloadedError)
+    assert (str(result), result.retry_after) == ("busy", 0.5)
 
 
 def test_a_message_of_half_a_character_can_be_sent() -> None:
@@ -427,7 +427,7 @@ def test_a_message_of_half_a_character_can_be_sent() -> None:
     assert said.message == r"name: got '\ud800', want one"
 
 
-def test_a_caller_whom_a_proxy_turns_away_is_told_the_same() -> None:
+def test_a_refusal_by_a_proxy_raises_the_same_error() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 
 

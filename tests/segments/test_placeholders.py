@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 @st.composite
 def tokens(draw: st.DrawFn, merge: int, apart: bool) -> Tokens:
-    """A document of words, images and videos; grids may touch, frames apart have a timestamp between."""
+    """Return a document of words, images and videos; grids may touch, frames apart have a timestamp between."""
     made = Tokens([], [], [], [], [])
     for kind in draw(st.lists(st.sampled_from(["text", "image", "video"]), min_size=1, max_size=5)):
         if kind == "text":
@@ -73,7 +73,7 @@ def write(made: Tokens, part: Text | Grid, token_id: int) -> None:
 
 
 def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
-    """The arguments of from_input_ids besides the ids."""
+    """Return the arguments of from_input_ids besides the ids."""
     return {
         "image_grid_thw": [grid for made in batch for grid in made.images] or None,
         "video_grid_thw": [grid for made in batch for grid in made.videos] or None,
@@ -188,7 +188,7 @@ def test_nothing_of_the_caller_is_written() -> None:
 
 
 def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options: Any) -> str:
-    """The message of the error."""
+    """Return the message of the error."""
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_input_ids(input_ids, placeholders, *grids, **options)
     return str(error.value)

@@ -281,7 +281,7 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
     )
 
 
-def test_rows_of_images_and_videos_are_told_apart() -> None:
+def test_rows_of_images_and_videos_are_distinguished() -> None:
     ids = [1, 8, 8, 6, 1, 9, 5, 9, 6, 9, 5, 9, 6, 8, 6]
     placeholders = Placeholders(8, 9, rows=(5, 6))
     table = SegmentTable.from_input_ids(ids, placeholders, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True)

@@ -155,7 +155,7 @@ def test_a_clip_as_a_frame_of_a_video_is_refused() -> None:
             Video([part], times=[0])
 
 
-def test_keys_of_blocks_count_what_is_heard() -> None:
+def test_keys_of_blocks_include_audio() -> None:
     sequence = replace(BUILDER.build(["ab", Audio(2), CLIP]), image_hashes=("clip",))
     keys = sequence.block_keys(4, audio_hashes=["bark"])
     (want,) = block_keys(

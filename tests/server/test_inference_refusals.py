@@ -31,13 +31,13 @@ LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "respon
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[TritonClient]:
-    """A client of a server with small limits."""
+    """Yield a client of a server with small limits."""
     with running(config(limits=LIMITS)) as address, triton.InferenceServerClient(address) as client:
         yield client
 
 
 def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "positions") -> pb.ModelInferRequest:
-    """A request of these inputs."""
+    """Return a request of these inputs."""
     return pb.ModelInferRequest(
         model_name=model,
         inputs=[pb.ModelInferRequest.InferInputTensor(**fields) for fields in inputs],
@@ -46,7 +46,7 @@ def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "
 
 
 def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **contents: Any) -> pb.ModelInferRequest:
-    """A request of "positions" with one input."""
+    """Return a request of "positions" with one input."""
     request = pb.ModelInferRequest(model_name="positions", raw_input_contents=[] if raw is None else [raw])
     tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
     if contents:
@@ -55,14 +55,14 @@ def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **
 
 
 def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
-    """A request with its first input and its raw bytes once more."""
+    """Return a request with its first input and its raw bytes once more."""
     request.inputs.append(request.inputs[0])
     request.raw_input_contents.append(request.raw_input_contents[0])
     return request
 
 
 def parts(*elements: bytes, raw: bytes | None = None, **others: object) -> pb.ModelInferRequest:
-    """A request of "sequences" with raw parts."""
+    """Return a request of "sequences" with raw parts."""
     request = pb.ModelInferRequest(model_name="sequences")
     request.inputs.add(name="parts", datatype="BYTES", shape=[len(elements)])
     framed = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
@@ -132,7 +132,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_malformed_requests_are_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
@@ -207,14 +207,14 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_what_is_wrong_is_refused_by_name(
+def test_wrong_requests_are_refused_by_name(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(client, model, inputs, parameters=options))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
-def test_what_is_not_known_is_not_found(client: TritonClient) -> None:
+def test_unknown_names_are_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     asks: list[Callable[[str, str], object]] = [
@@ -333,7 +333,7 @@ BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_what_is_beyond_a_limit_is_refused_by_its_name(
+def test_requests_beyond_a_limit_are_refused_by_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(small, model, inputs, parameters=options))
@@ -407,7 +407,7 @@ RIGHT: dict[tuple[str, str], list[object]] = {
 
 
 def replaced(value: object) -> Iterator[Any]:
-    """The value with HERE in the place of each that is in it, one at a time, and of each key."""
+    """Yield the value with HERE in the place of each that is in it, one at a time, and of each key."""
     yield HERE
     if isinstance(value, list):
         for i, inner in enumerate(value[:2]):

@@ -174,7 +174,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
-def test_a_mistake_in_a_file_is_said_in_one_line(file: Path, text: str, said: str) -> None:
+def test_an_error_in_a_file_is_one_line(file: Path, text: str, said: str) -> None:
     assert mistake(file, text) == said
 
 

@@ -122,12 +122,12 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
             more.wait(60)
 
         answers = stream(channel)(items())
-        found = [next(answers).id for _ in range(5)]
+        results = [next(answers).id for _ in range(5)]
         server.process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
             next(answers)
         more.set()
-        assert found == [0, 1, 2, 3, 4]
+        assert results == [0, 1, 2, 3, 4]
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         assert raised.value.details() == "the server is about to stop: send unanswered items in a new stream"
         assert server.end()[0] == 0
@@ -293,11 +293,11 @@ def test_workers_that_die_again_and_again_are_soon_back_and_their_metrics_go_on(
 
 
 def served(server: Program, times: int) -> bool:
-    """Whether workers have begun to serve this many times."""
+    """Return whether workers have begun to serve this many times."""
     return sum(line["event"] == "worker serves" for line in server.lines()) == times
 
 
-def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
+def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
     said = refused("--port", "0", "--workers", "2", "--config", str(file))
@@ -324,7 +324,7 @@ def test_the_metrics_page(start: Start) -> None:
         with pytest.raises(grpc.RpcError):
             place(channel)(pb.PlaceRequest())
         list(stream(channel)(iter([pb.StreamPlaceRequest(query=REQUEST.query)] * 2)))
-        found = metrics_of(metrics)
+        numbers = metrics_of(metrics)
     expected = {
         'mmpos_requests_total{method="Place",status="OK"}': 1,
         'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,
@@ -340,10 +340,10 @@ def test_the_metrics_page(start: Start) -> None:
         "mmpos_in_flight": 0,
         "mmpos_streams": 0,
     }
-    assert {name: found.get(name) for name in expected} == expected
+    assert {name: numbers.get(name) for name in expected} == expected
 
 
-def test_tls_asks_clients_for_a_certificate_if_told_so(
+def test_tls_requires_client_certificates_if_configured(
     start: Start, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("server", "other"):
@@ -376,7 +376,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
         ),
     ],
 )
-def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_at_start_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
 

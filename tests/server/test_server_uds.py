@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """A process that makes files which all may write."""
+    """Yield a process that makes files which all may write."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -126,7 +126,7 @@ def test_a_socket_that_is_no_longer_ours_is_left_alone(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_path_that_cannot_be_one_is_refused(path: Path) -> None:
+def test_an_impossible_path_is_refused(path: Path) -> None:
     none = path.parent / "none" / "socket"
     assert mistake(Uds(none)) == f"uds: got {none}, want a path in a folder that exists"
     longest = path.parent / ("x" * (106 - len(str(path.parent))))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -71,6 +72,8 @@ class Claim:
             self._path.remove()
 
     def _beat(self) -> None:
+        # Ctrl-C is for the main thread, which may hold it back.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._ended.wait(_BEAT):
             with suppress(OSError):  # a store that fails now may answer at the next beat
                 claims = self._folder.glob(".mmpos-claim-*.json")

@@ -86,11 +86,20 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
 def _no_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
     resource_tracker.ensure_running()  # whose start would let it through
+    held: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    handled = callable(handler) and threading.current_thread() is threading.main_thread()
+    if handled:  # a thread of a library may get what this one blocks, and the handler would still run here
+        signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handled:
+            signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 class _Worker:

@@ -157,11 +157,6 @@ class TransformerAnatomy:
             raise InvalidInputError(f"{name}: got {count}, want {want}")
         return {}
 
-    def of_texts(self, streams: Streams, texts: Tensor) -> Tensor:
-        """Make the (documents, tokens) mask of texts before they join a row."""
-        real = np.arange(texts.shape[1]) < streams.text_lengths[:, None]
-        return torch.from_numpy(real).to(texts.device)
-
 
 _BOTH = ("transformer_blocks", "single_transformer_blocks")
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -143,10 +143,10 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
         transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True),
     ]
     rope = getattr(transformer, anatomy.rope)
-    handles.append(rope.register_forward_hook(RopeHook(anatomy)))
+    handles.append(rope.register_forward_hook(partial(_after_rope, anatomy)))
     if anatomy.text_module:
         texts = getattr(transformer, anatomy.text_module)
-        handles.append(texts.register_forward_pre_hook(TextHook(anatomy)))
+        handles.append(texts.register_forward_pre_hook(_mask_texts))
         handles.append(texts.register_forward_hook(_texts_in_rows))
     for name in anatomy.blocks:
         for block in getattr(transformer, name):
@@ -231,42 +231,25 @@ class RopeForward:
         return self.anatomy.numbers(streams, *args)
 
 
-class RopeHook:
-    """Hook after that module, and after what splits its output among ranks: rows of the tokens whose numbers are left.
-
-    Args:
-        anatomy: of the transformer.
-    """
-
-    def __init__(self, anatomy: TransformerAnatomy) -> None:
-        self.anatomy = anatomy
-
-    def __call__(self, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]) -> object:
-        """Return rows, if the call has positions."""
-        streams = _STREAMS.get()
-        if streams is None:
-            return None
-        tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
-        return self.anatomy.rows(streams, self.anatomy.order, tokens, rope, *args)
+def _after_rope(
+    anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
+) -> object:
+    """Hook after that module, and after what splits its output among ranks: rows of the tokens that are left."""
+    streams = _STREAMS.get()
+    if streams is None:
+        return None
+    tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
+    return anatomy.rows(streams, anatomy.order, tokens, rope, *args)
 
 
-class TextHook:
-    """Hook before the module through which texts go document by document; gives it their mask.
-
-    Args:
-        anatomy: of the transformer.
-    """
-
-    def __init__(self, anatomy: TransformerAnatomy) -> None:
-        self.anatomy = anatomy
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        """Return new arguments, if the call has positions."""
-        streams = _STREAMS.get()
-        if streams is None:
-            return None
-        texts, timestep, *_ = args
-        return texts, timestep, self.anatomy.of_texts(streams, texts)
+def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
+    """Hook before the module through which texts go document by document; gives it their mask."""
+    streams = _STREAMS.get()
+    if streams is None:
+        return None
+    texts, timestep, *_ = args
+    real = np.arange(texts.shape[1]) < streams.text_lengths[:, None]
+    return texts, timestep, torch.from_numpy(real).to(texts.device)
 
 
 def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -> Tensor:

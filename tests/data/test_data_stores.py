@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import multiprocessing
 import pickle
 import re
+import tarfile
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,6 +18,7 @@ import pytest
 from pyarrow import parquet
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
+from mmpos.data import RecordError, shards
 from mmpos.data.stores import StorePath, open_parquet, store_path
 from mmpos.errors import InvalidInputError, UnsupportedError
 
@@ -194,3 +199,45 @@ def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
         store_path("x", "sftp://host/a").open()
     with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
         store_path("x", "https://host/a").create(b"")
+
+
+def _write_shards(folder: StorePath) -> None:
+    """Write five records in each kind of file."""
+    lines = b"".join(json.dumps({"id": i, "text": f"line {i}"}).encode() + b"\n" for i in range(5))
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for i in range(5):
+            member = tarfile.TarInfo(f"{i:03}.txt")
+            member.size = 1000 * i
+            tar.addfile(member, io.BytesIO(bytes([65 + i]) * member.size))
+    table = pa.table({"n": range(5), "text": [f"row {i}" for i in range(5)]})
+    rows = io.BytesIO()
+    parquet.write_table(table, rows, row_group_size=2)
+    for name, data in {
+        "a.jsonl": lines,
+        "a.jsonl.gz": gzip.compress(lines),
+        "b.jsonl.zst": pa.compress(lines, "zstd", asbytes=True),
+        "c.tar": packed.getvalue(),
+        "c.tar.gz": gzip.compress(packed.getvalue()),
+        "d.parquet": rows.getvalue(),
+    }.items():
+        (folder / name).write_bytes(data)
+
+
+def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, tmp_path: Path) -> None:
+    here = store_path("here", tmp_path / "here")
+    here.make_folder()
+    for each in (here, folder):
+        _write_shards(each)
+    readers, wanted = (shards([str(each / "*.jsonl*"), str(each / "[cd].*")]) for each in (folder, here))
+    assert [reader.source for reader in readers] == [str(folder / Path(reader.source).name) for reader in wanted]
+    for reader, want in zip(readers, wanted, strict=True):
+        for start, step in ((0, 1), (1, 2), (9, 1)):
+            got = [(location.index, record) for location, record in reader.records(start, step)]
+            for _, record in got:
+                assert not isinstance(record, RecordError), record
+                record.pop("__url__", None)
+            records = [(location.index, dict(record)) for location, record in want.records(start, step)]  # type: ignore[arg-type]
+            assert got == [(i, {k: v for k, v in each.items() if k != "__url__"}) for i, each in records], reader
+    with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
+        shards([str(folder / "c.tar"), str(folder / "none.tar")])

@@ -21,7 +21,7 @@ import neighbours
 from pages import RESULTS, fill_in, quoted
 
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
-from mmpos.schemes import SCHEMES
+from mmpos.schemes import SCHEMES, LatentScheme
 from mmpos.support.files import write_text
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import SuiteReport, from_json, to_json, to_markdown
@@ -33,7 +33,14 @@ QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT 
 
 
 schemes, encodings = cache(measure), cache(measure_encodings)
-"""The properties of all forms of all schemes, and of all encodings."""
+"""The properties of all forms of all schemes where grids follow text, and of all encodings."""
+
+
+@cache
+def latent_schemes() -> Matrix:
+    """Measure the schemes of models that generate."""
+    names = [name for name, scheme in SCHEMES.items() if issubclass(scheme, LatentScheme)]
+    return measure(names).part(names)
 
 
 def definitions(matrix: Matrix) -> str:
@@ -50,6 +57,7 @@ def counterexamples(matrix: Matrix) -> str:
 QUOTES: Mapping[str, Callable[[], str]] = {
     "schemes": lambda: schemes().part(SCHEMES).to_markdown(),
     "schemes with three axes": lambda: schemes().part(set(schemes().rows) - set(SCHEMES)).to_markdown(),
+    "schemes of models that generate": lambda: latent_schemes().to_markdown(),
     "encodings": lambda: encodings().to_markdown(),
     "properties of schemes": lambda: definitions(schemes()),
     "properties of encodings": lambda: definitions(encodings()),

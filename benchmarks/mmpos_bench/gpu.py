@@ -264,11 +264,11 @@ def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]
 
 def problems_in(folder: Path) -> list[str]:
     """List what is wrong with ours: tests, launches, findings of sanitizers, parts that broke; not peers and tools."""
-    from mmpos_bench.peers.rotations import COMPILED_NORM, ROTATIONS
+    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS
 
     found = [problem for _, _, wrong in read_tests(folder) for problem in wrong]
     for report in reports_in(folder):
-        theirs = tuple(f", {peer}" for peer in (*ROTATIONS, COMPILED_NORM))
+        theirs = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
         found += [f"{name}: {error}" for name, error in report.failed.items() if not name.endswith(theirs)]
         looked = ((m.name, m.facts.get("findings")) for m in report.measurements)
         found += [f"{name}: {findings:.0f} findings" for name, findings in looked if findings]

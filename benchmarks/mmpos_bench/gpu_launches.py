@@ -17,7 +17,6 @@ import torch
 from mmpos.rotary import DevicePositions
 from mmpos_bench.cuda import synchronize
 from mmpos_bench.gpu import BROKEN, Kept
-from mmpos_bench.layers import Layer
 from mmpos_bench.results import Measurement, Timed
 from mmpos_bench.rotary import Bench, Size, compared, launches
 from mmpos_bench.suites import QUICK, Comparison, SuiteOptions
@@ -50,11 +49,14 @@ def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dr
     kept.write()
 
 
-def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: int = 100) -> dict[str, Timing]:
+def host_times(
+    bench: Bench, size: Size, only: Sequence[str] = (), rounds: int = 9, count: int = 100
+) -> dict[str, Timing]:
     """Time the host's part of launches.
 
     Args:
-        layer: whose q and k are rotated.
+        bench: where the layers are made.
+        size: of the layer whose q and k are rotated.
         only: launches by group and name; none are all.
         rounds: of turns that count.
         count: calls of a turn, fewer than the queue of launches of a GPU takes.
@@ -62,7 +64,8 @@ def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: i
     Returns:
         seconds per call, by name.
     """
-    calls: dict[str, Call] = {name: partial(call, 0) for name, call in launches(layer, only).items()}
+    layer = bench.layer(size, sets=1)
+    calls: dict[str, Call] = {name: partial(call, 0) for name, call in launches(bench, size, only).items()}
     calls["a table to the device"] = partial(DevicePositions.from_table, layer.positions, layer.device)
     calls["a table refreshed"] = partial(layer.table.refresh, layer.positions)
 
@@ -78,8 +81,8 @@ def host_times(layer: Layer, only: Sequence[str] = (), rounds: int = 9, count: i
 
 def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
     """Time what the host spends on a call whose kernel is shorter than that."""
-    layer = bench.layer(Size("7B layer", 8 if dry else _HOST_TOKENS), sets=1)
-    times = host_times(layer, ("in place: mmpos, table",), 2, 1) if dry else host_times(layer)
+    size = Size("7B layer", 8 if dry else _HOST_TOKENS)
+    times = host_times(bench, size, ("in place: mmpos, table",), 2, 1) if dry else host_times(bench, size)
     for name, timing in times.items():
         spread = {"20th percentile, µs": 1e6 * timing.p20, "80th percentile, µs": 1e6 * timing.p80}
         timed = (Timed("a call", "ours", timing),)
@@ -88,7 +91,7 @@ def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
 
 def launched(bench: Bench, size: Size, names: list[str], warm: int) -> None:
     """Launch ways once between the marks of a profiler."""
-    calls = launches(bench.layer(size, sets=1), names).values()
+    calls = launches(bench, size, names).values()
     for _ in range(warm):
         for call in calls:
             call(0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 _FRAMES = 2  # of a still image in Qwen-VL's layout, all the same
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _BUDGET = Budget(3.0, 21)
+_SCALED = 40  # levels that a pixel of an image decoded at a part of its size may be off
 _ROUNDING = 1e-5  # theirs is computed in float32 in another order, ours may differ by rounding alone
 
 Array = npt.NDArray[np.number]
@@ -50,6 +52,10 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         yield Comparison(
             "JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET
         )
+        for most in (256, 64):
+            yield Comparison(
+                f"JPEG to patches of {most} tokens", name, partial(to_fewer, photos, most), "images", budget=_BUDGET
+            )
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
@@ -77,6 +83,26 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
         *_peers(photos, patches, options),
     ]
     return Lineup(contestants, {"images": len(photos), "bytes": sum(values.nbytes for values in want)})
+
+
+def to_fewer(photos: list[bytes], most: int) -> Lineup:
+    """Line up patches of images that are scaled down, decoded whole and at a half, a quarter or an eighth."""
+    whole = replace(UINT8, max_tokens=most)
+    scaled = replace(whole, scaled_decoding=True)
+    want = [cast(Patches, whole.process(data).patches) for data in photos]
+    contestants = [
+        _copy(want),
+        _each("mmpos", lambda data: whole.process(data).patches, photos, want),
+        _each(
+            "mmpos, scaled decoding",
+            lambda data: scaled.process(data).patches,
+            photos,
+            want,
+            Role.PART,
+            _SCALED,
+        ),
+    ]
+    return Lineup(contestants, {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)})
 
 
 def _each(

@@ -20,8 +20,8 @@ MALLOCS = ("default", "tuned")
 """The C library's own settings, or those of the server, which keep large blocks instead of giving them back."""
 
 _PACKAGES = (
-    *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "timm", "liger-kernel", "flash-attn"),
-    *("grpcio", "protobuf"),
+    *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),
+    *("liger-kernel", "flash-attn", "grpcio", "protobuf"),
 )
 _SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 

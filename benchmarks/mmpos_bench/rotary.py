@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,13 +24,13 @@ with needed_for("the rotary suite", extra="all"):
 
     from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
-    from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, LayerShape, Pair, interleaved
-    from mmpos_bench.peers.rotations import COMPILED_NORM, ROTATIONS, Make, compiled_norm
+    from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, Pair
+    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # bytes that all sets move together; of many short calls, a graph's start is no part
-_TOY, _SCALE = LayerShape(2, 1, 16), 0.25  # of caches in 8 bits
+_SCALE = 0.25  # of caches in 8 bits
 
 Call = Callable[[int], Any]
 """Does the work on the set of that number, and gives what came of it."""
@@ -49,11 +49,19 @@ class Size:
         return f"{self.shape}, {self.tokens:,} tokens{of}"
 
 
-SIZES = (*(Size(shape, 4096) for shape in SHAPES), Size("7B layer", 256))
+SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")), Size("7B layer", 256))
 """Of a CPU."""
 
 SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
 """Of a CPU: a decoding step, and a few tokens."""
+
+FUSED, JOINT = "generation, norm and rotation", "generation, one norm over all heads"
+
+GENERATION_SIZES = {
+    FUSED: [Size("FLUX.1 layer", 4608), Size("video layer", 32760)],
+    JOINT: [Size("Wan layer", 32760)],
+}
+"""Of the groups of models that generate: 512 tokens of text and an image of 64×64, and 21 frames of 30×52."""
 
 # Those that decide first: a run that is cut off by the clock has them.
 GPU_SIZES = (
@@ -82,9 +90,10 @@ class Bench:
 
     def layer(self, size: Size, sets: int | None = None) -> Layer:
         """Make a layer; on a GPU with so many sets that the caches do not hold them, unless their number is given."""
-        shape, documents = SHAPES[size.shape], interleaved(size.tokens, size.documents)
+        shape = SHAPES[size.shape]
+        documents = [shape.document(size.tokens // size.documents)] * size.documents
         if self.toy:  # in float32: the interpreter truncates bfloat16, which no proof passes
-            return Layer(_TOY, documents, torch.float32, "cpu", sets or 2, "triton")
+            return Layer(shape.toy, documents, torch.float32, "cpu", sets or 2, "triton")
         moved = 4 * size.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
         cold = max(2, min(_MOST_SETS, math.ceil(_COLD / moved))) if self.device == "cuda" else 1
         return Layer(shape, documents, torch.bfloat16, self.device, sets or cold)
@@ -96,7 +105,7 @@ class Bench:
         return Comparison(f"{group}, bfloat16", str(size), line_up, budget=budget, timer=timer)
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
-        layer, known = self.layer(size), {**SMALL_GROUPS, **GROUPS}[group]
+        layer, known = self.layer(size), ALL_GROUPS[group]
         ways = [*known.ways, *known.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
@@ -122,6 +131,15 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
         # What is compiled takes seconds for each.
         groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
         yield from (bench.compare(group, size, options) for group in groups)
+        if size is sizes[0]:
+            yield from generation(bench, options)
+
+
+def generation(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
+    """Yield the groups of models that generate."""
+    for group, sizes in GENERATION_SIZES.items():
+        for size in [replace(sizes[0], tokens=42)] if options.quick else filter(partial(fits, bench), sizes):
+            yield bench.compare(group, size, options)
 
 
 def fits(bench: Bench, size: Size) -> bool:
@@ -196,7 +214,7 @@ def _turned_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False)
 
 
 def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
-    layer.judge(got[:2], layer.normed((before[0].double(), before[1].double())), rounded=rounded)
+    layer.judge(got[:2], before, rounded=rounded, norm=True)
 
 
 def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
@@ -225,8 +243,7 @@ def _close(layer: Layer, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Non
 def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded: bool = False) -> None:
     at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
     keys, values = layer.caches
-    wide = before[0].double(), before[1].double()
-    layer.judge((got[0], keys[at][None]), layer.normed(wide) if norm else wide, rounded=rounded)
+    layer.judge((got[0], keys[at][None]), before, rounded=rounded, norm=norm)
     holds(torch.equal(values[at], layer.values[0][0]), "other values in the cache", "v")
     keys.zero_()
     values.zero_()
@@ -299,9 +316,10 @@ def _right_phases(layer: Layer, got: Any, before: Pair) -> None:
     layer.judge((turned, turned), (ones, ones))
 
 
-def _apart(layer: Layer) -> Call:
+def _apart(layer: Layer, **options: Any) -> Call:
     """Normalise by torch, and then rotate."""
-    return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, implementation=layer.how)
+    asked = {"implementation": layer.how} | options
+    return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **asked)
 
 
 def _there_and_back(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
@@ -383,10 +401,11 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
     return lambda i: rotate(*layer.sets[i])
 
 
-def _norms(layer: Layer, options: SuiteOptions) -> Iterator[Way]:
-    """Yield the peer that normalises, too."""
-    if rotate := options.peer(COMPILED_NORM, partial(compiled_norm, layer)):
-        yield Way(COMPILED_NORM, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
+def _norms(layer: Layer, options: SuiteOptions, known: Mapping[str, Make]) -> Iterator[Way]:
+    """Yield the peers that also normalise."""
+    for name, make in known.items():
+        if rotate := options.peer(name, partial(make, layer)):
+            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
@@ -421,7 +440,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("mmpos, at once", partial(_turn, norm=True), _normalised),
             Way("torch's norm, then mmpos", _apart, partial(_normalised, rounded=True), Role.PEER),
         ],
-        peers=_norms,
+        peers=partial(_norms, known=NORMS),
     ),
     "forward and backward": WaysOfWork(
         [
@@ -480,9 +499,41 @@ SMALL_GROUPS: Mapping[str, WaysOfWork] = {
 """Groups of a CPU alone, where a call costs more than its tokens."""
 
 
-def launches(layer: Layer, only: Sequence[str] = ()) -> dict[str, Call]:
-    """Make every call of ours, and the copies beside them, by group and name, or some."""
-    ways = {f"{group}: {way.name}": way for group, known in GROUPS.items() for way in known.ways}
-    chosen = {name: way for name, way in ways.items() if not only or name in only}
-    ours = {name: way for name, way in chosen.items() if way.role is not Role.PEER and "reference" not in name}
-    return {name: way.make(layer) for name, way in ours.items()}
+GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
+    FUSED: WaysOfWork(
+        [
+            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+            Way("mmpos, at once", partial(_turn, norm=True), _normalised),
+            Way("mmpos, at once, in place", partial(_turn, norm=True, inplace=True), _normalised),
+            Way("torch's norm, then mmpos", _apart, partial(_normalised, rounded=True), Role.PEER),
+        ],
+        peers=partial(_norms, known=DIFFUSERS),
+    ),
+    JOINT: WaysOfWork(
+        [
+            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+            Way("torch's norm, then mmpos", partial(_apart, inplace=True), partial(_normalised, rounded=True)),
+        ],
+        peers=partial(_norms, known=DIFFUSERS),
+    ),
+}
+"""Groups of models that generate, of the sizes that their layers have."""
+
+ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, **GENERATION_GROUPS}
+"""Every group, on whatever device."""
+
+
+def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Call]:
+    """Make every call of ours, and the copies beside them, by group and name, or some.
+
+    Args:
+        bench: where the layers are made.
+        size: of the layer; groups of models that generate have as many tokens and documents of a layer of FLUX.1.
+        only: calls by group and name; none are all.
+    """
+    layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)
+    ways = [(layer, group, way) for group, known in GROUPS.items() for way in known.ways]
+    ways += [(image, FUSED, way) for way in GENERATION_GROUPS[FUSED].ways]
+    ours = [each for each in ways if each[2].role is not Role.PEER and "reference" not in each[2].name]
+    named = {f"{group}: {way.name}": (layer, way) for layer, group, way in ours}
+    return {name: way.make(layer) for name, (layer, way) in named.items() if not only or name in only}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
@@ -38,10 +39,20 @@ WORKLOADS: dict[str, list[Document]] = {
     "d: 1 × 8k tokens of text": workload(1, 8192, 0, 1),
 }
 
+_DRAW = random.Random(0)
+
+PROMPTED: dict[str, list[Document]] = {
+    "1 image of 64×64": [[Text(512), Grid(64, 64)]],
+    "64 images, sides of 32 to 80": [
+        [Text(512), Grid(_DRAW.randint(32, 80), _DRAW.randint(32, 80))] for _ in range(64)
+    ],
+}
+"""Images of models that generate, each behind its prompt."""
+
 
 def tokens_of(part: Text | Grid) -> int:
-    """Count the tokens of a text or a still image."""
-    return part.height * part.width if isinstance(part, Grid) else part.length
+    """Count the tokens of a text, an image or a video."""
+    return part.frames * part.height * part.width if isinstance(part, Grid) else part.length
 
 
 def counts(documents: list[Document]) -> dict[str, int]:
@@ -52,16 +63,16 @@ def counts(documents: list[Document]) -> dict[str, int]:
 
 
 def loop_ids(documents: list[Document], scheme: str) -> Ids:
-    """Number packed documents of text and still images.
+    """Number packed documents of text, still images and, in "wan", videos.
 
     Args:
         documents: the parts of each.
-        scheme: "rope-tie", "rope-tie-v2" or "mrope".
+        scheme: "rope-tie", "rope-tie-v2", "mrope", "flux" (images without references) or "wan".
 
     Returns:
         (axes, tokens).
     """
-    axes, image = _LOOPS[scheme]
+    axes, image, text_runs = _LOOPS[scheme]
     known: dict[Grid, tuple[Ids, int]] = {}
     blocks: list[Ids] = []
     for document in documents:
@@ -69,39 +80,51 @@ def loop_ids(documents: list[Document], scheme: str) -> Ids:
         for part in document:
             if isinstance(part, Grid):
                 if part not in known:
-                    known[part] = image(part.height, part.width)
+                    known[part] = image(part)
                 block, advance = known[part]
                 blocks.append(block + last)
                 last += advance
-            else:
+            elif text_runs:
                 blocks.append(np.broadcast_to(np.arange(last + 1.0, last + 1 + part.length), (axes, part.length)))
                 last += part.length
+            else:
+                blocks.append(np.zeros((axes, part.length)))
     return np.concatenate(blocks, axis=1)
 
 
-def _plane(height: int, width: int) -> Ids:
+def _plane(grid: Grid) -> Ids:
     """(2, tokens) row and column of every patch, from zero."""
-    return np.indices((height, width), dtype=np.float64).reshape(2, -1)
+    return np.indices((grid.height, grid.width), dtype=np.float64).reshape(2, -1)
 
 
-def _tie(height: int, width: int) -> tuple[Ids, int]:
+def _tie(grid: Grid) -> tuple[Ids, int]:
     """Rows w + 1 apart and columns h + 1 apart, so that both fill the square up to the next text."""
-    return (_plane(height, width) + 1) * [[width + 1.0], [height + 1.0]], (height + 1) * (width + 1) - 1
+    down, right = grid.width + 1.0, grid.height + 1.0
+    return (_plane(grid) + 1) * [[down], [right]], int(down * right) - 1
 
 
-def _tie_v2(height: int, width: int) -> tuple[Ids, int]:
+def _tie_v2(grid: Grid) -> tuple[Ids, int]:
     """One id apart around the middle of the ids that its tokens would have as text."""
+    height, width = grid.height, grid.width
     middle = (height * width + 1) / 2
-    return _plane(height, width) - [[(height - 1) / 2], [(width - 1) / 2]] + middle, height * width
+    return _plane(grid) - [[(height - 1) / 2], [(width - 1) / 2]] + middle, height * width
 
 
-def _mrope(height: int, width: int) -> tuple[Ids, int]:
-    return np.insert(_plane(height, width), 0, 0, axis=0) + 1, max(height, width)
+def _mrope(grid: Grid) -> tuple[Ids, int]:
+    return np.insert(_plane(grid), 0, 0, axis=0) + 1, max(grid.height, grid.width)
 
 
-# The axes of a scheme, and an image's ids counted from the last text id, with the ids that it takes from text.
-_LOOPS: Mapping[str, tuple[int, Callable[[int, int], tuple[Ids, int]]]] = {
-    "rope-tie": (2, _tie),
-    "rope-tie-v2": (2, _tie_v2),
-    "mrope": (3, _mrope),
+def _latent(grid: Grid) -> tuple[Ids, int]:
+    """Frame, row and column from zero, whatever came before."""
+    return np.indices((grid.frames, grid.height, grid.width), dtype=np.float64).reshape(3, -1) + 1, 0
+
+
+# The axes of a scheme; an image's ids counted from the last text id, with the ids that it takes from text; and whether
+# text runs or rests at zero.
+_LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
+    "rope-tie": (2, _tie, True),
+    "rope-tie-v2": (2, _tie_v2, True),
+    "mrope": (3, _mrope, True),
+    "flux": (3, _latent, False),
+    "wan": (3, _latent, False),
 }

@@ -34,6 +34,7 @@ _ORDER = (
     "check",
     "conformance",
     "plot",
+    "explore",
     "compare",
     "probe",
     "explain",

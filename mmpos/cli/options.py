@@ -229,7 +229,7 @@ def _read(argument: str) -> Specs:
     suffix = Path(argument).suffix.lower()
     # What looks like a spec is one, however long: the file system refuses long names.
     if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
-        return Specs([_spec(argument)])
+        return Specs([read_spec(argument)])
     if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
         raise InvalidInputError(
             f"SPEC|FILE: got {argument!r}, want a spec such as 3,2x3,2 or a file ending in "
@@ -254,13 +254,18 @@ def _input() -> Specs:
         return Specs([_image(name, data)])
     if text.lstrip().startswith(("{", "[")):
         return _json(name, data)
-    specs = [_spec(line.strip()) for line in text.splitlines() if line.strip()]
+    specs = [read_spec(line.strip()) for line in text.splitlines() if line.strip()]
     if not specs:
         raise InvalidInputError(f"{name}: got nothing, want specs, one a line, a JSON file or an image")
     return Specs(specs)
 
 
-def _spec(argument: str) -> Document:
+def read_spec(argument: str) -> Document:
+    """Read a spec such as ``3,2x3,2``.
+
+    Raises:
+        InvalidInputError: naming the part that is neither text nor a grid.
+    """
     document: Document = []
     for i, piece in enumerate(argument.split(",")):
         name = f"SPEC {argument!r}, part {i + 1}"

@@ -18,7 +18,6 @@ from mmpos.cli import report
 from mmpos.cli.commands import app
 from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_scheme
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary.hf_config import read_json
 from mmpos.support.checks import counted, naming
 from mmpos.support.extras import needed_for
 from mmpos.support.program import INTERRUPTED, console
@@ -238,6 +237,8 @@ def _tokenizer(name: str) -> Any:
 
 def _model_tokenizer(folder: Path) -> Any:
     """Read the tokenizer of a model; its chat template may be in a file of the processor."""
+    from mmpos.rotary.hf_config import read_json
+
     with needed_for("the tokenizer of --config", extra="hf"):
         from transformers import AutoTokenizer
     try:

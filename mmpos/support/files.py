@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
@@ -97,10 +97,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode())
 
 
-def leftovers(folder: Path, names: Collection[str]) -> list[Path]:
-    """List what killed writers of files of these names left in a folder."""
+def leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
+    """List what killed writers left in a folder of files whose names are ours."""
     matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in folder.iterdir())
-    return sorted(path for path, match in matches if match and match[1] in names)
+    return sorted(path for path, match in matches if match and is_ours(match[1]))
 
 
 @contextmanager

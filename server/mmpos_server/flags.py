@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -90,9 +90,9 @@ class Flags:
     drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Lowest level of log lines that are written.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, _flag("Log lines as JSON, or as text for people.")] = LogFormat.JSON
-    otel: Annotated[bool, _flag("Export OpenTelemetry spans, as the environment variables OTEL_… say.", "--otel")] = (
-        False
-    )
+    otel: Annotated[
+        bool, _flag("Export OpenTelemetry spans and metrics, as the environment variables OTEL_… say.", "--otel")
+    ] = False
     preload: Annotated[
         bool, _flag("Import torch before listening, instead of with the first rotation.", "--preload")
     ] = False
@@ -121,14 +121,18 @@ class Flags:
         memory.check(self.listen)
         return memory
 
-    def page(
-        self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
-    ) -> AbstractContextManager[object]:
-        """Return a context manager that shows the page of metrics, liveness and readiness, if there is one."""
-        if not self.metrics_port and not inherits():
-            return nullcontext()
+    @contextmanager
+    def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
+        """Show the page of metrics, liveness and readiness, and export metrics, where flags ask for them."""
         registry.register(ProcessMetrics(self.listen.tls))
-        return exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port)
+        with ExitStack() as stack:
+            if self.metrics_port or inherits():
+                stack.enter_context(exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port))
+            if self.otel:
+                from mmpos_server.metrics_export import exported
+
+                stack.enter_context(exported(registry))
+            yield
 
     def _tls(self) -> TlsFiles | None:
         if self.tls_cert is not None and self.tls_key is not None:

@@ -171,10 +171,12 @@ class Running:
         """Stop the server in a thread, so that nothing in it can hold up the end of the process."""
 
         def end() -> None:
-            self.server.stop(grace)
-            for thread in _at_work():
-                thread.join()
-            self._events.put("ended")
+            try:
+                self.server.stop(grace)
+                for thread in _at_work():
+                    thread.join()
+            finally:  # an error, which is logged, must not cost the whole drain
+                self._events.put("ended")
 
         Thread(target=end, name="mmpos-end", daemon=True).start()
 

@@ -14,12 +14,13 @@ with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry.context import Context
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.trace import Span
 
     from mmpos_server.call import Call
     from mmpos_server.endpoints import Context as CallContext
 
-__all__ = ["Tracing", "configured"]
+__all__ = ["Tracing", "configured", "resource"]
 
 # Errors of a server by the semantic conventions for gRPC; the other statuses are errors of clients.
 _FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
@@ -132,15 +133,21 @@ def configured() -> Tracing:
         return Tracing(provider)
     with needed_for("--otel", extra="otel"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    resource = Resource.create()
-    if str(resource.attributes["service.name"]).startswith("unknown_service"):
-        resource = resource.merge(Resource({"service.name": "mmpos"}))
-    made = TracerProvider(resource=resource)
+    made = TracerProvider(resource=resource())
     made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracing(made)
+
+
+def resource() -> Resource:
+    """Return the resource that the environment describes; its service is mmpos unless the environment names another."""
+    with needed_for("--otel", extra="otel"):
+        from opentelemetry.sdk.resources import Resource
+    described = Resource.create()
+    if str(described.attributes["service.name"]).startswith("unknown_service"):
+        return described.merge(Resource({"service.name": "mmpos"}))
+    return described
 
 
 def _below(span: Span) -> Context:

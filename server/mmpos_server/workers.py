@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from threading import Lock, Thread
+from pathlib import Path
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
 
@@ -297,7 +297,7 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
     # By the number of the worker: the next process goes on with the files of the one before.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
     prepare()
-    sending = Lock()
+    sending, orphaned = Lock(), Event()
 
     def say(message: bool | str) -> None:
         with sending, suppress(OSError):
@@ -309,7 +309,7 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
         try:
             running = Running(options, listen, config, logs)
             beating.append(running)
-            Thread(target=_obey, args=(pipe, running, folder), name="mmpos-supervisor", daemon=True).start()
+            Thread(target=_obey, args=(pipe, running, orphaned), name="mmpos-supervisor", daemon=True).start()
 
             def started(_: list[str]) -> None:
                 signal.signal(signal.SIGTERM, lambda *_: running.stop())
@@ -320,7 +320,17 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
             say(str(error))
         except Exception as error:
             logs.error("worker failed", error)
+    if orphaned.is_set():
+        _remove_values(Path(folder), number)
     leave()
+
+
+def _remove_values(folder: Path, number: int) -> None:
+    """Remove a worker's files of metrics, and with the last of them the folder, which a killed supervisor left."""
+    for file in folder.glob(f"*_{number}.db"):
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # other workers still have files there
+        folder.rmdir()
 
 
 def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
@@ -331,13 +341,13 @@ def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
             say(any(running.server.ready for running in beating))
 
 
-def _obey(pipe: Connection, running: Running, folder: str) -> None:
-    """Do what the supervisor says; without a supervisor, end and remove its folder, which it could not."""
+def _obey(pipe: Connection, running: Running, orphaned: Event) -> None:
+    """Do what the supervisor says; without a supervisor, end."""
     while True:
         try:
             message = pipe.recv()
         except (EOFError, OSError):
-            shutil.rmtree(folder, ignore_errors=True)
+            orphaned.set()
             running.stop()
             return
         if message == _STOP:

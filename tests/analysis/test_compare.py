@@ -334,6 +334,16 @@ def test_print_shows_a_matrix_as_a_table_and_a_notebook_as_markdown() -> None:
     assert matrix._repr_markdown_() == matrix.to_markdown()
 
 
+def test_a_part_has_the_properties_that_apply_to_it() -> None:
+    part = measure(["rope-tie", "wan"]).part(["wan"])
+    assert list(part.rows) == ["wan"]
+    assert (
+        list(part.rows["wan"])
+        == [each.name for each in part.properties]
+        == ["axes", "unique", "integer", "prefix-stable"]
+    )
+
+
 def test_json_holds_the_same() -> None:
     found = json.loads(run("naive-2d", "nope", "--json"))
     naive, nope = measure(["naive-2d"]), measure_encodings(["nope"])

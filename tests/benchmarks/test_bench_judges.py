@@ -14,22 +14,22 @@ from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
 from mmpos_bench import data, layers
 from mmpos_bench.data import mix
-from mmpos_bench.layers import Layer, LayerShape, interleaved
+from mmpos_bench.layers import SHAPES, Layer, LayerShape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.rotary import GROUPS, SMALL_GROUPS, Bench, compared, contestant
+from mmpos_bench.rotary import ALL_GROUPS, GENERATION_SIZES, Bench, compared, contestant
 from mmpos_bench.serving import LoadTurn, by_cpu, by_rate
 from mmpos_bench.suites import Role, SuiteOptions
 from mmpos_bench.timing import Budget, Timer
 from mmpos_bench.workloads import workload
 
-SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, "axial")}
+SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, (4, 4))}
 
 
 @pytest.fixture(params=SMALL)
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
     monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, the last one short
-    return Layer(SMALL[request.param], interleaved(16, 2), torch.float32, "cpu")
+    return Layer(SMALL[request.param], [interleaved(8)] * 2, torch.float32, "cpu")
 
 
 def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
@@ -48,13 +48,13 @@ def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
             x[place] = kept
 
 
-ALL_GROUPS = {**GROUPS, **SMALL_GROUPS}
-
-
 @pytest.mark.parametrize("group", ALL_GROUPS)
 def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
-    pair = interleaved(16), workload(1, 16, 1, 3)
-    right, other = (Layer(SMALL["interleaved"], documents, torch.float32, "cpu", sets=2) for documents in pair)
+    shape, pair = SMALL["interleaved"], ([interleaved(16)], workload(1, 16, 1, 3))
+    if group in GENERATION_SIZES:
+        shape = SHAPES[GENERATION_SIZES[group][0].shape].toy
+        pair = [shape.document(42)], [shape.document(21)] * 2
+    right, other = (Layer(shape, documents, torch.float32, "cpu", sets=2) for documents in pair)
     assert right.values
     assert right.slots
     wrong = copy(right)  # with its caches

@@ -10,9 +10,10 @@ import torch
 from pages import RESULTS
 
 from mmpos.errors import ServiceError
+from mmpos_bench.peers.rotations import DIFFUSERS, NORMS
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
-from mmpos_bench.rotary import GROUPS, SMALL_GROUPS
+from mmpos_bench.rotary import ALL_GROUPS, FUSED, JOINT
 from mmpos_bench.serving import Load, Order, clients, echo, started
 from mmpos_bench.suites import SUITES, run
 
@@ -21,7 +22,9 @@ PEERS = {
     "small, into new tensors": PLAIN,
     "into new tensors": PLAIN,
     "forward and backward": PLAIN,
-    "norm and rotation": ["torch.compile, norm too"],
+    "norm and rotation": [*NORMS],
+    FUSED: [*DIFFUSERS],
+    JOINT: [*DIFFUSERS],
 }
 """Of the groups of rotations, on a CPU."""
 
@@ -36,8 +39,9 @@ ONLY = {
 def test_a_suite_takes_every_path_on_toy_sizes_with_the_contestants_that_were_recorded(suite: str) -> None:
     found = run(suite, peers=True, quick=True)
     assert sorted(found.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
-    groups = {**SMALL_GROUPS, **GROUPS}
-    ways = {f"{name}, bfloat16": [*(way.name for way in groups[name].ways), *PEERS.get(name, [])] for name in groups}
+    ways = {
+        f"{name}, bfloat16": [way.name for way in ALL_GROUPS[name].ways] + PEERS.get(name, []) for name in ALL_GROUPS
+    }
     for want in [ways] if suite == "rotary" else map(contestants, kept(suite)):
         assert contestants(found).items() >= want.items()  # a group may be younger than kept figures
     assert {m.entries[0].role for m in found.measurements} == {"limit"}

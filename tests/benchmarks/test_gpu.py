@@ -17,7 +17,7 @@ import pytest
 from mmpos_bench import gpu
 from mmpos_bench.gpu import Kept, Part
 from mmpos_bench.gpu_launches import speeds
-from mmpos_bench.rotary import GROUPS
+from mmpos_bench.rotary import GENERATION_GROUPS, GROUPS
 from mmpos_bench.suites import Comparison, Contestant, Lineup, giving, limit
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_dry_run_needs_neither_installation_nor_extension(tmp_path: Path) -> Non
     reports = gpu.reports_in(out)
     assert {(report.machine.commit, report.machine.native) for report in reports} == {("abc", False)}
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}
-    ours = {name: [way.name for way in known.ways] for name, known in GROUPS.items()}
+    ours = {name: [way.name for way in known.ways] for name, known in {**GROUPS, **GENERATION_GROUPS}.items()}
     assert {name: [e.name for e in m.entries] for name, m in timed.items()} == ours
     assert [m.name for m in reports[2].group("the host")][:1] == ["in place: mmpos, table"]
     assert sum(path.stat().st_size for path in out.iterdir()) < 200_000

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
+import lance
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -57,6 +59,15 @@ def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
         packer.add(example)
     (pack,) = packer.flush()
     assert PackedCollator()(pack).input_ids.shape == (pack.num_tokens,)
+
+
+def test_examples_of_a_stage_come_back_from_lance(tmp_path: Path) -> None:
+    made = STAGE(pa.Table.from_pylist(RECORDS))
+    for _ in range(2):
+        lance.write_dataset(made, tmp_path / "ready.lance", mode="append")
+    stored = list(read_examples(lance.dataset(tmp_path / "ready.lance").to_table()))
+    for got, want in zip(stored, 2 * list(read_examples(made)), strict=True):
+        same(got, want)
 
 
 def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:

@@ -78,7 +78,7 @@ class Model(ABC):
         """Run images by positions, packed or in rows of a batch."""
 
     def rows(self, x: Tensor, which: Sequence[int], batch: bool) -> Tensor:
-        return x.expand(len(which) if batch else 1, *x.shape[1:])
+        return x.expand(len(which), *x.shape[1:]) if batch else x
 
 
 def joined(xs: Sequence[Tensor], batch: bool) -> Tensor:
@@ -431,7 +431,41 @@ class Lumina2(Latents):
         return joined([self.texts[i] for i in which], batch)
 
 
+class ErnieImage(Latents):
+    name = "ErnieImageTransformer2DModel"
+    config: ClassVar[dict[str, Any]] = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_layers": 1,
+        "ffn_hidden_size": 32,
+        "patch_size": 2,
+        "text_in_dim": 24,
+        "rope_axes_dim": (8, 12, 12),
+    }
+
+    def document(self, i: int) -> list[Text | Grid]:
+        return super().document(i)[::-1]
+
+    def alone(self, transformer: Any, i: int) -> Tensor:
+        lengths = torch.tensor([TEXTS[i]])
+        return transformer(self.latents_of(i)[None], self.timestep, self.texts[i][None], lengths).sample[0]
+
+    def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
+        latents = [self.latents_of(i) for i in which]
+        got = transformer(
+            hidden_states=pack_latents(latents, 2, batch=batch),
+            timestep=self.rows(self.timestep, which, batch),
+            text_bth=joined([self.texts[i] for i in which], batch),
+            text_lens=None,
+            positions=positions,
+        )
+        return unpack_latents(got.sample, [x.shape[1:] for x in latents], 2)
+
+
 _ALL = (
-    Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, WanVace, ChronoEdit, HunyuanVideo, Ltx, Lumina2
+    Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, WanVace, ChronoEdit, HunyuanVideo, Ltx, Lumina2,
+    ErnieImage,
 )  # fmt: skip
 MODELS: dict[str, type[Model]] = {one.name: one for one in _ALL}

@@ -265,7 +265,10 @@ def _ltx(transformer: Any, document: Document) -> CosSin:
 
 def _ltx_2(transformer: Any, document: Document) -> CosSin:
     coordinates = transformer.rope.prepare_video_coords(1, *document.images[0], torch.device("cpu"))
-    return _repeated(transformer.rope(coordinates))
+    cos, sin = transformer.rope(coordinates)
+    if transformer.config.rope_type == "interleaved":
+        return _repeated((cos, sin))
+    return cos[0].swapaxes(0, 1).flatten(1), sin[0].swapaxes(0, 1).flatten(1)
 
 
 def _kandinsky(*, batch: bool = False) -> Callable[..., CosSin]:
@@ -667,11 +670,13 @@ PEERS: Mapping[str, Peer] = {
             "audio_attention_head_dim": 16,
             "audio_cross_attention_dim": 32,
             "caption_channels": 8,
+            "rope_type": "split",
         },
         _ltx_2,
         torch.float32,
         text=False,
         frames=True,
+        pairing="half",
     ),
     "CosmosTransformer3DModel": Peer(
         {

@@ -34,7 +34,7 @@ from mmpos_server.telemetry import Metrics, ProcessMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-HADOLINT = Path(sysconfig.get_path("scripts")) / "hadolint"
+HADOLINT, HELM = (Path(sysconfig.get_path("scripts")) / name for name in ("hadolint", "helm"))
 KUBERNETES = "1.37"
 ALERT = re.compile(r"^\| [a-z ]+ \| `([^`]*mmpos_[^`]*)` \|", re.MULTILINE)
 
@@ -120,15 +120,70 @@ def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> Non
     assert held <= 2 * 2**30
 
 
-def test_alerts_name_metrics_that_there_are() -> None:
-    named = set(re.findall(r"mmpos_[a-z_]+", "".join(ALERT.findall((ROOT / "docs" / "service.md").read_text()))))
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, check=False)
+
+
+def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
+    """The manifests that the chart renders, by kind, without the checksum of the settings."""
+    done = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
+    assert done.returncode == 0, done.stderr
+    kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout)}
+    digest = kinds["Deployment"]["spec"]["template"]["metadata"]["annotations"].pop("checksum/settings")
+    assert re.fullmatch("[0-9a-f]{64}", digest)
+    return kinds
+
+
+def test_the_chart_renders_the_manifest() -> None:
+    lint = helm("lint", "--strict", str(DEPLOY / "helm"))
+    assert lint.returncode == 0, lint.stdout
+    assert rendered() == KINDS
+
+
+def test_values_of_the_chart_reach_the_manifests() -> None:
+    flags = [
+        "autoscaling.enabled=false",
+        "replicas=2",
+        "image.repository=registry/mmpos",
+        "image.tag=2026",
+        "noticeSeconds=5",
+    ]
+    kinds = rendered("--set", ",".join(flags), "--set-json", 'args=["--workers=2"]')
+    for manifest in kinds.values():
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert kinds.keys() == KINDS.keys() - {"HorizontalPodAutoscaler"}
+    assert (kinds["Deployment"]["spec"]["replicas"], pod["terminationGracePeriodSeconds"]) == (2, 55)
+    assert container["image"] == "registry/mmpos:2026"
+    assert options_of(container["args"])["workers"] == 2
+    assert options_of(container["args"])["notice_seconds"] == 5
+
+
+ALERTS = [rule for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+ALERT_EXPRESSIONS = [rule["expr"] for rule in ALERTS]
+DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_alerts_and_dashboard_name_metrics_that_there_are() -> None:
     registry = Metrics().registry
     registry.register(ProcessMetrics(None))
     there = {"mmpos_certificate_not_after_seconds"}  # where there is TLS
     for family in registry.collect():
         there |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
-    assert named <= there
-    assert len(named) == 8
+    alerts, panels = (set(re.findall(r"mmpos_[a-z_]+", " ".join(words))) for words in (ALERT_EXPRESSIONS, QUERIES))
+    assert alerts <= there
+    assert panels <= there
+    assert len(alerts) == 8
+    families = {family.name for family in registry.collect()} | {"mmpos_certificate_not_after_seconds"}
+    drawn = {re.sub("_(total|bucket|info)$", "", name) for name in panels}
+    assert families - drawn == {"mmpos_start_time_seconds"}  # every other one has a panel
+
+
+def test_a_page_quotes_the_alerts() -> None:
+    (quoted,) = filter(None, (ALERT.findall(page.read_text()) for page in (ROOT / "docs").rglob("*.md")))
+    assert quoted == ALERT_EXPRESSIONS
 
 
 def test_the_unit_ends_after_its_notice_and_its_drain() -> None:

@@ -304,12 +304,16 @@ def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path
     assert said.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
 
 
-def test_workers_end_when_their_supervisor_is_killed(start: Start) -> None:
+def test_workers_end_without_an_error_when_their_supervisor_is_killed(start: Start) -> None:
     server = start("--workers", "2")
     workers = server.workers
     assert len(workers) == 2
+    for _ in range(8):  # both workers have metrics to write
+        with grpc.insecure_channel(server.address) as channel:
+            place(channel)(REQUEST)
     server.process.kill()
     assert eventually(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    assert [line for line in server.lines() if line["level"] == "error"] == []
 
 
 def test_the_metrics_page(start: Start) -> None:

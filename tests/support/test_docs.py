@@ -115,7 +115,7 @@ def headings(page: Path) -> list[str]:
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme) <= 9_000
+    assert len(readme) <= 9_300
     linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)", readme)}
     assert {page for page in PAGES if page.name != "README.md"} - linked == set()
 

@@ -68,3 +68,28 @@ def load_rope_index() -> RopeIndexes:
 def _rows(way: Any, *tensors: Any) -> Any:
     """Call a method, and give its ids as rows of an array."""
     return way(*tensors)[0].reshape(3, -1).numpy()
+
+
+def load_flux() -> Callable[[list[Document], str], Any]:
+    """Load FluxPipeline of diffusers, which makes an image's ids beside its latents.
+
+    Returns:
+        What gives (tokens, 3) ids of packed prompts and images in a dtype: the pipeline's, one after the other.
+    """
+    import torch
+    from diffusers import FluxPipeline
+
+    pipeline = FluxPipeline(*[None] * 7)  # no part is asked for
+    none = torch.empty(0)
+
+    def ids(documents: list[Document], dtype: str) -> Any:
+        kind, parts = getattr(torch, dtype), []
+        for part in (part for document in documents for part in document):
+            if isinstance(part, Grid):
+                pixels = 16 * part.height, 16 * part.width
+                parts.append(pipeline.prepare_latents(1, 16, *pixels, kind, "cpu", None, none)[1])
+            else:
+                parts.append(torch.zeros(part.length, 3, dtype=kind))
+        return torch.cat(parts)
+
+    return ids

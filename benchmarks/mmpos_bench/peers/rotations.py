@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos_bench.layers import Layer, Pair
+from mmpos_bench.layers import EPS, Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate]
@@ -49,10 +49,8 @@ def load_compiled() -> PeerRotation:
     _need_compiler()
 
     def rotate(layer: Layer) -> Rotate:
-        torch.compiler.reset()  # what was compiled for other shapes would count against a limit
         cos, sin = layer.tables
-        compiled = torch.compile(formula, dynamic=False)
-        return lambda q, k: compiled(q, k, cos, sin)
+        return _compiled(lambda q, k: formula(q, k, cos, sin))
 
     return PeerRotation(rotate, most=32768)
 
@@ -63,7 +61,7 @@ def load_transformers() -> PeerRotation:
 
     def rotate(layer: Layer) -> Rotate:
         cos, sin = layer.tables
-        if layer.shape.allocation != "axial":
+        if not layer.shape.axes_dim:
             return lambda q, k: apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
         def encoder(q: Tensor, k: Tensor) -> Pair:  # has no batch, and computes in float32
@@ -131,13 +129,48 @@ def load_flashinfer() -> PeerRotation:
 
 def compiled_norm(layer: Layer) -> Rotate:
     """Normalise and rotate by torch's norm and the formula, compiled together, if torch can compile here."""
-    _need_compiler()
-    torch.compiler.reset()
     cos, sin = layer.tables
 
     def both(q: Tensor, k: Tensor) -> Pair:
         return formula(*layer.normed((q, k)), cos, sin)
 
+    return _compiled(both)
+
+
+def by_diffusers(layer: Layer) -> Rotate:
+    """Normalise by the modules of an attention of diffusers, FLUX.1's or Wan's, and rotate by its function, which is
+    given cos and sin in float32. Wan's own function lies inside its processor, and takes as many steps.
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+    from diffusers.models.transformers.transformer_flux import FluxAttention
+    from diffusers.models.transformers.transformer_wan import WanAttention
+
+    shape = layer.shape
+    attention: Any = (WanAttention if shape.joint_norm else FluxAttention)(
+        1, heads=shape.q_heads, dim_head=shape.head_dim, eps=EPS
+    )
+    norms = attention.norm_q, attention.norm_k
+    for norm, weight in zip(norms, layer.weights, strict=True):
+        norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    tables = [layer.of_channels(table).float() for table in (layer.angles.cos(), layer.angles.sin())]
+
+    def both(q: Tensor, k: Tensor) -> Pair:
+        wide = (x.flatten(2) if shape.joint_norm else x for x in (q, k))
+        normed = (norm(x).unflatten(-1, (-1, shape.head_dim)) for norm, x in zip(norms, wide, strict=True))
+        q, k = (apply_rotary_emb(x.view_as(q), tables, sequence_dim=1) for x in normed)
+        return q, k
+
+    return both
+
+
+def compiled_diffusers(layer: Layer) -> Rotate:
+    """The same, compiled, if torch can compile here."""
+    return _compiled(by_diffusers(layer))
+
+
+def _compiled(both: Rotate) -> Rotate:
+    _need_compiler()
+    torch.compiler.reset()  # what was compiled for other shapes would count against a limit
     return torch.compile(both, dynamic=False)
 
 
@@ -160,4 +193,8 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
     "flashinfer": load_flashinfer,
 }
 
-COMPILED_NORM = "torch.compile, norm too"
+NORMS: Mapping[str, Make] = {"torch.compile, norm too": compiled_norm}
+"""Ways of plain torch that also normalise."""
+
+DIFFUSERS: Mapping[str, Make] = {"diffusers": by_diffusers, "diffusers, compiled": compiled_diffusers}
+"""Ways of diffusers, which normalise and rotate."""

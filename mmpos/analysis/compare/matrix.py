@@ -86,8 +86,11 @@ class Matrix:
         return self.rows[one_of(self.subject, row, self.rows)][one_of("property", name, self.rows[row])]
 
     def part(self, rows: Collection[str]) -> Matrix:
-        """Some of the rows, in the order that they have here."""
-        return replace(self, rows={name: findings for name, findings in self.rows.items() if name in rows})
+        """Some of the rows, in the order that they have here, and the properties that apply to one of them."""
+        some = {name: findings for name, findings in self.rows.items() if name in rows}
+        applying = [each for each in self.properties if any(some[name][each.name].value is not None for name in some)]
+        kept = {name: {each.name: findings[each.name] for each in applying} for name, findings in some.items()}
+        return replace(self, properties=tuple(applying), rows=kept)
 
     @property
     def reasons(self) -> list[tuple[str, Property, str]]:

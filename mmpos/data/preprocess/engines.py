@@ -10,36 +10,25 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
+import pyarrow as pa
+
+from mmpos.data.preprocess.shard_job import PART_BYTES, Counts, ShardJob, Step, Task, read_parts
+from mmpos.data.stores import StorePath
 from mmpos.support.extras import needed_for
 
-__all__ = ["Step", "run_local", "run_ray"]
-
-
-class Step(NamedTuple):
-    """Progress of one task.
-
-    Args:
-        number: of the task.
-        counts: of its records so far.
-        last: whether the task is done.
-    """
-
-    number: int
-    counts: Counts
-    last: bool
+__all__ = ["run_local", "run_ray"]
 
 
 _PAUSE = 0.1  # seconds between two messages of a worker
@@ -62,12 +51,9 @@ def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[S
 
 
 def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, None]:
-    for number, task in enumerate(tasks):
-        counts = Counts()
+    for task in tasks:
         with closing(job.run(task)) as steps:
-            for counts in steps:
-                yield Step(number, counts, False)
-        yield Step(number, counts, True)
+            yield from steps
 
 
 def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
@@ -76,32 +62,24 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     steps: SimpleQueue[Step] = context.SimpleQueue()
     work, inputs = pickle.dumps(job), [pickle.dumps(task) for task in tasks]
     others, started = set(multiprocessing.active_children()), set[BaseProcess]()
-    running: dict[Future[bytes], int] = {}
+    running: set[Future[bytes]] = set()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     try:
         with _no_interrupts():  # which are for this process alone
-            running = {pool.submit(_work, work, number, task): number for number, task in enumerate(inputs)}
+            running = {pool.submit(_work, work, task) for task in inputs}
             started = set(multiprocessing.active_children()) - others
         while running:
-            done, _ = wait(running, _PAUSE, FIRST_COMPLETED)
+            done, running = wait(running, _PAUSE, FIRST_COMPLETED)
             while not steps.empty():
                 yield steps.get()
             for future in done:
-                yield Step(running.pop(future), _counts(future.result()), True)
+                _raise(future.result())
     except BrokenProcessPool as error:
         raise ChildProcessError("a worker process was killed (for its memory?), want fewer workers") from error
     finally:
         for process in started if running else ():
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-def _counts(result: bytes) -> Counts:
-    """Return the counts that a worker sends, or raise its error."""
-    counts: Counts | Exception = pickle.loads(result)
-    if isinstance(counts, Exception):
-        raise counts
-    return counts
 
 
 @contextmanager
@@ -129,17 +107,18 @@ def _begin_worker(steps: SimpleQueue[Step]) -> None:
     _Worker.steps = steps
 
 
-def _work(job: bytes, number: int, task: bytes) -> bytes:
-    """Run a task in a worker, which tells now and then how far it is."""
-    sent_at = time.monotonic()
-
-    def tell(counts: Counts) -> None:
-        nonlocal sent_at
-        if time.monotonic() - sent_at > _PAUSE:
-            _Worker.steps.put(Step(number, counts, False))
-            sent_at = time.monotonic()
-
-    return _result(job, task, tell)
+def _work(job: bytes, task: bytes) -> bytes:
+    """Run a task in a worker, which tells of every finished file, and now and then how far it is."""
+    told_at = time.monotonic()
+    try:
+        with closing(_loads(job).run(pickle.loads(task))) as steps:
+            for step in steps:
+                if step.source is not None or time.monotonic() - told_at > _PAUSE:
+                    _Worker.steps.put(step)
+                    told_at = time.monotonic()
+        return pickle.dumps(None)
+    except Exception as error:
+        return pickle.dumps(_portable(error))
 
 
 def _die_with_parent() -> None:
@@ -153,81 +132,141 @@ def _die_with_parent() -> None:
 _loads = cache(pickle.loads)  # the job, whose limit counts over all tasks of a process
 
 
-def _result(job: ShardJob | bytes, task: bytes, tell: Callable[[Counts], None] | None = None) -> bytes:
-    """Run a task, and pickle its counts, or its error: with its traceback as a note, and as words where it must."""
-    result: Counts | Exception = Counts()
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be pickled, with its traceback as a note: as words where it must be."""
+    trace = "".join(traceback.format_exception(error))
     try:
-        work = _loads(job) if isinstance(job, bytes) else job
-        with closing(work.run(pickle.loads(task))) as steps:
-            for counts in steps:
-                result = counts
-                if tell is not None:
-                    tell(counts)
-        return pickle.dumps(result)
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-            result = error
-        except Exception:
-            result = RuntimeError(f"{type(error).__name__}: {error}")
-        result.add_note(trace)
-        return pickle.dumps(result)
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(trace)
+    return error
 
 
-class ShardWorker:
-    """Callable of an actor for ``map_batches``: rows of tasks become rows of their results.
-
-    Args:
-        job: the work on every task.
-        folder: folder of relative paths.
-    """
-
-    def __init__(self, job: ShardJob, folder: str) -> None:
-        self._job = job
-        with suppress(OSError):  # on another machine it may not be there
-            os.chdir(folder)
-
-    def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[object]]:
-        """Run the tasks of some rows; their errors are returned as values, since Ray would wrap them in its own."""
-        return {"number": list(rows["number"]), "result": [_result(self._job, task) for task in rows["task"]]}
+def _raise(result: bytes) -> Any:
+    """Return what a worker sends, or raise it if it is an error."""
+    value = pickle.loads(result)
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks in the cluster that Ray is connected to; without one, in one that is started and stopped.
+    """Run the tasks as a pipeline of Ray Data in the cluster that Ray is connected to, or in one started for it.
 
-    Inputs and outputs must have the same paths on all machines. An actor that dies is replaced and its shard begun
-    anew: an output is written under a name of its own and renamed in the end.
+    Tasks of Ray read the shards into rows, one for each part with its records as they are stored, and a pool of actors
+    turns each row into a file. Ray balances the actors, holds readers back while rows wait, and repeats what a machine
+    takes with it when it dies: a file is written as a whole, and a second time it is the same. Inputs and outputs must
+    have the same paths on all machines.
 
     Args:
         job: the work.
         tasks: inputs and outputs.
-        workers: actors, of one processor each; where the cluster has fewer, those work that it has room for.
+        workers: most actors, each with its share of the readers on one processor; where the cluster has fewer, those
+            work that it has room for.
 
     Yields:
-        The last step of each task, as tasks finish.
+        The last step of each part and of each task, as they finish.
     """
     with needed_for("the ray engine", extra="ray"):
         import ray
         import ray.cloudpickle
         import ray.data
     with _connected(ray):
-        dumps: Callable[[Task], bytes] = ray.cloudpickle.dumps  # also takes readers defined in a script
-        rows = [
-            {"number": i, "task": dumps(replace(task, output=task.output.absolute()))} for i, task in enumerate(tasks)
-        ]
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            ShardWorker,
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(workers, len(rows)), max_tasks_in_flight_per_actor=1),
-            fn_constructor_args=(job, os.getcwd()),
-            num_cpus=1,
+        dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also takes readers defined in a script
+        rows = [{"task": dumps(replace(task, folder=_absolute(task.folder)))} for task in tasks]
+        dataset = (
+            ray.data.from_items(rows, override_num_blocks=len(rows))
+            .map_batches(
+                partial(_read, folder=os.getcwd(), dumps=dumps),
+                batch_size=1,
+                batch_format="pyarrow",
+                compute=ray.data.TaskPoolStrategy(workers),
+                num_cpus=_READER_CPUS,
+            )
+            .map_batches(
+                PartWriter,
+                batch_size=1,
+                batch_format="pyarrow",
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=1, max_size=workers, initial_size=workers, max_tasks_in_flight_per_actor=2
+                ),
+                fn_constructor_args=(job, os.getcwd()),
+                num_cpus=1 - _READER_CPUS,
+            )
         )
+        context = dataset.context
+        context.target_max_block_size = PART_BYTES
         # The caller reports progress itself.
-        dataset.context.enable_progress_bars = False
-        dataset.context.print_on_execution_start = False
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
         for row in dataset.iter_rows():
-            yield Step(row["number"], _counts(row["result"]), True)
+            yield _raise(row["step"])
+
+
+_READER_CPUS = 0.25  # share of a processor that a reader takes; an actor has the rest
+
+_ROWS = pa.schema([("task", pa.int64()), ("part", pa.int64()), ("records", pa.large_binary())])
+
+
+def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Iterator[pa.Table]:
+    """Read a shard into rows of its parts; the row of an error has that in place of records."""
+    _change_folder(folder)
+    for row in batch["task"]:
+        task = pickle.loads(row.as_buffer())
+        try:
+            for part, source, records in read_parts(task):
+                content = None if records is None else list(records)
+                yield _row(task.number, part, dumps((task.output(part), source, content)))
+        except Exception as error:
+            yield _row(task.number, 0, dumps(_portable(error)))
+
+
+def _row(*values: object) -> pa.Table:
+    return pa.table([[value] for value in values], schema=_ROWS)
+
+
+class PartWriter:
+    """Callable of an actor for ``map_batches``: rows of parts become files, and rows of their last steps.
+
+    Args:
+        job: the work on every part.
+        folder: folder of relative paths.
+    """
+
+    def __init__(self, job: ShardJob, folder: str) -> None:
+        self._job = job
+        _change_folder(folder)
+
+    def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
+        """Write the parts of some rows; their errors are returned as values, since Ray would wrap them in its own."""
+        return {"step": [pickle.dumps(self._step(**row)) for row in self._rows(rows)]}
+
+    def _rows(self, rows: pa.Table) -> Iterator[dict[str, Any]]:
+        for row in zip(*(rows[name] for name in _ROWS.names), strict=True):
+            task, part, records = row
+            yield {"task": task.as_py(), "part": part.as_py(), "content": pickle.loads(records.as_buffer())}
+
+    def _step(self, task: int, part: int, content: Any) -> Step | Exception:
+        if isinstance(content, Exception):
+            return content
+        output, source, records = content
+        step = Step(task, part, Counts(), source)
+        try:
+            if records is not None:
+                *_, step = self._job.write(task, part, output, source, records)
+            return step
+        except Exception as error:
+            return _portable(error)
+
+
+def _absolute(folder: StorePath) -> StorePath:
+    return folder if folder.is_url else StorePath(os.path.abspath(folder))
+
+
+def _change_folder(folder: str) -> None:
+    with suppress(OSError):  # on another machine it may not be there
+        os.chdir(folder)
 
 
 @contextmanager

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import errno
+import os
+import re
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import reduce
-from multiprocessing.pool import ThreadPool
 from operator import add
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from mmpos.data.examples import MakeExample
 from mmpos.data.packing import first_fit_decreasing
+from mmpos.data.preprocess.claim import Claim, claimed
 from mmpos.data.preprocess.engines import run_local, run_ray
-from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
+from mmpos.data.preprocess.manifest import Manifest, ShardFiles
+from mmpos.data.preprocess.settings import differences
+from mmpos.data.preprocess.shard_job import Counts, ShardJob, Step, Task, part_name, quarantine_of
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.quarantine import MAX_SKIPPED, OnError
 from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.data.stores import StorePath, store_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
-from mmpos.support.files import leftovers, local_path
+from mmpos.support.files import leftovers
 
-__all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
-
-_LOCK = ".mmpos.lock"
+__all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "write_sequences"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Output:
-    """Finished shard.
+    """Finished file.
 
     Args:
         source: path or name of its input.
@@ -62,12 +62,12 @@ class Output:
     """
 
     source: str
-    path: Path
+    path: StorePath
     counts: Counts
     reused: bool
 
     @property
-    def quarantine(self) -> Path:
+    def quarantine(self) -> StorePath:
         """File of the records that were skipped; it exists if there are any."""
         return quarantine_of(self.path)
 
@@ -99,7 +99,7 @@ class Summary:
     """Results of the job.
 
     Args:
-        outputs: in the order of the inputs.
+        outputs: in the order of the inputs and of their records.
         fill: of all their documents.
         seconds: duration of this run, without the packing.
     """
@@ -123,11 +123,12 @@ class Summary:
 Engine = Literal["local", "ray"]
 
 _PAUSE = 0.1  # seconds between two reports
+_SAVE = 10.0  # seconds between two manifests
 
 
 def write_sequences(
     readers: Sequence[Reader],
-    folder: Path,
+    folder: str | os.PathLike[str],
     preprocess: MakeExample,
     *,
     engine: Engine = "local",
@@ -139,23 +140,24 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Preprocess all shards into files of ready sequences, one Parquet file for each.
+    """Preprocess all shards into files of ready sequences: one Parquet file for each part of 64 MiB of its records.
 
-    A file is there wholly or not at all, so the same call completes a run that was killed: finished shards are not done
-    again, unless its input or the settings changed, which is an error. A file of input that was touched or
+    A file is there wholly or not at all, so the same call completes a run that was killed: finished files are not made
+    again, unless their input or the settings changed, which is an error. A file of input that was touched or
     copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
-    depend on the engine, on the workers, or on interruptions. One run at a time writes to a folder, which it locks.
+    depend on the engine, on the workers, or on interruptions. The folder has a manifest of them, by which
+    sequence_shards opens them. One run at a time writes to a folder, which it claims by a file.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
-        folder: folder of the files, each named after its input; created if it is missing.
+        folder: path or URL of the folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
         engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
-        workers: shards that are worked on at the same time.
+        workers: processes of this machine, or most actors of Ray.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
             and writes them to a file beside the output. A mistake of the set-up always stops.
         max_skipped: largest share of the first 1,000 records of a worker that may be skipped, 0 to 1; also judged at
-            the end of each shard before. Ten may always be skipped.
+            the end of each part before. Ten may always be skipped.
         patches: whether pixels are stored.
         overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
         max_tokens: of the packs whose fill rate is in the summary.
@@ -170,138 +172,171 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
-    overwrite = boolean("overwrite", overwrite)
-    folder = local_path("folder", folder)
+    boolean("overwrite", overwrite)
     job = ShardJob(preprocess, on_error, patches, max_skipped)
-    tasks = _tasks(readers, folder)
-    begin = time.monotonic()
-    with locked(folder):
-        reused = {} if overwrite else _finished(job, tasks, workers)
-        missing = [i for i in range(len(tasks)) if i not in reused]
-        tell = _teller(report, len(tasks), len(reused))
-        made = _make(engine, job, [tasks[i] for i in missing], workers, tell)
-        tell(len(made), made)
+    where = store_path("folder", folder)
+    tasks, begin = _tasks(readers, where), time.monotonic()
+    with claimed(where) as claim:
+        manifest = _opened(where, job, tasks, overwrite)
+        before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
+        missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
+        _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(tasks) - len(missing)))
+        if overwrite:
+            manifest.remove_strays()
         seconds = time.monotonic() - begin
-        counts = reused | dict(zip(missing, made, strict=True))
-        outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
-        return Summary(outputs, _fill(tasks, max_tokens), seconds)
+        outputs = tuple(output for task in tasks for output in _outputs(manifest, task, before[task.stem]))
+        return Summary(outputs, _fill(outputs, max_tokens), seconds)
 
 
-def _teller(
-    report: Callable[[Progress], None] | None, shards: int, reused: int
-) -> Callable[[int, Iterable[Counts]], None]:
-    """Make the function that reports how many tasks are done, and the counts of all that have begun."""
+def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: bool) -> Manifest:
+    """Open the manifest of a folder, with what is finished of the tasks.
 
-    def tell(done: int, counts: Iterable[Counts]) -> None:
-        if report is not None:
-            report(Progress(shards, reused + done, reused, reduce(add, counts, Counts())))
+    Raises:
+        InvalidInputError: outputs are there of other inputs or settings, and are not to be overwritten.
+    """
+    try:
+        manifest = Manifest.load(folder) or Manifest(folder, job.settings)
+    except InvalidInputError:
+        if not overwrite:
+            raise
+        manifest = Manifest(folder, job.settings)
+    own, other = {task.stem for task in tasks}, differences(manifest.settings, job.settings)
+    if overwrite:
+        manifest.shards = {} if other else {name: manifest.shards[name] for name in manifest.shards.keys() - own}
+    else:
+        manifest.resume(job, tasks)
+        if other and (others := manifest.shards.keys() - own):
+            path = folder / part_name(min(others), 0)
+            raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}; remove it, or overwrite all")
+    manifest.settings = job.settings
+    for task in tasks:
+        manifest.shards.setdefault(task.stem, ShardFiles({}))
+    return manifest
 
-    return tell
+
+def _outputs(manifest: Manifest, task: Task, before: Collection[int]) -> Iterator[Output]:
+    for part, file in sorted(manifest.shards[task.stem].files.items()):
+        yield Output(task.reader.source, task.output(part), file.counts, part in before)
 
 
-def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
+class _Progress:
+    """Progress of a run, which is reported now and then.
+
+    Args:
+        report: takes it.
+        shards: in all.
+        reused: those of earlier runs.
+    """
+
+    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
+        self._report, self._shards, self._reused = report, shards, reused
+        self._finished, self._running = Counts(), dict[tuple[int, int], Counts]()
+        self._told_at = -_PAUSE
+
+    def add(self, step: Step, done: int) -> None:
+        """Add a step of a run that has finished a number of shards."""
+        if step.file is not None:
+            self._finished += step.counts
+            self._running.pop((step.task, step.part), None)
+        else:
+            self._running[step.task, step.part] = step.counts
+        if time.monotonic() - self._told_at >= _PAUSE and self._reused + done < self._shards:
+            self.tell(done)
+
+    def tell(self, done: int) -> None:
+        """Report the progress of a run that has finished a number of shards."""
+        if self._report is not None:
+            counts = reduce(add, self._running.values(), self._finished)
+            self._report(Progress(self._shards, self._reused + done, self._reused, counts))
+        self._told_at = time.monotonic()
+
+
+def _tasks(readers: Sequence[Reader], folder: StorePath) -> list[Task]:
     if not readers:
         raise InvalidInputError("readers: got none, want at least one shard")
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise InvalidInputError(f"folder: got {str(folder)!r}, which is a file, want a folder")
-    tasks = [Task(reader, folder / f"{_stem(reader.source)}.parquet") for reader in readers]
-    first: dict[Path, str] = {}
-    inputs = {Path(reader.source).resolve() for reader in readers}
+    tasks = [Task(number, reader, folder, _stem(reader.source)) for number, reader in enumerate(readers)]
+    first: dict[str, str] = {}
+    inputs = {_resolved(store_path("source", reader.source)) for reader in readers}
     for task in tasks:
-        source = task.reader.source
-        if task.output in first:
+        source, output = task.reader.source, task.output()
+        part = re.fullmatch(r"(.+)\.part\d{5,}", task.stem, re.DOTALL)
+        other = first.get(task.stem) or (first.get(part[1]) if part else None)
+        if other is not None:
             raise InvalidInputError(
-                f"readers: got {first[task.output]!r} and {source!r}, which would both become {str(task.output)!r}, "
-                "want different names"
+                f"readers: got {other!r} and {source!r}, which would both become {str(output)!r}, want different names"
             )
-        first[task.output] = source
-        if task.output.resolve() in inputs:
+        first[task.stem] = source
+        if _resolved(output) in inputs:
             raise InvalidInputError(f"folder: got {str(folder)!r}, where {source!r} would overwrite an input")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.make_folder()
     return tasks
+
+
+def _resolved(path: StorePath) -> str:
+    return str(path) if path.is_url else os.path.realpath(path)
 
 
 def _stem(source: str) -> str:
     """Return the name of an input without its suffixes."""
-    name = Path(source).name
+    name = PurePosixPath(source).name
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
     return name.removesuffix(suffix) or name
 
 
-def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
-    with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
-        numbered = enumerate(threads.imap(job.finished, tasks))
-        return {i: counts for i, counts in numbered if counts is not None}
-
-
 def _make(
-    engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, tell: Callable[[int, Iterable[Counts]], None]
-) -> list[Counts]:
-    """Run the tasks, and remove the temporary files of runs and workers that were killed.
+    engine: Engine,
+    job: ShardJob,
+    tasks: Sequence[Task],
+    workers: int,
+    manifest: Manifest,
+    claim: Claim,
+    progress: _Progress,
+) -> None:
+    """Run the tasks, note what is finished, and remove the temporary files of runs and workers that were killed.
 
     Args:
         engine: see write_sequences, as for the workers.
         job: the work.
-        tasks: what is missing.
+        tasks: shards of which parts are missing.
         workers: see write_sequences.
-        tell: is given, now and then, the number of tasks that are done, and the counts of all that have begun.
+        manifest: of the folder, which is saved now and then and at the end.
+        claim: on the folder.
+        progress: takes every step.
     """
-    if not tasks:
-        return []
-    names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
-    made: dict[int, Counts] = {}
-    done, told_at = 0, -_PAUSE
-    try:
-        _sweep(tasks[0].output.parent, names)
-        run = run_local if engine == "local" else run_ray
-        with closing(run(job, tasks, workers)) as steps:
-            for step in steps:
-                made[step.number] = step.counts
-                done += step.last
-                if time.monotonic() - told_at >= _PAUSE and done < len(tasks):
-                    tell(done, made.values())
-                    told_at = time.monotonic()
-    finally:
-        _sweep(tasks[0].output.parent, names)
-    return [made[number] for number in range(len(tasks))]
+    numbered = {task.number: task for task in tasks}
+    done, saved_at = 0, time.monotonic()
+    if tasks:
+        manifest.save()
+        _sweep(manifest)
+        try:
+            run = run_local if engine == "local" else run_ray
+            with closing(run(job, tasks, workers)) as steps:
+                for step in steps:
+                    claim.check()
+                    manifest.add(numbered[step.task], step)
+                    done += step.source is not None and manifest.shards[numbered[step.task].stem].complete
+                    progress.add(step, done)
+                    if time.monotonic() - saved_at > _SAVE:
+                        manifest.save()
+                        saved_at = time.monotonic()
+        finally:
+            claim.check()
+            _sweep(manifest)
+            manifest.save()
+    progress.tell(done)
 
 
-def _sweep(folder: Path, names: Collection[str]) -> None:
-    for path in leftovers(folder, names):
-        path.unlink(missing_ok=True)
+def _sweep(manifest: Manifest) -> None:
+    """Remove what killed writers left of the files of a folder on this machine."""
+    if not manifest.folder.is_url:
+        for path in leftovers(Path(manifest.folder), manifest.owns):
+            path.unlink(missing_ok=True)
 
 
-def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
-    lengths: IntArray = np.concatenate([SequenceShard(task.output).lengths for task in tasks])
+def _fill(outputs: Sequence[Output], max_tokens: int) -> Fill:
+    lengths: IntArray = np.concatenate([SequenceShard(output.path).lengths for output in outputs])
     fitting = lengths[lengths <= max_tokens]
     packs = len(first_fit_decreasing(fitting, max_tokens))
     return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for the time of the block, so that no other run writes to it.
-
-    A killed holder locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock;
-    some other network filesystems lock one machine only, or have no locks, which gives a RuntimeWarning.
-
-    Raises:
-        InvalidInputError: another run has the lock, in this process or any other.
-        OSError: the file of the lock cannot be made; the error names it.
-    """
-    lock = FileLock(folder / _LOCK, blocking=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InvalidInputError(
-            f"folder: got {str(folder)!r}, to which another run is writing, want one run at a time"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        message = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
-        warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of write_sequences
-    try:
-        yield
-    finally:
-        lock.release()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypedDict, TypeVar
+from typing import IO, Any, Self, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +18,20 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from mmpos.data.examples import Example, Location, Record, RecordError
+from mmpos.data.preprocess.settings import differences
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.data.stores import open_parquet, store_path
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, integer, text
-from mmpos.support.files import whole_file
 
 __all__ = [
     "FORMAT_VERSION",
     "SCHEMA",
+    "ListedFile",
     "SequenceRows",
     "SequenceShard",
     "SequenceWriter",
@@ -102,7 +105,7 @@ class SequenceWriter:
     The file is there, and what was there before it is gone, when the writer is closed without an error.
 
     Args:
-        path: the file.
+        path: the file, or its URL.
 
     Attributes:
         facts: anything JSON; it goes into the footer, and SequenceShard.facts gives it back.
@@ -111,15 +114,16 @@ class SequenceWriter:
         OSError: here and later: the file cannot be written; the error names it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._rows: list[Row] = []
         self._bytes = 0
         self._axes: int | None = None
         self.facts: Facts = {}
         with ExitStack() as stack:
+            self._sink = _HashedFile(stack.enter_context(store_path("path", path).write()))
             # A page of pixels is not worth a dictionary, and a checksum finds a broken disk.
             self._parquet = parquet.ParquetWriter(
-                stack.enter_context(whole_file(path)),
+                self._sink,
                 SCHEMA,
                 compression="zstd",
                 compression_level=1,
@@ -128,6 +132,16 @@ class SequenceWriter:
                 write_page_checksum=True,
             )
             self._file = stack.pop_all()
+
+    @property
+    def size(self) -> int:
+        """Bytes written; when the writer is closed, those of the file."""
+        return self._sink.size
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes written."""
+        return self._sink.digest.hexdigest()
 
     def write(self, example: Example) -> None:
         """Add one example.
@@ -175,17 +189,79 @@ class SequenceWriter:
             self._rows, self._bytes = [], 0
 
 
+class _HashedFile:
+    """File that counts and hashes what is written to it.
+
+    Args:
+        file: takes the bytes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.size, self.digest = file, 0, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Leave the file open, as its owner closes it."""
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """Facts that a manifest has of a file.
+
+    Args:
+        manifest: path of the manifest.
+        rows: examples of the file.
+        settings: with which it was made.
+    """
+
+    manifest: str
+    rows: int
+    settings: Mapping[str, object] = field(repr=False, hash=False)
+
+    def check(self, path: object, rows: int, facts: Facts) -> None:
+        """Check the file itself.
+
+        Args:
+            path: of the file.
+            rows: its examples.
+            facts: that its writer stored.
+
+        Raises:
+            InvalidInputError: it is not the file that the manifest lists.
+        """
+        if rows != self.rows:
+            raise InvalidInputError(f"{path}: rows: got {rows}, want {self.rows} as {self.manifest} says")
+        if other := differences(facts.get("settings", {}), self.settings):
+            raise InvalidInputError(f"{path}: settings: got {', and '.join(other)} as {self.manifest} says")
+
+
 @dataclass(frozen=True)
 class SequenceShard:
     """Parquet file of ready sequences.
 
     Args:
-        path: the file.
+        path: the file, or its URL.
         axes: axes that its positions must have; None takes any.
+        listed: what a manifest says of it, which is checked when it is opened; None takes any file.
     """
 
-    path: str | Path
+    path: str | os.PathLike[str]
     axes: int | None = None
+    listed: ListedFile | None = None
 
     @property
     def facts(self) -> Facts:
@@ -272,7 +348,7 @@ class SequenceShard:
 
     def _open(self) -> parquet.ParquetFile:
         try:
-            return parquet.ParquetFile(self.path, page_checksum_verification=True)
+            return open_parquet(store_path("path", self.path), page_checksum_verification=True)
         except pa.ArrowException as error:
             raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
 
@@ -288,6 +364,8 @@ class SequenceShard:
             )
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
+        if self.listed is not None:
+            self.listed.check(self.path, file.metadata.num_rows, footer["facts"])
         return footer
 
 

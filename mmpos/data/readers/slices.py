@@ -39,6 +39,11 @@ class SliceReader:
         suffix = "".join(PurePath(name).suffixes[-1:])
         return os.path.join(folder, f"{name.removesuffix(suffix)}-{self.number:05}-of-{self.slices:05}{suffix}")
 
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.reader.path
+
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read the records start, start + step, … of the file that lie in the slice."""
         start, step = stride(start, step)
@@ -56,23 +61,23 @@ class SliceReader:
 def split_shards(readers: Iterable[Reader], slice_bytes: int) -> list[Reader]:
     """Split large files into slices, which together give the records of the file in its order.
 
-    Files of JSON lines and tar files that are not compressed, and Parquet files, are split, and nothing else. Of a file
-    of JSON lines all lines are counted, of a tar file the headers are read, and of a Parquet file the footer.
+    Files of this machine are split: JSON lines and tar files that are not compressed, and Parquet files. Of a file of
+    JSON lines all lines are counted, of a tar file the headers are read, and of a Parquet file the footer.
 
     Args:
         readers: of whole shards.
         slice_bytes: of a slice, which ends behind the record that reaches them; a smaller file is left whole.
     """
     slice_bytes = integer("slice_bytes", slice_bytes, minimum=1)
-    split: list[Reader] = []
-    for reader in readers:
-        marks = [Mark(0, 0)]
-        if isinstance(reader, FileReader) and os.path.getsize(reader.path) > slice_bytes:
-            marks += reader.marks(slice_bytes)
-        if len(marks) == 1:
-            split.append(reader)
-            continue
-        assert isinstance(reader, FileReader)
-        stops = [*(mark.index for mark in marks[1:]), None]
-        split += [SliceReader(reader, i, len(marks), begin, stops[i]) for i, begin in enumerate(marks)]
-    return split
+    return [part for reader in readers for part in _slices(reader, slice_bytes)]
+
+
+def _slices(reader: Reader, slice_bytes: int) -> list[Reader]:
+    if not isinstance(reader, FileReader) or not os.path.isfile(reader.path):  # an object of a store is no file
+        return [reader]
+    large = os.path.getsize(reader.path) > slice_bytes
+    marks = [Mark(0, 0), *(reader.marks(slice_bytes) if large else ())]
+    if len(marks) == 1:
+        return [reader]
+    stops = [*(mark.index for mark in marks[1:]), None]
+    return [SliceReader(reader, i, len(marks), begin, stops[i]) for i, begin in enumerate(marks)]

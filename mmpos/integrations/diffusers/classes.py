@@ -14,7 +14,9 @@ from typing import Any
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.diffusers.config import TransformerConfig
+from mmpos.rotary.allocation import STILL
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.scaling import NTK, Linspace
 from mmpos.schemes import get_scheme
 from mmpos.schemes.generation import (
     NOT_AFFINE,
@@ -312,15 +314,15 @@ def _allegro(config: TransformerConfig) -> Settings:
 def _ltx(config: TransformerConfig) -> Settings:
     config.want("patch_size", 1, 1)
     config.want("patch_size_t", 1, 1)
-    channels = config.integer("num_attention_heads", 32) * config.integer("attention_head_dim", 64)
-    return {"scheme": Ltx(), "rotary": _whole(channels, 10000.0, 3), "patch_size": (1, 1, 1)}
+    heads, channels = config.integer("num_attention_heads", 32), config.integer("attention_head_dim", 64)
+    return {"scheme": Ltx(), "rotary": _climbing(heads, channels)}
 
 
 def _ltx_2(config: TransformerConfig) -> Settings:
     config.want("patch_size", 1, 1)
     config.want("patch_size_t", 1, 1)
-    config.want("rope_type", "interleaved", "interleaved")
-    channels = config.integer("num_attention_heads", 32) * config.integer("attention_head_dim", 128)
+    config.want("rope_type", "interleaved", "interleaved", "split")
+    heads, channels = config.integer("num_attention_heads", 32), config.integer("attention_head_dim", 128)
     scales = config.integers("vae_scale_factors", (8, 32, 32))
     rows, columns = (config.integer(name, 2048) for name in ("base_height", "base_width"))
     scheme = Ltx2(
@@ -330,28 +332,25 @@ def _ltx_2(config: TransformerConfig) -> Settings:
         causal_offset=config.integer("causal_offset", 1, minimum=0),
         frames_per_latent=scales[0],
     )
-    return {
-        "scheme": scheme,
-        "rotary": _whole(channels, config.number("rope_theta", 10000.0), 3),
-        "patch_size": (1, 1, 1),
-        "vae_scale": scales,
-    }
+    pairing = "half" if config.get("rope_type") == "split" else "adjacent"
+    rotary = _climbing(heads, channels, config.number("rope_theta", 10000.0), pairing)
+    return {"scheme": scheme, "rotary": rotary, "vae_scale": scales}
 
 
-def _whole(channels: int, theta: float, axes: int) -> Rotary:
-    """Make the rotation of all channels at once, up to θ·π/2 rad per id: axes take turns on every rung of one ladder.
+def _climbing(heads: int, channels: int, theta: float = 10000.0, pairing: Any = "adjacent") -> Rotary:
+    """Make the rotation of LTX, whose ladder climbs through all heads and whose axes take turns on every rung.
 
-    The first channels, which the axes do not share out evenly, do not turn.
+    The first pairs, which the axes do not share out evenly, do not turn.
     """
-    rungs = channels // (2 * axes)
-    ladder = [pi / 2 * theta ** (rung / (rungs - 1)) for rung in range(rungs)]
-    still = channels // 2 - rungs * axes
+    rungs = heads * channels // 6
     return Rotary(
-        head_dim=channels,
-        axes=axes,
-        pairing="adjacent",
-        allocation=[-1] * still + list(range(axes)) * rungs,
-        inv_freq=[0.0] * still + [value for value in ladder for _ in range(axes)],
+        channels,
+        theta=theta,
+        allocation=[STILL] * (heads * channels // 2 - 3 * rungs) + [0, 1, 2] * rungs,
+        axes_dim=[2 * rungs] * 3,
+        kv_heads=heads,
+        scaling=Linspace(pi / 2),
+        pairing=pairing,
     )
 
 
@@ -362,13 +361,12 @@ def _cosmos(config: TransformerConfig) -> Settings:
     scales = config.get("rope_scale", (2.0, 1.0, 1.0))
     if not isinstance(scales, list | tuple) or len(scales) != 3:
         raise InvalidInputError(f"config.rope_scale: got {scales!r}, want 3 numbers")
-    # An NTK factor of each axis's own, as an exponent of its own channels.
-    theta = [10000.0 * scale ** (dim / (dim - 2)) for scale, dim in zip(scales, dims, strict=True)]
     patch = config.patch()
     sizes = config.integers("max_size", (128, 240, 240))
     longest = max(size // n for size, n in zip(sizes, patch, strict=True))
+    rotary = Rotary(head, allocation="axial", axes_dim=dims, scaling=[NTK(scale) for scale in scales])
     limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after they are looked up
-    return {"scheme": Cosmos(), "rotary": _ladders(dims, theta, "half"), "patch_size": patch, "limits": limits}
+    return {"scheme": Cosmos(), "rotary": rotary, "patch_size": patch, "limits": limits}
 
 
 def _cosmos_3(config: TransformerConfig) -> Settings:

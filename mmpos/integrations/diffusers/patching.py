@@ -15,6 +15,8 @@ from functools import cache, wraps
 from types import FunctionType
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,6 +24,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
 from mmpos.integrations.diffusers.rows import Rows, Streams
 from mmpos.integrations.diffusers.settings import from_diffusers
+from mmpos.integrations.patches import Attribute, Patch, is_patched, unpatched
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import counted
@@ -36,8 +39,6 @@ _ARGUMENT = "positions"
 
 _KEY = "mm_rows"
 """The name among joint_attention_kwargs by which blocks get rows where no module makes their rotations."""
-
-_MARK = "_mmpos_patch"
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,6 @@ _BLOCK: ContextVar[Rows | None] = ContextVar("mmpos_block", default=None)
 _PROCESSING: ContextVar[_Processing | None] = ContextVar("mmpos_processing", default=None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Patch:
-    """What unpatch takes back: hooks, the module with a forward of ours, and processors with their class and ours."""
-
-    handles: tuple[RemovableHandle, ...]
-    rope: nn.Module | None
-    processors: tuple[tuple[object, type, type], ...]
-
-
 def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
     """Let a transformer of diffusers take ``positions``: a PositionTable of images of mixed sizes, padded or packed.
 
@@ -77,10 +69,12 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
     - all documents packed in one row, their texts one after the other, and their images; none sees another.
 
     Where texts are in cross-attention (Wan, LTX), or refined before they join (HunyuanVideo), encoder_hidden_states
-    has a row for each document either way. All of a row has one timestep. A transformer that cuts patches itself takes
-    images of mixed sizes from ``pack_latents``.
+    has a row for each document either way. All of a row has one timestep, but where tokens may have one each (Wan,
+    LTX): there a packed row also takes one for each document. A transformer that cuts patches itself takes images of
+    mixed sizes from ``pack_latents``.
 
-    A context-parallel rank takes the table's ``shard`` and the tokens at its ``shard_indices``.
+    ``enable_parallelism`` of diffusers comes after ``patch``; ranks then get whole inputs and the whole table. A
+    context-parallel rank that splits by hand takes the table's ``shard`` and the tokens at its ``shard_indices``.
 
     Args:
         transformer: of one of the classes of ``ANATOMIES``; changed in place.
@@ -93,20 +87,15 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         UnsupportedError: a class or a processor that is not known.
         InvalidInputError: the transformer is patched already, or rotary has other heads, axes or pairs than it.
     """
-    if _MARK in _attributes(transformer):
+    if is_patched(_checked_module(transformer)):
         raise InvalidInputError("transformer: got one that is patched, want unpatch before another patch")
     anatomy = anatomy_of(transformer)
-    rotary = _checked(rotary, transformer)
-    rope = getattr(transformer, anatomy.rope) if anatomy.rope else None
-    if rope is not None and "forward" in vars(rope):
-        raise UnsupportedError(f"transformer: got {anatomy.rope}.forward set on the instance, want that of the class")
+    rotaries = _rotaries(rotary, transformer)
+    rope = getattr(transformer, anatomy.rope)
+    forward = Attribute(rope, "forward", RopeForward(rope, anatomy))
+    hook = TransformerHook(transformer, anatomy, rotaries)
     processors = _processors(anatomy.attentions(transformer))
-    for processor, _, ours in processors:
-        processor.__class__ = ours
-    if rope is not None:
-        rope.forward = RopeForward(rope, anatomy)
-    handles = tuple(_hooks(transformer, anatomy, TransformerHook(transformer, anatomy, rotary)))
-    setattr(transformer, _MARK, _Patch(handles, rope, processors))
+    Patch.install("transformer", transformer, lambda: _hooks(transformer, anatomy, hook), [forward], processors)
     return transformer
 
 
@@ -122,42 +111,30 @@ def unpatch(transformer: Transformer) -> Transformer:
     Raises:
         InvalidInputError: the transformer is not patched, or something else has since wrapped what patch set.
     """
-    added = _attributes(transformer).get(_MARK)
-    if added is None:
-        got = f"{type(transformer).__name__} that is not patched"
-        raise InvalidInputError(f"transformer: got {got}, want the one that was")
-    if added.rope is not None:
-        if not isinstance(vars(added.rope).get("forward"), RopeForward):
-            got = f"{type(added.rope).__name__}.forward that was replaced after patch"
-            raise InvalidInputError(f"transformer: got {got}, want ours before unpatch")
-        del added.rope.forward
-    for handle in added.handles:
-        handle.remove()
-    for processor, theirs, ours in added.processors:
-        if type(processor) is ours:
-            processor.__class__ = theirs
-    delattr(transformer, _MARK)
+    return unpatched("transformer", _checked_module(transformer))
+
+
+def _checked_module(transformer: Transformer) -> Transformer:
+    if not isinstance(transformer, nn.Module):
+        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a transformer of diffusers")
     return transformer
 
 
-def _attributes(transformer: object) -> dict[str, Any]:
-    if not isinstance(transformer, nn.Module):
-        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a transformer of diffusers")
-    return vars(transformer)
-
-
-def _checked(rotary: Rotary | None, transformer: nn.Module) -> Rotary:
-    """Return the rotation of a transformer, or another one that has its heads, axes and pairs."""
-    own = from_diffusers(transformer).rotary
+def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
+    """Return the rotations of a transformer, or another one that has its heads, axes and pairs."""
+    settings = from_diffusers(transformer)
+    own = settings.rotary
     if rotary is None:
-        return own
+        return [own] if settings.second_rotary is None else [own, settings.second_rotary]
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
-    for field in ("head_dim", "rotary_dim", "axes", "pairing"):
+    if settings.second_rotary is not None:
+        raise InvalidInputError("rotary: got one, want None: the channels of a pair turn by a rotation each")
+    for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
             raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as the transformer has it")
-    return rotary
+    return [rotary]
 
 
 def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Sequence[RemovableHandle]:
@@ -165,6 +142,8 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
         transformer.register_forward_pre_hook(hook, with_kwargs=True),
         transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True),
     ]
+    rope = getattr(transformer, anatomy.rope)
+    handles.append(rope.register_forward_hook(RopeHook(anatomy)))
     if anatomy.text_module:
         texts = getattr(transformer, anatomy.text_module)
         handles.append(texts.register_forward_pre_hook(TextHook(anatomy)))
@@ -176,11 +155,11 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
     return handles
 
 
-def _processors(attentions: Sequence[Any]) -> tuple[tuple[Any, Any, Any], ...]:
-    """List the processors of attentions, each once, with its class and the one that turns by positions."""
+def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
+    """List the processors of attentions, each once, with the class of those that turn by positions."""
     unique = {id(attention.processor): attention.processor for attention in attentions}
     kinds: list[tuple[Any, Any]] = [(one, type(one)) for one in unique.values()]
-    return tuple((one, kind, _turning(kind)) for one, kind in kinds)
+    return [(one, _turning(kind)) for one, kind in kinds]
 
 
 class TransformerHook:
@@ -189,12 +168,12 @@ class TransformerHook:
     Args:
         transformer: that it is for.
         anatomy: of its class.
-        rotary: what turns q and k.
+        rotaries: what turns q and k, as in Rows.
     """
 
-    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotary: Rotary) -> None:
+    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotaries: Sequence[Rotary]) -> None:
         self.anatomy = anatomy
-        self.rotary = rotary
+        self.rotaries = rotaries
         self.names = tuple(inspect.signature(type(transformer).forward).parameters)[1:]
         self.turning = anatomy.turning(transformer)
 
@@ -208,14 +187,15 @@ class TransformerHook:
             return (), arguments
         if not isinstance(positions, PositionTable):
             raise InvalidInputError(f"{_ARGUMENT}: got {type(positions).__name__}, want a PositionTable")
-        if positions.axes != self.rotary.axes:
-            got, want = counted(positions.axes, "axis"), f"{self.rotary.axes} as in rotary"
+        axes = self.rotaries[0].axes
+        if positions.axes != axes:
+            got, want = counted(positions.axes, "axis"), f"{axes} as in rotary"
             raise InvalidInputError(f"{_ARGUMENT}: got {got}, want {want}")
-        streams = self.anatomy.streams(transformer, positions, self.rotary, arguments)
+        streams = self.anatomy.streams(transformer, positions, self.rotaries, arguments)
         arguments |= self.anatomy.instead(streams, arguments)
-        if not self.anatomy.rope:
+        if "joint_attention_kwargs" in self.names:
             given = arguments.get("joint_attention_kwargs") or {}
-            arguments["joint_attention_kwargs"] = {**given, _KEY: streams.rows(self.anatomy.order)}
+            arguments["joint_attention_kwargs"] = {**given, _KEY: streams.later}
         _STREAMS.set(streams)
         return (), arguments
 
@@ -232,7 +212,7 @@ class TransformerHook:
 
 
 class RopeForward:
-    """Forward of the module that makes a transformer's rotations, which gives rows where the call has positions.
+    """Forward of the module that makes a transformer's rotations, which numbers tokens where the call has positions.
 
     Args:
         rope: the module.
@@ -243,12 +223,31 @@ class RopeForward:
         self.rope = rope
         self.anatomy = anatomy
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Make rotations, or rows."""
+    def __call__(self, *args: Any, **kwargs: object) -> object:
+        """Make rotations, or numbers."""
         streams = _STREAMS.get()
         if streams is None:
             return type(self.rope).forward(self.rope, *args, **kwargs)
-        return self.anatomy.rows(streams, self.anatomy.order, self.rope, *args)
+        return self.anatomy.numbers(streams, *args)
+
+
+class RopeHook:
+    """Hook after that module, and after what splits its output among ranks: rows of the tokens whose numbers are left.
+
+    Args:
+        anatomy: of the transformer.
+    """
+
+    def __init__(self, anatomy: TransformerAnatomy) -> None:
+        self.anatomy = anatomy
+
+    def __call__(self, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]) -> object:
+        """Return rows, if the call has positions."""
+        streams = _STREAMS.get()
+        if streams is None:
+            return None
+        tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
+        return self.anatomy.rows(streams, self.anatomy.order, tokens, rope, *args)
 
 
 class TextHook:
@@ -279,9 +278,10 @@ def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -
 def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> None:
     """Hook before a block; notes the rows among its arguments."""
     for value in (*args, *kwargs.values()):
-        rows = value.get(_KEY) if isinstance(value, Mapping) else value
-        if isinstance(rows, Rows):
-            _BLOCK.set(rows)
+        candidates = value.get(_KEY, ()) if isinstance(value, Mapping) else [value]
+        for rows in candidates:
+            if isinstance(rows, Rows):
+                _BLOCK.set(rows)
 
 
 def _leave_block(block: nn.Module, args: tuple[object, ...], output: object) -> None:

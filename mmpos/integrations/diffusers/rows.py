@@ -6,7 +6,7 @@ attention: all texts of a row, then all its images, or the other way round. ``St
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -59,25 +59,69 @@ class PackedDocuments(NamedTuple):
         return x.flatten(0, 1)[self.places].unsqueeze(0)
 
 
+class WholeRows:
+    """All tokens of rows that diffusers splits among ranks.
+
+    Args:
+        owner: (batch, seq) the document of every token, −1 for padding.
+        lengths: tokens of each stream in a row.
+        packed: whether a row holds several documents.
+    """
+
+    def __init__(self, owner: IntArray, lengths: Sequence[int], packed: bool) -> None:
+        self.owner = owner
+        self.lengths = lengths
+        self.packed = packed
+        self._mask: Tensor | None = None
+
+    def mask(self, parallel: Any, device: torch.device) -> Tensor | None:
+        """Make the mask of who sees whom, in the order in which Ulysses gathers tokens; None where all see all.
+
+        Args:
+            parallel: the ContextParallelConfig.
+            device: where q and k are.
+
+        Raises:
+            UnsupportedError: there is a mask, and ring attention, which takes none.
+        """
+        if not self.packed and (self.owner >= 0).all():
+            return None
+        if parallel.ring_degree > 1:
+            got, want = (
+                "padding or packed documents under ring attention",
+                "ulysses_degree alone, or one whole document",
+            )
+            raise UnsupportedError(f"positions: got {got}, want {want} in each row")
+        if self._mask is None:
+            ranks, stops = parallel.ulysses_degree, np.cumsum(self.lengths)
+            streams = [np.array_split(np.arange(b - n, b), ranks) for n, b in zip(self.lengths, stops, strict=True)]
+            order = np.concatenate([stream[rank] for rank in range(ranks) for stream in streams])
+            owner = torch.from_numpy(self.owner[:, None, order]).to(device)
+            self._mask = (owner.mT == owner if self.packed else owner >= 0)[:, None]
+        return self._mask
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Tokens of an attention, in its order; blocks get them in place of the transformer's own cos and sin.
 
     Args:
         positions: of (batch, seq) tokens, padding included.
-        rotary: what turns q and k.
+        rotaries: what turns q and k; where there are two, the second turns the second channel of every pair.
         mask: (batch, 1, 1, seq) whether a token is no padding; None where there is none, or documents are packed.
         documents: of a packed row; None where every row is one document.
         text_mask: (documents, 1, 1, tokens) of the texts that packed documents see across; None where all are whole.
         reached: gets an entry from every attention that turns by these rows.
+        whole: the rows of which these are a rank's part; None where they are whole.
     """
 
     positions: DevicePositions
-    rotary: Rotary
+    rotaries: Sequence[Rotary]
     mask: Tensor | None
     documents: PackedDocuments | None
     text_mask: Tensor | None
     reached: list[None]
+    whole: WholeRows | None = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Rows:
         """Move to another device, as those who spread a model over several ask of its arguments."""
@@ -103,13 +147,13 @@ class Rows:
             value: as it is.
             options: of the call; its attn_mask gives way to ours.
         """
-        # Heads turn alike, or all channels at once, with frequencies of their own in every head.
-        query, key = (x.flatten(2).unflatten(2, (-1, self.rotary.head_dim)) for x in (query, key))
-        turned = apply_rotary(query, key, self.positions, self.rotary, layout="bshd")
-        query, key = (x.flatten(2).unflatten(2, (-1, value.shape[-1])) for x in turned if x is not None)
+        query, key = self._turned(query, key)
         self.reached.append(None)
-        masks = self.mask is not None or self.documents is not None
-        if masks and options.get("parallel_config") is not None:
+        parallel = options.get("parallel_config")
+        if self.whole is not None and parallel is not None:
+            mask = self.whole.mask(parallel.context_parallel_config, query.device)
+            return attention(query, key, value, **{**options, "attn_mask": mask})
+        if parallel is not None and (self.mask is not None or self.documents is not None):
             want = "one whole document in each row: a rank sees the mask of its own tokens alone"
             raise UnsupportedError(f"positions: got padding or packed documents under context parallelism, want {want}")
         if self.documents is None:
@@ -118,12 +162,21 @@ class Rows:
         out = attention(query, key, value, **{**options, "attn_mask": self.documents.mask})
         return self.documents.together(out)
 
+    def _turned(self, query: Tensor, key: Tensor) -> Sequence[Tensor]:
+        turned: Any = [apply_rotary(query, key, self.positions, one, layout="bshd") for one in self.rotaries]
+        if len(turned) == 1:
+            return turned[0]
+        return [torch.cat((a.chunk(2, -1)[0], b.chunk(2, -1)[1]), -1) for a, b in zip(*turned, strict=True)]
+
     def attend_across(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
         """Let every document see its own text, of which k and v have a row each, or all rows one after the other."""
         if self.documents is None:
             return attention(query, key, value, **options)
+        if options.get("parallel_config") is not None:
+            want = "one document in each row: diffusers splits the texts that they see"
+            raise UnsupportedError(f"positions: got packed documents under context parallelism, want {want}")
         count = self.documents.tokens.shape[0]
         key, value = (x.reshape(count, -1, *x.shape[2:]) for x in (key, value))
         query = self.documents.apart(query)
@@ -154,7 +207,7 @@ class Streams:
 
     Args:
         positions: one document in each row, or all documents in one row.
-        rotary: what turns q and k.
+        rotaries: what turns q and k, as in Rows.
         batch: rows.
         lengths: tokens in a row of each stream; a stream that is not among them must have no tokens, and one of None
             is as long as its tokens.
@@ -165,7 +218,7 @@ class Streams:
     def __init__(
         self,
         positions: PositionTable,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         batch: int,
         lengths: Mapping[str, int | None],
         text_mask: Tensor | None,
@@ -178,26 +231,55 @@ class Streams:
         empty = positions.lengths == 0
         if empty.any():
             raise InvalidInputError(f"positions: got document {empty.argmax()} without tokens, want one or more")
-        self.positions, self.rotary, self.batch, self.device = positions, rotary, batch, device
+        self.positions, self.rotaries, self.batch, self.device = positions, rotaries, batch, device
         self.packed = documents > batch
         self.text_mask = None if text_mask is None else text_mask.to(device).bool()[:, None, None]
         self.reached: list[None] = []
+        self.arrived: list[IntArray] = []
+        self.later: list[Rows] = []
         is_image = positions.is_grid | positions.is_padding  # a document's padding follows its images
         self._streams = {
             name: self._stream(where, lengths[name], name)
             for name, where in ((TEXT, ~is_image), (IMAGE, is_image))
             if name in lengths or self._check_none(where, name)
         }
-        self._rows: dict[tuple[str, ...], Rows] = {}
 
-    def rows(self, order: tuple[str, ...]) -> Rows:
-        """Lay out the streams of an attention in their order."""
-        if order not in self._rows:
-            parts = [self._streams[name] for name in order]
-            columns = np.concatenate([part.columns for part in parts], axis=1)
-            row, document = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-            self._rows[order] = self._on_device(_Stream(columns, row, document).in_order())
-        return self._rows[order]
+    def numbers(self, order: tuple[str, ...]) -> dict[str, Tensor]:
+        """Number the tokens of a row of these streams; diffusers splits the numbers among ranks as it does tokens."""
+        lengths = [self._owners(self._streams[name]).shape[1] for name in order]
+        return dict(zip(order, torch.arange(sum(lengths)).split(lengths), strict=True))
+
+    def rows(self, order: tuple[str, ...], tokens: IntArray | None = None) -> Rows:
+        """Lay out the streams of an attention in their order.
+
+        Args:
+            order: of the streams.
+            tokens: ascending numbers of those tokens of every row that this rank has; None for all.
+        """
+        parts = [self._streams[name] for name in order]
+        columns = np.concatenate([part.columns for part in parts], axis=1)
+        row, document = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+        stream = _Stream(columns, row, document).in_order()
+        owner = self._owners(stream)
+        header = np.full((2, self.batch), NO_POSITION, np.int64)
+        fields = assemble(stream.columns, stream.row, header)
+        table, whole = PositionTable(*fields, self.positions.fractional, self.positions.scheme), None
+        if tokens is not None and tokens.size < owner.shape[1]:
+            whole = WholeRows(owner, [self._owners(part).shape[1] for part in parts], self.packed)
+            first = np.arange(0, owner.size, owner.shape[1])[:, None] + tokens
+            runs = np.flatnonzero(np.diff(tokens, prepend=-2) != 1)
+            table = table.take(first[:, runs].ravel(), 1 + first[:, np.append(runs[1:], tokens.size) - 1].ravel())
+            owner = owner[:, tokens]
+        real = owner >= 0
+        mask = None if self.packed or real.all() else torch.from_numpy(real[:, None, None]).to(self.device)
+        documents = _packed(owner[0], self.positions.num_documents).to(self.device) if self.packed else None
+        positions = DevicePositions.from_table(table, self.device)
+        return Rows(positions, self.rotaries, mask, documents, self.text_mask, self.reached, whole)
+
+    @property
+    def image_documents(self) -> IntArray:
+        """(batch, tokens) the document of every token of images, −1 for padding."""
+        return self._owners(self._streams[IMAGE])
 
     @property
     def text_lengths(self) -> IntArray:
@@ -209,19 +291,8 @@ class Streams:
         """Lay (documents, tokens, …) texts, padded on the right, out in the rows that they have here."""
         if not self.packed:
             return x
-        texts = _packed(self._owners(self._streams[TEXT])[0])
+        texts = _packed(self._owners(self._streams[TEXT])[0], self.positions.num_documents)
         return texts.to(x.device).together(x[:, : texts.tokens.shape[1]])
-
-    def _on_device(self, stream: _Stream) -> Rows:
-        owner = self._owners(stream)
-        header = np.full((2, self.batch), NO_POSITION, np.int64)
-        fields = assemble(stream.columns, stream.row, header)
-        table = PositionTable(*fields, self.positions.fractional, self.positions.scheme)
-        positions = DevicePositions.from_table(table, self.device)
-        real = owner >= 0
-        mask = None if self.packed or real.all() else torch.from_numpy(real[:, None, None]).to(self.device)
-        documents = _packed(owner[0]).to(self.device) if self.packed else None
-        return Rows(positions, self.rotary, mask, documents, self.text_mask, self.reached)
 
     def _owners(self, stream: _Stream) -> IntArray:
         """(batch, seq) the document of every token, −1 for padding."""
@@ -259,12 +330,12 @@ def _moved(x: Tensor | None, device: torch.device | str | int, non_blocking: boo
     return None if x is None else x.to(device, non_blocking=non_blocking)
 
 
-def _packed(owner: IntArray) -> PackedDocuments:
+def _packed(owner: IntArray, count: int) -> PackedDocuments:
     """Find the tokens of every document of a row from (seq,) the document of each, −1 for padding."""
     order = np.argsort(owner, kind="stable")
     order = order[np.count_nonzero(owner < 0) :]
-    counts = np.bincount(owner[order])
-    longest = int(counts.max())
+    counts = np.bincount(owner[order], minlength=count)
+    longest = max(1, int(counts.max()))
     real = np.arange(longest) < counts[:, None]
     (places,) = real.ravel().nonzero()
     tokens, place_of = np.zeros(real.size, np.int64), np.zeros(owner.size, np.int64)

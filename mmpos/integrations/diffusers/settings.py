@@ -32,8 +32,8 @@ class TransformerSettings:
     Args:
         class_name: of the transformer.
         scheme: where its text and images lie; the first grid of a document is generated, the others are its references.
-        rotary: rotation of q and k. Its head_dim is that of a head, or all channels where heads have frequencies of
-            their own (LTX), or a third of a head where each axis turns its own third (Allegro).
+        rotary: rotation of q and k. Its head_dim is that of a head, or a third of a head where each axis turns its own
+            third (Allegro).
         patch_size: frames, rows and columns of latents in a token, whether the transformer cuts them or its pipeline.
         second_rotary: rotation of the second channel of every pair, where it has other angles than the first, which
             rotary then describes alone (ERNIE-Image); else None.

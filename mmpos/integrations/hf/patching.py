@@ -7,7 +7,6 @@ module between calls: what a call brings is in its own arguments, also through c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import FunctionType, MethodType
@@ -26,6 +25,7 @@ from mmpos.integrations.hf.positions import (
     rows_of,
     tokens_of,
 )
+from mmpos.integrations.patches import Attribute, Patch, unpatched
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.apply import apply_rotary, cos_sin
 from mmpos.rotary.config import Rotary
@@ -42,25 +42,6 @@ _ROTATIONS = "mm_rotations"
 
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_MARK = "_mmpos_patch"
-
-
-@dataclass(frozen=True, eq=False)
-class _Attribute:
-    """Attribute that is set on a module."""
-
-    module: nn.Module
-    name: str
-    value: Callable[..., object]
-
-
-@dataclass(frozen=True, eq=False)
-class _Patch:
-    """Hooks and attributes that unpatch removes."""
-
-    handles: tuple[RemovableHandle, ...]
-    attributes: tuple[_Attribute, ...]
 
 
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
@@ -91,16 +72,15 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
         raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
     rotaries = rotaries_of(anatomy, rotary)
     fused = _fused(implementation, rotaries, anatomy)
-    attributes: list[_Attribute] = []
+    attributes: list[Attribute] = []
     if fused != "never":
-        attributes += [_Attribute(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
+        attributes += [Attribute(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
         prepare = partial(prepare_inputs_for_generation, model)
-        attributes.append(_Attribute(model, "prepare_inputs_for_generation", prepare))
-        attributes.append(_Attribute(model, "generate", partial(generate, model, list(rotaries.values()))))
-    _set(attributes)
+        attributes.append(Attribute(model, "prepare_inputs_for_generation", prepare))
+        attributes.append(Attribute(model, "generate", partial(generate, model, list(rotaries.values()))))
     hook = ModelHook(rotaries, fused, anatomy.names, anatomy.packs)
-    setattr(model, _MARK, _Patch(_hooks(anatomy, hook), tuple(attributes)))
+    Patch.install("model", model, lambda: _hooks(anatomy, hook), attributes)
     return model
 
 
@@ -116,19 +96,7 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched, or something else has since wrapped what patch set.
     """
-    added = vars(model).get(_MARK)
-    if added is None:
-        raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want the one that was")
-    for attribute in added.attributes:
-        if vars(attribute.module).get(attribute.name) is not attribute.value:
-            got = f"{type(attribute.module).__name__}.{attribute.name}"
-            raise InvalidInputError(f"model: got {got} that was replaced after patch, want ours before unpatch")
-    for handle in added.handles:
-        handle.remove()
-    for attribute in added.attributes:
-        delattr(attribute.module, attribute.name)
-    delattr(model, _MARK)
-    return model
+    return unpatched("model", model)
 
 
 def _hooks(anatomy: Anatomy, hook: ModelHook) -> tuple[RemovableHandle, ...]:
@@ -172,16 +140,6 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
             f"implementation: got 'triton' where {one.rotary_dim} of {one.head_dim} channels turn, want 'reference'"
         )
     return "always"
-
-
-def _set(attributes: Sequence[_Attribute]) -> None:
-    """Set all attributes, or none."""
-    for attribute in attributes:
-        if attribute.name in vars(attribute.module):
-            got = f"{type(attribute.module).__name__}.{attribute.name}"
-            raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
-    for attribute in attributes:
-        setattr(attribute.module, attribute.name, attribute.value)
 
 
 class Rotations:

@@ -1,0 +1,172 @@
+"""The command that serves the explorer on this machine, or writes one file with everything in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import webbrowser
+from collections.abc import Awaitable, Callable
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmpos.cli.commands import SPECS, app
+from mmpos.cli.options import make_scheme, read_specs, scheme_option, to_json
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.schemes import SCHEMES
+from mmpos.support.extras import needed_for
+from mmpos.support.files import local_path, whole_file
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from mmpos.cli.explore.request import Explorer
+
+_HOST = "127.0.0.1"
+_LARGEST_REQUEST = 2**20  # bytes: input_ids of a page-sized document and a config.json
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_STARTING_SPEC = "8,4x6,6,5x3,4"
+
+
+@app.command(help=f"Show ids in the browser while a document changes.\n\n{SPECS}")
+def explore(
+    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="The document to begin with.")] = _STARTING_SPEC,
+    scheme: Annotated[list[str] | None, scheme_option("rope-tie and mrope", "Up to three, side by side. ")] = None,
+    token: Annotated[int, typer.Option(min=0, help="The token to begin with.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.html", help="Write one file to keep or to send; serve nothing."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 chooses a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+) -> None:
+    """Show ids in the browser while a document changes."""
+    from mmpos.cli.explore.request import Explorer
+
+    specs = read_specs([document])
+    if len(specs.documents) != 1:
+        raise InvalidInputError(f"SPEC|FILE: got {len(specs.documents)} documents, want 1")
+    words = scheme or ([specs.scheme] if specs.scheme else ["rope-tie", "mrope"])
+    explorer = Explorer({each: make_scheme(each) for each in words})
+    begin = {"parts": to_json(specs.documents)[0], "schemes": words, "token": token}
+    if output is not None:
+        write_page(explorer, begin, output)
+        typer.echo(f"wrote {output}")
+        return
+    explorer.answer(begin)  # an error belongs to the terminal, before a browser opens
+    with needed_for("mmpos explore", extra="explore"):
+        import aiohttp.web  # noqa: F401
+        import plotly  # noqa: F401
+    asyncio.run(_serve(explorer, begin, port, browser))
+
+
+def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
+    """Write the page with the answer to its first request, its style and all scripts in one file.
+
+    Args:
+        explorer: computes the answer.
+        begin: the request.
+        path: the file, ending in .html.
+    """
+    target = local_path("--output", path)
+    if target.suffix.lower() != ".html":
+        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .html")
+    page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
+    for name, tag in (("explorer.css", "style"), ("plotly.js", "script"), ("explorer.js", "script")):
+        reference = _STYLE if tag == "style" else f'<script src="{name}" defer></script>'
+        page = page.replace(reference, "" if tag == "script" else f"<style>\n{_asset(name)}</style>")
+        if tag == "script":  # at the end, since an inline script cannot wait for the body
+            page = page.replace("</body>", f"<script>\n{_asset(name)}\n</script>\n</body>")
+    with whole_file(target) as file:
+        file.write(page.encode())
+
+
+_STYLE = '<link rel="stylesheet" href="explorer.css">'
+
+
+def _asset(name: str) -> str:
+    if name == "plotly.js":
+        with needed_for("mmpos explore", extra="explore"):
+            from plotly.offline import get_plotlyjs
+        return get_plotlyjs()
+    return (resources.files(__package__) / "page" / name).read_text("utf-8")
+
+
+def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] | None = None) -> str:
+    """Fill the page with its first request, the names of schemes and, where nothing is served, the answer."""
+    names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
+    state = json.dumps({"request": begin, "schemes": names, "answer": answer})
+    return _asset("explorer.html").replace("{{state}}", escape(state, quote=False).replace("&gt;", ">"))
+
+
+def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
+    """Make the web application: the page, its style and scripts, and the answers to its requests.
+
+    Args:
+        explorer: computes the answers.
+        begin: the request that the page begins with.
+    """
+    from aiohttp import web
+
+    @web.middleware
+    async def guard(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        # A page of another site must not read answers through a name that resolves to this machine.
+        if request.url.host not in (_HOST, "localhost"):
+            raise web.HTTPForbidden(text=f"the explorer answers at {_HOST} only")
+        response = await handler(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text=_page(explorer, begin), content_type="text/html")
+
+    async def asset(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        return web.Response(text=_asset(name), content_type="text/css" if name.endswith(".css") else "text/javascript")
+
+    async def view(request: web.Request) -> web.Response:
+        if request.content_type != "application/json":  # which a form of another site cannot send
+            raise web.HTTPUnsupportedMediaType(text="want application/json")
+        try:
+            answer = await asyncio.to_thread(explorer.answer, json.loads(await request.read()))
+        except (MmposError, ValueError, RecursionError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response(answer)
+
+    application = web.Application(middlewares=[guard], client_max_size=_LARGEST_REQUEST)
+    application.router.add_get("/", page)
+    application.router.add_get("/{name:explorer\\.css|explorer\\.js|plotly\\.js}", asset)
+    application.router.add_post("/view", view)
+    return application
+
+
+async def _serve(explorer: Explorer, begin: dict[str, Any], port: int, browser: bool) -> None:
+    """Serve the page until the program is interrupted."""
+    from aiohttp import web
+
+    runner = web.AppRunner(make_app(explorer, begin))
+    await runner.setup()
+    site = web.TCPSite(runner, _HOST, port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise InvalidInputError(f"--port: got {port}, which cannot be served ({error.strerror})") from error
+    try:
+        address = f"http://{_HOST}:{runner.addresses[0][1]}/"
+        typer.echo(f"Explore at {address} (Ctrl+C stops)")
+        if browser:
+            webbrowser.open(address)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,174 @@
+"""Everything that the explorer's page draws, computed here: the page itself computes no id."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmpos.cli.report import exact
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import DELTA, NEXT_POSITION, axis_names
+from mmpos.rotary import Rotary
+from mmpos.schemes import SCHEMES, Scheme
+from mmpos.segments.kinds import GRID, NOUNS, Segment
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import integer
+
+MAX_TOKENS = 4096
+"""Most tokens of a document on the page."""
+
+HEAD_DIM = 128
+"""Channels of a head whose phases are drawn."""
+
+
+@dataclass(frozen=True)
+class Explored:
+    """One document to draw.
+
+    Args:
+        segments: the document.
+        code: Python expression that makes ``segments``, and the lines before it.
+        start: id of its first token.
+    """
+
+    segments: SegmentTable
+    code: str
+    start: int = 0
+
+
+def code_of(document: Sequence[Segment]) -> str:
+    """Write the Python that makes a document's table.
+
+    >>> from mmpos.segments import Grid, Text
+    >>> print(code_of([Text(3), Grid(2, 3)]))
+    segments = mmpos.SegmentTable.from_documents([[mmpos.Text(3), mmpos.Grid(2, 3)]])
+    """
+    parts = ", ".join(f"mmpos.{_call(part)}" for part in document)
+    return f"segments = mmpos.SegmentTable.from_documents([[{parts}]])"
+
+
+def view(
+    explored: Explored, schemes: Sequence[Scheme], token: int = 0, pair: int = 0, sentences: Iterable[int] | None = None
+) -> dict[str, object]:
+    """Compute what the page shows of one document under several schemes.
+
+    Args:
+        explored: the document.
+        schemes: 1 to 3 of them, side by side.
+        token: the token that is selected; its score with every other token is computed.
+        pair: the pair of channels whose phases are computed, 0 to 63.
+        sentences: tokens to explain; None for the selected one.
+
+    Returns:
+        an object for JSON: the segments, and for each scheme ids, sentences, phases, scores and the Python that makes
+        the ids.
+
+    Raises:
+        InvalidInputError: no such token or pair, or a number of schemes other than 1 to 3.
+        LimitExceededError: more tokens than a page can show.
+    """
+    if not 1 <= len(schemes) <= 3:
+        raise InvalidInputError(f"schemes: got {len(schemes)}, want 1 to 3")
+    tokens = explored.segments.num_tokens
+    if tokens > MAX_TOKENS:
+        raise LimitExceededError(f"document: got {tokens} tokens, want at most {MAX_TOKENS}")
+    token = integer("token", token, minimum=0, maximum=tokens - 1)
+    pair = integer("pair", pair, minimum=0, maximum=HEAD_DIM // 2 - 1)
+    named = [token] if sentences is None else list(sentences)
+    return {
+        "tokens": tokens,
+        "token": token,
+        "pairs": HEAD_DIM // 2,
+        "segments": _segments(explored.segments),
+        "schemes": [_scheme(explored, scheme, token, pair, named) for scheme in schemes],
+    }
+
+
+def _segments(segments: SegmentTable) -> list[dict[str, object]]:
+    """List the segments with their nouns, first tokens and sides."""
+    first = np.cumsum(segments.lengths) - segments.lengths
+    rows = zip(
+        segments.kind.tolist(), first.tolist(), segments.lengths.tolist(), segments.extents.T.tolist(), strict=True
+    )
+    return [
+        {"kind": _noun(kind, frames), "first": start, "length": length}
+        | {"frames": frames, "height": height, "width": width}
+        for kind, start, length, (frames, height, width) in rows
+    ]
+
+
+def _noun(kind: int, frames: int) -> str:
+    if kind == GRID:
+        return "video" if frames > 1 else "image"
+    return NOUNS.get(kind, "text")
+
+
+def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, named: Sequence[int]) -> dict[str, object]:
+    """Compute what one scheme makes of the document."""
+    positions = place(explored.segments, scheme, explored.start)
+    rotary = Rotary(head_dim=HEAD_DIM, axes=positions.axes)
+    resumable = bool(positions.resumable[0])
+    names = axis_names(positions.axes)
+    return {
+        "label": scheme.label,
+        "axes": list(names),
+        "ids": positions.dense().tolist(),
+        "exact": [list(map(str, axis)) for axis in zip(*exact(positions), strict=True)]
+        if positions.fractional
+        else None,
+        "next": int(positions.documents[NEXT_POSITION, 0]) if resumable else None,
+        "delta": int(positions.documents[DELTA, 0]) if resumable else None,
+        "sentences": {str(each): positions.explain(each, explored.segments) for each in named},
+        "python": _program(explored, scheme),
+        **_rotation(positions, rotary, token, pair),
+    }
+
+
+def _rotation(positions: PositionTable, rotary: Rotary, token: int, pair: int) -> dict[str, object]:
+    """Compute the phases of one pair, and the mean cosine over pairs between the selected token and each other."""
+    ids = positions.dense(dtype=np.float64)
+    frequency = rotary.inv_freq_array[pair]
+    phases = rotary.pair_ids(ids)[pair] * frequency % (2 * np.pi)
+    scores = np.cos(rotary.pair_ids(ids - ids[:, [token]]) * rotary.inv_freq_array[:, None]).mean(axis=0)
+    axis = axis_names(positions.axes)[int(rotary.pair_axis[pair])]
+    return {
+        "pair": {"index": pair, "axis": axis, "inv_freq": float(frequency), "phases": phases.round(6).tolist()},
+        "scores": scores.round(6).tolist(),
+    }
+
+
+def _program(explored: Explored, scheme: Scheme) -> str:
+    """Write the Python that makes the ids of a scheme."""
+    known = SCHEMES.get(scheme.name)
+    module = "mmpos.schemes" if known is type(scheme) else type(scheme).__module__
+    default = known is not None and known() == scheme
+    words = repr(scheme.name) if default else f"{module}.{_call(scheme)}"
+    start = f", start={explored.start}" if explored.start else ""
+    code = f"{explored.code}\npositions = mmpos.place(segments, scheme={words}{start})\nprint(positions.dense())\n"
+    imports = ["import mmpos"]
+    if "Fraction(" in code:
+        imports.insert(0, "from fractions import Fraction\n")
+    if not default and module != "mmpos.schemes":
+        imports.append(f"import {module}")
+    return "\n".join([*imports, "", code])
+
+
+def _call(value: object) -> str:
+    """Write the call that makes a dataclass, without arguments that are defaults."""
+    arguments: list[str] = []
+    by_name = False
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        given = getattr(value, name)
+        by_name = by_name or parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if given == parameter.default:
+            by_name = True
+        else:
+            arguments.append(f"{name}={given!r}" if by_name else repr(given))
+    return f"{type(value).__name__}({', '.join(arguments)})"

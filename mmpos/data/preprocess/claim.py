@@ -1,0 +1,187 @@
+"""Claim of one run on its folder: a file that is created exclusively and beats, on disks and in object stores alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypedDict
+
+from mmpos.data.stores import StorePath
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Claim", "claimed"]
+
+_NAME = re.compile(r"\.mmpos-claim-(\d{8})\.json")
+_BEAT = 5.0  # seconds between two beats
+_PATIENCE = 30.0  # seconds without a beat after which a run on another machine is dead
+
+
+class _Owner(TypedDict):
+    """Who claims: its machine and process, when it began, and the number of its beats; id is its own."""
+
+    id: str
+    machine: str
+    process: int
+    born: str
+    started: str
+    beat: int
+
+
+class Claim:
+    """Claim of this process on a folder.
+
+    Args:
+        folder: the folder.
+        path: file of the claim.
+        owner: its content.
+    """
+
+    def __init__(self, folder: StorePath, path: StorePath, owner: _Owner) -> None:
+        self._folder, self._path, self._owner = folder, path, owner
+        self._ended, self._lost = threading.Event(), False
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="mmpos-claim")
+        self._beats.start()
+
+    def check(self) -> None:
+        """Check that no other run took the folder over, as it does when this one stands still.
+
+        Raises:
+            InvalidInputError: another run did.
+        """
+        if self._lost:
+            raise InvalidInputError(
+                f"folder: got {str(self._folder)!r}, which another run took over while this one stood still for "
+                f"{_PATIENCE:g} s, want one run at a time"
+            )
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._ended.set()
+        self._beats.join()
+        if not self._lost:
+            self._path.remove()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT):
+            with suppress(OSError):  # a store that fails now may answer at the next beat
+                owner = _owner(self._path)
+                if owner is None or owner["id"] != self._owner["id"]:
+                    self._lost = True
+                    return
+                self._owner["beat"] += 1
+                self._path.write_bytes(json.dumps(self._owner).encode())
+
+
+@contextmanager
+def claimed(folder: StorePath) -> Iterator[Claim]:
+    """Claim a folder for the time of the block, so that no other run writes to it.
+
+    The claim of a run that was killed does not hold: on this machine its process is looked for; a run on another
+    machine is watched, and is dead if it does not beat for half a minute.
+
+    Raises:
+        InvalidInputError: another run has the folder, in this process or any other.
+        UnsupportedError: the store has no exclusive creation of files.
+        OSError: the file of the claim cannot be made; the error names it.
+    """
+    dead = _dead_claims(folder)
+    number = max((_number(path) for path in dead), default=0) + 1
+    path = folder / f".mmpos-claim-{number:08}.json"
+    owner = _Owner(
+        id=secrets.token_hex(8),
+        machine=_machine(),
+        process=os.getpid(),
+        born=_born(os.getpid()),
+        started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        beat=0,
+    )
+    if not path.create(json.dumps(owner).encode()):
+        raise _refusal(folder, _owner(path))
+    claim = Claim(folder, path, owner)
+    try:
+        for other in folder.glob(".mmpos-claim-*.json"):
+            if other in dead:
+                other.remove()
+            elif other != path:  # made since the first look
+                raise _refusal(folder, _owner(other))
+        yield claim
+    finally:
+        claim.release()
+
+
+def _dead_claims(folder: StorePath) -> set[StorePath]:
+    """Return the claims of runs that are dead.
+
+    Raises:
+        InvalidInputError: there is one of a run that lives.
+    """
+    dead = set()
+    for path in folder.glob(".mmpos-claim-*.json"):
+        owner = _owner(path)
+        if owner is not None and _lives(path, owner):
+            raise _refusal(folder, owner)
+        dead.add(path)
+    return dead
+
+
+def _lives(path: StorePath, owner: _Owner) -> bool:
+    if owner["machine"] == _machine():
+        return _born(owner["process"]) == owner["born"]
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        time.sleep(_BEAT / 5)
+        now = _owner(path)
+        if now is None:
+            return False
+        if now["beat"] != owner["beat"]:
+            return True
+    return False
+
+
+def _owner(path: StorePath) -> _Owner | None:
+    """Return whose claim this is; None if it is gone."""
+    try:
+        owner: _Owner = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return owner
+
+
+def _number(path: StorePath) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def _machine() -> str:
+    """Return the name of this machine, and of the container in which process numbers count."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def _born(process: int) -> str:
+    """Return when a process of this machine was born, as far as the system says; empty if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        pass  # a process of another user
+    return "unknown"
+
+
+def _refusal(folder: StorePath, owner: _Owner | None) -> InvalidInputError:
+    who = "" if owner is None else f" (process {owner['process']} on {owner['machine']}, since {owner['started']})"
+    return InvalidInputError(
+        f"folder: got {str(folder)!r}, to which another run is writing{who}, want one run at a time"
+    )

@@ -1,0 +1,254 @@
+"""Manifest of a folder of ready sequences: its files, their rows and settings, kept by runs and checked by loaders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+from mmpos.data.examples import MakeExample
+from mmpos.data.preprocess.settings import differences
+from mmpos.data.preprocess.shard_job import Counts, PartFile, ShardJob, Step, Task, changed, describe_job, quarantine_of
+from mmpos.data.preprocess.storage import Facts, ListedFile, SequenceShard
+from mmpos.data.quarantine import skips_images
+from mmpos.data.stores import StorePath, store_path
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Manifest", "ShardFiles", "sequence_shards"]
+
+_NAME = "manifest.json"
+_VERSION = 1
+_PACKAGES = ("multimodal-positions", "numpy", "pyarrow", "pillow", "torchvision", "tokenizers", "transformers")
+_PART = re.compile(r"(.+)\.part(\d{5,})", re.DOTALL)
+_ENDINGS = (".parquet", ".quarantine.jsonl")
+_THREADS = 16  # that ask for files
+
+
+@dataclass
+class ShardFiles:
+    """Files of one shard.
+
+    Args:
+        source: facts of the shard.
+        files: those that are finished, by the number of their part.
+        parts: number of all parts, once it is known.
+    """
+
+    source: Facts
+    files: dict[int, PartFile] = field(default_factory=dict)
+    parts: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parts are there."""
+        return len(self.files) == self.parts
+
+
+class Manifest:
+    """Manifest of a folder, in memory until it is saved.
+
+    Args:
+        folder: the folder.
+        settings: with which its files are made.
+
+    Attributes:
+        shards: files by the beginning of their names.
+    """
+
+    def __init__(self, folder: StorePath, settings: Mapping[str, object]) -> None:
+        self.folder, self.settings = folder, settings
+        self.shards: dict[str, ShardFiles] = {}
+
+    @classmethod
+    def load(cls, folder: StorePath) -> Manifest | None:
+        """Read the manifest of a folder; None if there is none.
+
+        Raises:
+            InvalidInputError: the file is no manifest, or one of another version.
+        """
+        path = folder / _NAME
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            stored = json.loads(data)
+            got, manifest = stored["version"], cls(folder, stored["settings"])
+            for shard in stored["shards"]:
+                files = {file.pop("part"): _file(file) for file in shard["files"]}
+                manifest.shards[shard["name"]] = ShardFiles(shard["source"], files, shard["parts"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InvalidInputError(f"{path}: got no manifest ({error!r}), want that of a run") from error
+        if got != _VERSION:
+            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder anew")
+        return manifest
+
+    def save(self) -> None:
+        """Write the manifest, as a whole; shards are in the order of their names."""
+        shards = [
+            {
+                "name": name,
+                "source": shard.source,
+                "parts": shard.parts,
+                "files": [{"part": part, **_stored(shard.files[part])} for part in sorted(shard.files)],
+            }
+            for name, shard in sorted(self.shards.items())
+        ]
+        content = {
+            "version": _VERSION,
+            "complete": all(shard.complete for shard in self.shards.values()),
+            "fingerprint": hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest(),
+            "settings": dict(self.settings),
+            "versions": _versions(),
+            "shards": shards,
+        }
+        (self.folder / _NAME).write_bytes((json.dumps(content, indent=1) + "\n").encode())
+
+    def add(self, task: Task, step: Step) -> None:
+        """Add the finished part, or the number of parts, of a step; other steps change nothing."""
+        if step.source is None:
+            return
+        shard = self.shards.setdefault(task.stem, ShardFiles(step.source))
+        shard.source = step.source
+        if step.file is None:
+            shard.parts = step.part
+        else:
+            shard.files[step.part] = step.file
+
+    def owns(self, name: str) -> bool:
+        """Tell whether a file of this name is one of the folder's: an output, a quarantine, or the manifest."""
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+        return name == _NAME or (ending is not None and self._part_of(name.removesuffix(ending))[0] in self.shards)
+
+    def remove_strays(self) -> None:
+        """Remove the outputs of these shards that are not listed, which earlier runs made of other inputs."""
+        listed = {file.name for shard in self.shards.values() for file in shard.files.values()}
+        for path in self.folder.glob("*.parquet"):
+            if path.name not in listed and self.owns(path.name):
+                path.remove()
+                quarantine_of(path).remove()
+
+    def resume(self, job: ShardJob, tasks: Sequence[Task]) -> None:
+        """Look for what earlier runs finished of some tasks, in the manifest and in the footers of other files.
+
+        Raises:
+            InvalidInputError: outputs are there of other inputs or other settings, or files that are no outputs.
+        """
+        for task in tasks:
+            self.shards.setdefault(task.stem, ShardFiles({}))
+        there: dict[str, set[int]] = {}
+        for path in self.folder.glob("*.parquet"):
+            stem, part = self._part_of(path.stem)
+            there.setdefault(stem, set()).add(part)
+        with ThreadPool(min(_THREADS, len(tasks))) as threads:
+            resumed = threads.starmap(self._resumed, [(job, task, there.get(task.stem, set())) for task in tasks])
+        self.shards |= {task.stem: shard for task, shard in zip(tasks, resumed, strict=True)}
+
+    def _part_of(self, stem: str) -> tuple[str, int]:
+        """Return shard and number of the part of a file by the stem of its name."""
+        match = _PART.fullmatch(stem)
+        if match and stem not in self.shards and match[1] in self.shards:
+            return match[1], int(match[2])
+        return stem, 0
+
+    def _resumed(self, job: ShardJob, task: Task, parts: Collection[int]) -> ShardFiles:
+        known, shard = self.shards[task.stem], ShardFiles({})
+        for part in sorted(parts):
+            path = task.output(part)
+            file = known.files.get(part)
+            if file is not None and path.identity()["size"] == file.size:
+                source, settings = known.source, self.settings
+            else:
+                facts = SequenceShard(path).facts
+                source, settings = {**facts}, facts["settings"]
+                counts = Counts(*(facts.get(each.name, 0) for each in fields(Counts)))
+                file = None
+            if other := _other_input(task, source) or differences(settings, job.settings):
+                remedy = "; remove it to make it anew, or overwrite all"
+                raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}{remedy}")
+            if file is None:
+                with path.open() as content:
+                    digest = hashlib.file_digest(content, "sha256").hexdigest()
+                    file = PartFile(path.name, content.tell(), digest, counts)
+            if file.counts.skipped and job.on_error == "raise" and not skips_images(job.preprocess):
+                raise InvalidInputError(f"{path}: got {file.counts.skipped} skipped records, want none, or overwrite")
+            shard.source = {name: source.get(name) for name in (*task.identity, "sha256")}
+            shard.files[part] = file
+        if len(shard.files) == known.parts:
+            shard.parts = known.parts
+        return shard
+
+
+def _other_input(task: Task, facts: Facts) -> list[str]:
+    """Name what differs between an input and that of an output; content only where the file was touched or copied."""
+    want = task.identity
+    other = [
+        f"{name} {facts.get(name)}, want {want[name]}" for name in ("source", "size") if facts.get(name) != want[name]
+    ]
+    return other or ([f"{want['source']} with other content"] if changed(task, facts) else [])
+
+
+def _stored(file: PartFile) -> dict[str, object]:
+    counts = {each.name: getattr(file.counts, each.name) for each in fields(Counts)}
+    return {"name": file.name, "size": file.size, "sha256": file.sha256, **counts}
+
+
+def _file(stored: dict[str, Any]) -> PartFile:
+    counts = Counts(*(stored[each.name] for each in fields(Counts)))
+    return PartFile(stored["name"], stored["size"], stored["sha256"], counts)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def sequence_shards(
+    folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
+) -> list[SequenceShard]:
+    """Open the ready sequences of a folder that ``write_sequences`` or ``mmpos preprocess`` wrote, by its manifest.
+
+    The folder is listed once; the rows and the settings of a file are checked when it is read.
+
+    Args:
+        folder: path or URL.
+        preprocess: the callable with which they must have been made; None takes any.
+        patches: with preprocess: whether pixels must have been stored.
+
+    Returns:
+        The shards in the order of the names of their inputs and of the records in these.
+
+    Raises:
+        InvalidInputError: there is no manifest, the run did not finish, a file is missing, or settings differ.
+    """
+    where = store_path("folder", folder)
+    manifest, path = Manifest.load(where), where / _NAME
+    if manifest is None:
+        raise InvalidInputError(f"folder: got {str(where)!r} without {_NAME}, want one that mmpos preprocess wrote")
+    if preprocess is not None and (other := differences(manifest.settings, describe_job(preprocess, patches))):
+        raise InvalidInputError(f"{path}: settings: got {', and '.join(other)}")
+    there = {file.name for file in where.glob("*.parquet")}
+    found = []
+    for name, shard in sorted(manifest.shards.items()):
+        if not shard.complete:
+            got = f"{len(shard.files)} of {'an unknown number of' if shard.parts is None else shard.parts} parts"
+            raise InvalidInputError(f"{path}: {name}: got {got}, want all: run mmpos preprocess again to finish it")
+        for part in range(len(shard.files)):
+            file = shard.files[part]
+            if file.name not in there:
+                raise InvalidInputError(f"{where / file.name}: got no file, want the one that {path} lists")
+            listed = ListedFile(str(path), file.counts.documents, manifest.settings)
+            found.append(SequenceShard(where / file.name, listed=listed))
+    return found

@@ -1,0 +1,147 @@
+"""Metrics by OTLP: the registry of the metrics page, sent at intervals to where spans go."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+from time import time_ns
+from typing import TYPE_CHECKING
+
+from mmpos.errors import InvalidInputError
+from mmpos.support.extras import needed_for
+from mmpos.support.info import version
+
+with needed_for("--otel", extra="otel"):
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import (
+        AggregationTemporality,
+        Gauge,
+        Histogram,
+        HistogramDataPoint,
+        Metric,
+        MetricExporter,
+        MetricsData,
+        NumberDataPoint,
+        ResourceMetrics,
+        ScopeMetrics,
+        Sum,
+    )
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from mmpos_server.tracing import resource
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric as Family
+    from prometheus_client.samples import Sample
+
+__all__ = ["converted", "exported"]
+
+_INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
+_UNITS = {"seconds": "s", "bytes": "By"}
+
+
+@contextmanager
+def exported(registry: CollectorRegistry, exporter: MetricExporter | None = None) -> Iterator[None]:
+    """Export the metrics while the context is open, at intervals and once more at its end.
+
+    The interval is OTEL_METRIC_EXPORT_INTERVAL in milliseconds, 60,000 unless it is set.
+
+    Args:
+        registry: the metrics.
+        exporter: sends them; None is OTLP over gRPC as the environment (OTEL_...) describes it.
+
+    Raises:
+        InvalidInputError: the interval is no positive number.
+    """
+    seconds = _seconds()
+    sender = OTLPMetricExporter() if exporter is None else exporter
+    ended, begun = Event(), time_ns()
+
+    def send() -> None:
+        with suppress(Exception):  # the exporter logs its own failures; those of a collector must not end the thread
+            sender.export(converted(registry.collect(), begun))
+
+    def keep_sending() -> None:
+        while not ended.wait(seconds):
+            send()
+        send()
+
+    thread = Thread(target=keep_sending, name="mmpos-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_LAST_SECONDS)
+        sender.shutdown()
+
+
+_LAST_SECONDS = 2.0
+"""Seconds for the last export, so that a collector that does not answer holds up no exit."""
+
+
+def converted(families: Iterable[Family], begun: int) -> MetricsData:
+    """Convert families of Prometheus to metrics of OpenTelemetry: counters to monotonic sums, the rest by its kind.
+
+    Args:
+        families: as a registry collects them.
+        begun: unix time in nanoseconds from which counters and histograms count.
+    """
+    metrics = [_metric(family, begun, time_ns()) for family in families]
+    scope = ScopeMetrics(InstrumentationScope("mmpos_server", version()), metrics, "")
+    return MetricsData([ResourceMetrics(resource(), [scope], "")])
+
+
+def _metric(family: Family, begun: int, now: int) -> Metric:
+    data: Sum | Gauge | Histogram
+    if family.type == "histogram":
+        data = Histogram(_histogram_points(family.samples, begun, now), _CUMULATIVE)
+    elif family.type == "counter":
+        totals = (sample for sample in family.samples if sample.name.endswith("_total"))
+        data = Sum([NumberDataPoint(each.labels, begun, now, each.value) for each in totals], _CUMULATIVE, True)
+    else:
+        data = Gauge([NumberDataPoint(sample.labels, 0, now, sample.value) for sample in family.samples])
+    return Metric(family.name, family.documentation, _UNITS.get(family.name.rpartition("_")[2], ""), data)
+
+
+def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
+    """Gather the samples of each set of labels; Prometheus counts what lies below each bound, OTLP between bounds."""
+    below: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
+    sums: dict[tuple[tuple[str, str], ...], float] = {}
+    for sample in samples:
+        labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+        if sample.name.endswith("_bucket"):
+            below[labels].append((float(sample.labels["le"]), sample.value))
+        elif sample.name.endswith("_sum"):
+            sums[labels] = sample.value
+    points = []
+    for labels, buckets in below.items():
+        bounds, counts = zip(*sorted(buckets), strict=True)
+        between = [int(count - before) for count, before in zip(counts, (0.0, *counts), strict=False)]
+        points.append(
+            HistogramDataPoint(
+                dict(labels),
+                begun,
+                now,
+                int(counts[-1]),
+                sums[labels],
+                between,
+                bounds[:-1],
+                float("inf"),
+                float("-inf"),
+            )
+        )
+    return points
+
+
+def _seconds() -> float:
+    words = os.environ.get(_INTERVAL, "60000")
+    with suppress(ValueError):
+        if (milliseconds := float(words)) > 0:
+            return milliseconds / 1000
+    raise InvalidInputError(f"{_INTERVAL}: got {words!r}, want milliseconds > 0")

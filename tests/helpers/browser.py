@@ -1,0 +1,138 @@
+"""A headless Chromium over the DevTools protocol: pages opened, scripts run, errors of the console kept."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WAIT = 60.0  # seconds for whatever a page is to do
+
+
+class Page:
+    """One tab.
+
+    Args:
+        socket: the connection to its DevTools.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.errors: list[str] = []
+        self._socket = socket
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._loaded = asyncio.Event()
+        self._listener = asyncio.create_task(self._listen())
+
+    async def call(self, method: str, **parameters: Any) -> Any:
+        """Call a method of the protocol and return its result."""
+        number = len(self._answers)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        return await asyncio.wait_for(self._answers[number], WAIT)
+
+    async def open(self, address: str, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
+        """Open an address in a window of this size, and wait until it has loaded."""
+        for domain in ("Page", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self._loaded.clear()
+        await self.call("Page.navigate", url=address)
+        await asyncio.wait_for(self._loaded.wait(), WAIT)
+
+    async def evaluate(self, script: str) -> Any:
+        """Run an expression of JavaScript, wait for what it promises, and return its value."""
+        result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in result:
+            raise AssertionError(result["exceptionDetails"]["exception"].get("description", script))
+        return result["result"].get("value")
+
+    async def until(self, script: str) -> Any:
+        """Run an expression again and again until it is true, and return its value."""
+        async with asyncio.timeout(WAIT):
+            while not (value := await self.evaluate(script)):
+                await asyncio.sleep(0.03)
+        return value
+
+    async def press(self, key: str) -> None:
+        """Press a key, such as Tab or ArrowRight, in the element that has the focus."""
+        code = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13, "End": 35, "Home": 36}[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    async def screenshot(self, path: Path, whole: bool = True) -> None:
+        """Write a picture of the page: all of it, or the part in the window."""
+        result = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(result["data"]))
+
+    async def _listen(self) -> None:
+        async for message in self._socket:
+            event = json.loads(message.data)
+            method, parameters = event.get("method"), event.get("params", {})
+            if "id" in event:
+                future = self._answers[event["id"]]
+                if "error" in event:
+                    future.set_exception(AssertionError(event["error"]["message"]))
+                else:
+                    future.set_result(event["result"])
+            elif method == "Page.loadEventFired":
+                self._loaded.set()
+            elif method == "Runtime.exceptionThrown":
+                self.errors.append(str(parameters["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "assert"):
+                self.errors.append(str(parameters["args"]))
+            elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+                self.errors.append(str(parameters["entry"]))
+
+
+@asynccontextmanager
+async def new_page(folder: Path) -> AsyncIterator[Page]:
+    """Start Chromium with a profile in an empty folder, and open a tab for the time of the block."""
+    assert CHROMIUM is not None
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    offline = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command = [CHROMIUM, *flags, *offline, f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        port = await _port(folder / "DevToolsActivePort", process)
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                targets = await response.json(content_type=None)
+            (address,) = (each["webSocketDebuggerUrl"] for each in targets if each["type"] == "page")
+            async with session.ws_connect(address, max_msg_size=0) as socket:
+                yield Page(socket)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+    """Wait for the file in which Chromium writes the port of its DevTools."""
+    async with asyncio.timeout(WAIT):
+        while not (file.exists() and (lines := file.read_text().splitlines())):
+            assert process.poll() is None, "chromium did not start"
+            await asyncio.sleep(0.05)
+    return int(lines[0])
+
+
+def run(folder: Path, steps: Callable[[Page], Any]) -> Any:
+    """Run steps, a coroutine function of a page, in a Chromium of their own."""
+
+    async def all_steps() -> Any:
+        async with new_page(folder) as page:
+            return await steps(page)
+
+    return asyncio.run(all_steps())

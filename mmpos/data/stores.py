@@ -296,7 +296,7 @@ class StorePath:
         size = spool.seek(0, io.SEEK_END)
         spool.seek(0)
         with _errors_of(self):
-            with self._filesystem().open_output_stream(self._key) as file:
+            with self._filesystem().open_output_stream(self._key, compression=None) as file:
                 shutil.copyfileobj(spool, file, _COPY)
             stored = self._filesystem().get_file_info(self._key).size
         if stored != size:

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables dist arm64 clean
+.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -85,6 +85,9 @@ bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made anew
 	$(BIN)/python benchmarks/record.py --tables
 
+docs: $(VENV)/docs  ## the site, into build/site; SERVE=1 shows it on this machine
+	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)
+
 dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare environments
 	rm -rf build dist
 	$(BUILD) .
@@ -112,7 +115,7 @@ $(ARM64)/python:
 	cd $(ARM64) && rm *.deb && ln -s usr/bin/python3 python
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(ARM64) build out dist *.egg-info mmpos/_native*.so
+	rm -rf $(VENV) $(ARM64) .cache build out dist *.egg-info mmpos/_native*.so
 
 # What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
@@ -130,7 +133,11 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 # Compiled at once: tests start many processes, also where Python is told to write no bytecode.
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --compile-bytecode --editable . --group dev
-	@touch $@ $(VENV)/demo
+	@touch $@ $(VENV)/demo $(VENV)/docs
+
+$(VENV)/docs: $(VENV)/uv pyproject.toml
+	$(UV) --group docs
+	@touch $@
 
 $(VENV)/dist: $(VENV)/dev
 	$(UV) --group dist

@@ -28,7 +28,7 @@ from mmpos_bench.results import SuiteReport, from_json, to_json, to_markdown
 from mmpos_bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
-QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 """The pages that may quote results."""
 
 

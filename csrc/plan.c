@@ -14,16 +14,17 @@ enum {
     SEPARATOR,
     CONSUMED,
     DEMANDED, /* ids from the cursor to the lowest next position, or INT64_MIN */
-    CLEARED,  /* ids that a grid keeps free before the text of its document; of texts whether any grid does */
+    CLEARED,  /* ids that a grid keeps free before the text of its document; of texts ANY_CLEARS and ANY_COUNTS */
     OVER,     /* the denominator */
     PLAN_AXES
 };
-enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of every axis */
-enum { TEXTS, SLOTS };                                                                          /* rows */
+enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of axes */
+enum { TEXTS, SLOTS };                                                                                    /* rows */
+enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether a grid keeps ids free, and whether one counts the text */
 
-/* What ids follow: the cursor, the first id of the document, and the grids before this one in it. */
+/* What ids follow: the cursor, the first id of the document, the grids before this one in it, and its tokens of text. */
 typedef struct {
-    int64_t cursor, start, number;
+    int64_t cursor, start, number, text;
 } Place;
 
 /* The slot of a shape in a plan of a power of two of slots, or the empty slot where it would stand. */
@@ -68,13 +69,15 @@ static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64
         int64_t from = PLAN_AXES + PLAN_AXIS * axis, to = AXES + 4 * axis;
         int64_t zero = entry(plan, row, from + AT_ZERO), per_cursor = entry(plan, row, from + PER_CURSOR);
         int64_t per_start = entry(plan, row, from + PER_START), per_number = entry(plan, row, from + PER_NUMBER);
+        int64_t per_text = entry(plan, row, from + PER_TEXT);
         if (fabs((double)zero) + fabs((double)per_cursor) * fabs((double)place->cursor) +
                 fabs((double)per_start) * fabs((double)place->start) +
-                fabs((double)per_number) * (double)place->number >
+                fabs((double)per_number) * (double)place->number + fabs((double)per_text) * (double)place->text >
             MAX_NUMERATOR) {
             return 0;
         }
-        int64_t origin = zero + per_cursor * place->cursor + per_start * place->start + per_number * place->number;
+        int64_t origin = zero + per_cursor * place->cursor + per_start * place->start + per_number * place->number +
+                         per_text * place->text;
         double reach = fabs((double)origin);
         put_entry(table, to + ORIGIN, s, origin);
         origins |= origin;
@@ -124,19 +127,33 @@ static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
     return most;
 }
 
+/* Tokens of text among these segments, audio among them; more than INT32_MAX, wherever they end, if there are so many. */
+static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
+    int64_t tokens = 0, shape[CONSUMED];
+    for (int64_t s = first; s < stop && tokens <= INT32_MAX; s++) {
+        int64_t what = kind_of(batch, s);
+        if (what == TEXT || what == AUDIO) {
+            read_shape(batch, s, shape);
+            tokens = plus(tokens, shape[COLUMNS]);
+        }
+    }
+    return tokens;
+}
+
 /* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */
 static int put_document(Batch *batch, int64_t d, int64_t start) {
     int64_t first = item(&batch->offsets, d), stop = item(&batch->offsets, d + 1);
     int64_t real = 0, demanded = INT64_MIN, before = PAD, free = 0;
-    Place place = {start, start, 0};
+    int64_t asked;
+    Place place = {start, start, 0, 0};
     if (first < 0 || stop > batch->kind.size) {
         return 0;
     }
-    if (entry(&batch->plan, TEXTS, CLEARED) != 0) {
-        free = cleared(batch, first, stop);
-        if (free > INT32_MAX) {
-            return 0;
-        }
+    asked = entry(&batch->plan, TEXTS, CLEARED);
+    free = asked & ANY_CLEARS ? cleared(batch, first, stop) : 0;
+    place.text = asked & ANY_COUNTS ? text_tokens(batch, first, stop) : 0;
+    if (free > INT32_MAX || place.text > INT32_MAX) {
+        return 0;
     }
     put_entry(&batch->documents, FIRST_SEGMENT, d, first);
     put_entry(&batch->documents, FIRST_TOKEN, d, batch->token);
@@ -174,7 +191,7 @@ static int put_document(Batch *batch, int64_t d, int64_t start) {
             place.number++;
             real += tokens;
         } else if (what == TEXT || (what == AUDIO && batch->audio)) {
-            Place after = {place.cursor + free, start, 0};
+            Place after = {place.cursor + free, start, 0, 0};
             if (!put_segment(&batch->table, s, &batch->plan, TEXTS, shape, &after)) {
                 return 0;
             }
@@ -223,7 +240,8 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
  * grids must not touch, may have frames and may have row separators, and whether documents have next positions and may
- * hold audio; timed is whether frames have times, for which no plan holds. It declines what it cannot place, whatever
+ * hold audio; timed is whether frames have times that ids may follow, for
+ * which no plan holds. It declines what it cannot place, whatever
  * the reason. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;

@@ -1,6 +1,7 @@
 """Multimodal position ids: one small table of segments is the truth, and everything else follows from it.
 
 Shapes used throughout:
+
     input_ids      (tokens,) packed, or (batch, seq)
     position_ids   (axes, tokens) packed, or (axes, batch, seq); axes are (row, col) or (frame, row, col)
     grid_thw       (images, 3) frames, height, width in patches after spatial merging

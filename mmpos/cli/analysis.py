@@ -33,6 +33,8 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
+from mmpos.support.files import local_path, whole_file
+from mmpos.support.html import page
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
     from mmpos.rotary import Rotary
+
+HTML = typer.Option("--html", metavar="FILE.html", help="Write a report to send to a colleague.", show_default=False)
 
 
 @app.command(
@@ -66,6 +70,7 @@ def check(
     padding: Annotated[Side, typer.Option(help="Where a padded batch has its padding.")] = "right",
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
     """Compare ids in a file with a scheme."""
     from mmpos.analysis.diagnosis import diagnose
@@ -75,9 +80,24 @@ def check(
     how, first = _scheme_and_start(specs, scheme, axes, config)
     start = first if start is None else start
     diagnosis = diagnose(read_array(ids), segments, how, start, side=padding, tolerance=tolerance)
+    if report_to is not None:
+        write_report(report_to, f"{ids.name} compared with {diagnosis.scheme}", diagnosis._repr_html_())
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
+
+
+def write_report(path: Path, title: str, body: str) -> None:
+    """Write a report that opens in any browser.
+
+    Raises:
+        InvalidInputError: a name that does not end in .html.
+    """
+    target = local_path("--html", path)
+    if target.suffix.lower() != ".html":
+        raise InvalidInputError(f"--html: got {str(path)!r}, want a file ending in .html")
+    with whole_file(target) as file:
+        file.write(page(title, body).encode())
 
 
 def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:
@@ -142,7 +162,8 @@ def _json(diagnosis: Diagnosis) -> str:
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
     found = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
-    del found["unknown_tokens"]  # of keys alone
+    for name in ("unknown_tokens", "wrong", "owner"):  # of keys alone, and one for each token
+        del found[name]
     return report.json_lines(found)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -13,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import read_array, read_config
+from mmpos.cli.analysis import HTML, read_array, read_config, write_report
 from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_specs
 from mmpos.cli.report import progress_bar
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
+from mmpos.support.html import paragraphs
 from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ def run(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
     """Read the positions that keys were turned by."""
     from mmpos.analysis.probe import judge
@@ -111,6 +114,9 @@ def run(
             typer.echo(f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {left}")
             typer.echo("".join(f"  {sentence}\n" for sentence in _said(found, name, meant)), nl=False)
     equal = all(verdict.equal for verdict in found.values())
+    if report_to is not None:
+        layers_html = (f"<h2>{escape(name)}</h2>\n{_html(found, name, meant)}" for name in found)
+        write_report(report_to, f"Keys of {keys.name}", "\n".join(layers_html))
     unjudged = [name for name in layers if name not in references]
     if as_json:
         fields = {name: {"layer_type": kinds[name], **_json(found, name, meant)} for name in found}
@@ -120,6 +126,14 @@ def run(
         typer.echo(f"The attention factor was not judged{where}: there is no reference, a key that was not turned.")
     if not equal:
         raise typer.Exit(DIFFERENT)
+
+
+def _html(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
+    """Write the sentences of a layer, and a map of its tokens: by what was meant, else by what could be read."""
+    verdict = found[name]
+    said = paragraphs(_said(found, name, meant))
+    compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
+    return said + (compared or verdict.readings[0]._repr_html_())
 
 
 def _said(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:

@@ -1,6 +1,7 @@
 """Encodings of positions for whoever studies or compares them: one idea per class, each tested in attention.
 
 Shapes used throughout:
+
     positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
     table          (..., dim) float64, added to embeddings
     bias           (num_heads, n, m) float64, added to scores

@@ -1,6 +1,7 @@
 """Positions and rotations for Megatron and TransformerEngine: angles in their layout, one table for all ranks.
 
 Shapes used throughout:
+
     angles   (seq, batch, 1, rotary_dim) float32 "sbhd", or (tokens, 1, 1, rotary_dim) "thd"
 """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
 
 __all__ = ["ids_consumed", "place"]
+
+_MOST_KEPT = 64
+"""Most segments of a batch whose table is kept."""
 
 _STEP_FRAME, _STEP_COL = AXES + 1, AXES + 3
 """Rows of the table: steps of the first axis."""
@@ -72,6 +76,34 @@ def place(
     placed = place_by_plan(scheme, segments, start, strict)
     if placed is not None:
         return placed
+    if scheme.kept and native.core is not None and type(start) in (int,) and segments.kind.size <= _MOST_KEPT:
+        return _kept(_Request.of(segments, scheme, start, strict))
+    return _place(segments, scheme, start, strict)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """All that a table of one start follows from; arrays as bytes, so that requests can be compared."""
+
+    key: tuple[object, ...]
+    segments: SegmentTable = field(compare=False)
+
+    @classmethod
+    def of(cls, segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> _Request:
+        of_grids = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
+        arrays = segments.kind, segments.extents, segments.segment_offsets, *of_grids
+        data = tuple(None if array is None else array.tobytes() for array in arrays)
+        return cls((scheme, start, strict, data), segments)
+
+
+@lru_cache(maxsize=256)
+def _kept(request: _Request) -> PositionTable:
+    scheme, start, strict, _ = request.key
+    return _place(request.segments, scheme, start, strict)  # type: ignore[arg-type]
+
+
+def _place(segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> PositionTable:
+    """Place segments the general way."""
     starts = per_document("start", start, segments.segment_offsets.size - 1, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")

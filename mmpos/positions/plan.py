@@ -21,21 +21,25 @@ __all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan", "plan_of"]
 MAX_SHAPES = 4096
 """Most shapes of grids that the plan of a scheme keeps; with more, it begins anew."""
 
-_SHAPE, _ROW, _PER_AXIS = 4, 8, 7
+_SHAPE, _ROW, _PER_AXIS = 4, 8, 8
 """Numbers of a shape; those of a row before its axes, and of each axis, as csrc/plan.c has them."""
+_CLEARED, _PER_TEXT = 6, 4
+"""Two of these."""
 
-_CURSOR, _START, _NUMBER = range(3)
+_CURSOR, _START, _NUMBER, _TEXT = range(4)
 _ASKED = np.array(
-    [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 0, 0), (0, 1, 0), (4099, 1009, 0), (4099, 1009, 1)], np.int64
-)
-"""Cursor, first id of the document, and grids before, for which a scheme is asked: some say how its ids follow each,
-and the others that they are linear."""
-_DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 3])
+    [(0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1),
+     (4099, 1009, 0, 257), (4099, 1009, 1, 257)],
+    np.int64,
+)  # fmt: skip
+"""Cursor, first id of the document, grids before in it, and its tokens of text, for which a scheme is asked: some say
+how its ids follow each, and the others that they are linear."""
+_DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 4, 4])
 """The document of each."""
-_UNITS = np.array([4, 5, 1])
-"""Where one of the three is 1 and the others are 0."""
-_TEXT_TOKENS = np.array([1, 1, 1, 1, 1, 1, 8, 8])
-"""Tokens of text in the document of each: a scheme that counts them is not linear in the others."""
+_UNITS = np.array([4, 5, 1, 6])
+"""Where one of the four is 1 and the others are 0."""
+_ANY_CLEARS, _ANY_COUNTS = 1, 2
+"""What the row of text says of grids: that some keep ids free before text, and that some count it."""
 
 _NONE = np.iinfo(np.int64).min
 
@@ -47,10 +51,12 @@ class Plan:
 
     Args:
         scheme: a scheme with ``by_shape``.
+        seconds: numerator and denominator of the seconds per frame of all grids; None where they have none.
     """
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, seconds: tuple[int, int] | None = None) -> None:
         self.scheme = scheme
+        self.seconds = seconds
         self.rules = scheme.frames, scheme.row_separators
         self.table = np.zeros((1 + 2, _ROW + _PER_AXIS * scheme.axes), np.int64)
         self.table[0, _SHAPE:] = _row_of_text(scheme)
@@ -61,30 +67,32 @@ class Plan:
         Args:
             shapes: (4, shapes) frames, height, width, and whether rows end in a separator; each once.
         """
-        rows = _rows(self.scheme, shapes)
+        rows = _rows(self.scheme, shapes, self.seconds)
         text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
         if len(known) + len(rows) <= MAX_SHAPES:
             rows = np.concatenate([known, rows])
         table = np.zeros((1 + (2 << len(rows).bit_length()), rows.shape[1]), np.int64)
         table[0] = text
+        if rows[:, _ROW + _PER_TEXT :: _PER_AXIS].any():
+            table[0, _CLEARED] |= _ANY_COUNTS
         assert native.core is not None
         native.core.enter(table, rows)
         self.table = table  # at once, for threads that read the one before
 
 
-def plan_of(scheme: Scheme) -> Plan | None:
-    """Return the plan of a scheme, one for all that are equal; None for a scheme without one."""
+def plan_of(scheme: Scheme, seconds: tuple[int, int] | None = None) -> Plan | None:
+    """Return the plan of a scheme and a time, one for all that are equal; None for a scheme without one."""
     if not vars(type(scheme)).get("by_shape"):
         return None
     try:
-        return _plan_of(scheme)
+        return _plan_of(scheme, seconds)
     except TypeError:  # a scheme of somebody's own that cannot be hashed
         return None
 
 
 @lru_cache(maxsize=64)
-def _plan_of(scheme: Scheme) -> Plan:
-    return Plan(scheme)
+def _plan_of(scheme: Scheme, seconds: tuple[int, int] | None) -> Plan:
+    return Plan(scheme, seconds)
 
 
 def forget_plans() -> None:
@@ -101,10 +109,15 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         start: as for ``place``, unchecked.
         strict: whether grids must not touch.
     """
-    core, plan = native.core, plan_of(scheme)
+    core, seconds, timed = native.core, None, scheme.timed and segments.seconds_per_frame is not None
+    if timed:
+        seconds = _one_time(segments)
+        timed = seconds is None
+        if timed and scheme.fractional:  # even the denominator of one frame follows its time
+            return None
+    plan = plan_of(scheme, seconds)
     if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None
-    timed = segments.seconds_per_frame is not None
     for _ in range(2):
         placed = core.place(
             segments.kind, segments.extents, segments.segment_offsets, segments.row_separator, timed, start,
@@ -121,6 +134,14 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
     return None  # another thread has begun the plan anew
 
 
+def _one_time(segments: SegmentTable) -> tuple[int, int] | None:
+    """Return the seconds per frame that all grids have, if it is one."""
+    assert segments.seconds_per_frame is not None
+    times = segments.seconds_per_frame[:, segments.kind == GRID].T
+    first = times[:1].tolist()
+    return (first[0][0], first[0][1]) if first and first[0][0] and (times == times[0]).all() else None
+
+
 def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
     """Return the shapes of the grids of a batch that a plan does not have, (4, shapes), each once."""
     grid = segments.kind == GRID
@@ -134,15 +155,15 @@ def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
     return shapes if len(known) + len(new) > MAX_SHAPES else shapes[:, new]
 
 
-def _rows(scheme: Scheme, shapes: IntArray) -> IntArray:
+def _rows(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
     """Make the rows of shapes: what the scheme says of each, or no denominator where that is not affine."""
     rows = np.zeros((shapes.shape[1], _ROW + _PER_AXIS * scheme.axes), np.int64)
     rows[:, :_SHAPE] = shapes.T
     try:
-        rows[:, _SHAPE:] = _numbers(scheme, shapes)
+        rows[:, _SHAPE:] = _numbers(scheme, shapes, seconds)
     except (MmposError, _NotAffineError):
         if len(rows) > 1:  # which of them it is
-            return np.concatenate([_rows(scheme, shapes[:, i : i + 1]) for i in range(len(rows))])
+            return np.concatenate([_rows(scheme, shapes[:, i : i + 1], seconds) for i in range(len(rows))])
     return rows
 
 
@@ -154,7 +175,7 @@ def _row_of_text(scheme: Scheme) -> IntArray:
     """Ask a scheme for the numbers of text, those of a row after the shape; 0 where the general way must place it."""
     grids = Grids(np.ones((3, 1), np.int64), *np.zeros((2, 1), np.int64))
     count = len(_ASKED)
-    runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6], _START])
+    runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6, 7], _START])
     try:
         if not scheme.text:
             raise _NotAffineError
@@ -167,7 +188,7 @@ def _row_of_text(scheme: Scheme) -> IntArray:
     return np.concatenate([[1, _NONE, clears], axes])
 
 
-def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
+def _numbers(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
     """Ask a scheme for the numbers of shapes, (shapes, numbers of a row after the shape).
 
     Raises:
@@ -179,7 +200,8 @@ def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
     document = (_DOCUMENT + (_DOCUMENT[-1] + 1) * np.arange(count)[:, None]).reshape(-1)
     cursor, start = np.tile(_ASKED[:, _CURSOR], count), np.tile(_ASKED[:, _START], count)
     separator = of_shape[3] > 0 if shapes[3].any() else None
-    grids = Grids(of_shape[:3], start, document, separator, text_tokens=np.tile(_TEXT_TOKENS, count))
+    times = None if seconds is None else np.tile(np.array(seconds)[:, None], document.size)
+    grids = Grids(of_shape[:3], start, document, separator, times, text_tokens=np.tile(_ASKED[:, _TEXT], count))
     if scheme.unit(grids) is not None:
         raise _NotAffineError
     placement, demanded, cleared = scheme.place(grids, cursor), scheme.next_after(grids, cursor), scheme.cleared(grids)
@@ -189,7 +211,7 @@ def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
     lowest = np.full(count, _NONE)
     if demanded is not None:
         lowest, slopes = _linear(demanded, count)
-        if (slopes != [[1], [0], [0]]).any():
+        if (slopes != [[1], [0], [0], [0]]).any():
             raise _NotAffineError
     free = _constant(0 if cleared is None else cleared, count)
     return np.column_stack([consumed, lowest, free, _axes(scheme, placement, count)])
@@ -227,7 +249,7 @@ def _constant(values: IntArray | int, count: int) -> IntArray:
 
 
 def _linear(values: IntArray | int, count: int) -> tuple[IntArray, IntArray]:
-    """Return the values, (count,), where all that is asked is 0, and their slopes in each of it, (3, count)."""
+    """Return the values, (count,), where all that is asked is 0, and their slopes in each of it, (4, count)."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         raise _NotAffineError

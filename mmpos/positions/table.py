@@ -30,11 +30,12 @@ from mmpos.positions.table_rows import (
     WIDTH,
     WINDOW,
     CutColumns,
+    axis_names,
     check_table,
 )
 from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, CROP_MARKERS, GRID, NOUNS, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable, token_types
-from mmpos.support import native
+from mmpos.support import html, native
 from mmpos.support.checks import (
     INT32_MAX,
     Array,
@@ -598,6 +599,29 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         tokens, axes = counted(self.num_tokens, "token"), counted(self.axes, "axis")
         return f"PositionTable({documents}, {segments}, {tokens}, {axes}, scheme={self.scheme!r})"
 
+    def _repr_html_(self) -> str:
+        """Show the first segments with their first and last ids in a notebook."""
+        shown = min(self.num_segments, _SHOWN_SEGMENTS)
+        first = self.offset[:shown]
+        last = first + self.segment_lengths[:shown] - 1
+        corners = np.stack([first, last], axis=1).ravel()
+        numerators, denominators = self.take(corners, corners + 1).rationals()
+        ids = [
+            ", ".join(str(Fraction(n, int(d))) for n in row)
+            for row, d in zip(numerators.T.tolist(), denominators, strict=True)
+        ]
+        rows = []
+        for s in range(shown):
+            height, width = int(self.height[s]), int(self.width[s])
+            kind = "padding" if self.is_padding[s] else f"grid, {height}×{width}" if self.is_grid[s] else "text"
+            document = int(np.searchsorted(self.documents[FIRST_TOKEN], first[s], side="right")) - 1
+            rows.append((f"{first[s]} to {last[s]}", document, kind, ids[2 * s], ids[2 * s + 1]))
+        hidden = self.num_segments - shown
+        more = html.paragraphs([f"{hidden} more segments"]) if hidden else ""
+        names = ", ".join(axis_names(self.axes))
+        head = ("tokens", "document", "segment", f"first id ({names})", "last id")
+        return html.paragraphs([repr(self)]) + html.table(head, rows) + more
+
     def _cut(self, rule: int, first: object, second: object = None, third: object = None) -> PositionTable | None:
         """Cut a table from this one by a rule in C; None where Python must do it, or say what is wrong."""
         core = native.core
@@ -743,6 +767,9 @@ class _Location(NamedTuple):
     is_patch: bool
     words: str
 
+
+_SHOWN_SEGMENTS = 20
+"""Segments of a table that a notebook shows."""
 
 _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
 """Markers before the patches that a segment holds, and as many after them."""

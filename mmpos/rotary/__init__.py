@@ -1,6 +1,7 @@
 """Rotations of q and k by multimodal positions: exact phases, one fused kernel, forward and backward.
 
 Shapes used throughout:
+
     q              (tokens, num_heads, head_dim) "thd", (batch, seq, num_heads, head_dim) "bshd",
                    or (batch, num_heads, seq, head_dim) "bhsd"; k likewise with num_kv_heads
     inv_freq       (pairs,) rad per position; pairs = rotary_dim / 2

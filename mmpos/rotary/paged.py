@@ -28,7 +28,7 @@ class Cache(NamedTuple):
     large. A slot for several tokens is an error where slots are read; unread, on a device or in a compiled graph, it
     gets some elements of each. Sources: vLLM's reshape_and_cache_flash, FlashInfer's append_paged_kv_cache.
 
-    Args:
+    Attributes:
         key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
             "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, or with k_scale in float8_e4m3fn or
             float8_e5m2, any strides: a view of what holds k and v together, or all layers, is written where it lies.

@@ -15,7 +15,7 @@ __all__ = ["QKV", "split_qkv"]
 class QKV(NamedTuple):
     """Views of a packed tensor.
 
-    Args:
+    Attributes:
         q: (tokens, num_heads, head_dim) or (batch, seq, num_heads, head_dim).
         k: likewise with num_kv_heads.
         v: likewise with num_kv_heads.

@@ -303,7 +303,7 @@ class Norm(NamedTuple):
 
     Source: arXiv 1910.07467 (RMSNorm).
 
-    Args:
+    Attributes:
         q_weight: (head_dim,) float32, bfloat16 or float16; None does not normalise q.
         k_weight: likewise of k.
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.

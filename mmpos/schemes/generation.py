@@ -45,6 +45,8 @@ class LatentScheme(Scheme):
     axes = 3
     frames = False
     audio = False
+    timed = False
+    kept = True
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
     """Axes on which text runs."""

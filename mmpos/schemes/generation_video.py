@@ -218,6 +218,7 @@ class _Ltx(LatentScheme):
 
     text = False
     frames = True
+    timed = True
     fractional = True
     fps: ClassVar[int]
     """Frames per second where a grid does not say it."""
@@ -336,8 +337,10 @@ class Cosmos(LatentScheme):
     """
 
     name: ClassVar[str] = "cosmos"
+    by_shape = True
     text = False
     frames = True
+    timed = True
     fractional = True
     tokens_per_second: int | Fraction = 24
 
@@ -371,6 +374,7 @@ class Cosmos3(Cosmos):
     """
 
     name: ClassVar[str] = "cosmos3"
+    by_shape = True
     text = True
     text_axes = (0, 1, 2)
     margin: int = 15000

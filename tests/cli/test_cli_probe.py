@@ -517,6 +517,15 @@ def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_words(jud
     assert "The first token whose key is another is 20. Cause: all pairs turn by axis 0" in other
 
 
+def test_a_report_draws_the_tokens_of_each_layer(judged: Layers, folder: Path) -> None:
+    ids = np.tile(np.arange(16), (3, 1))
+    late = ids + (np.arange(16) >= 12)
+    judged("--spec", "16", "--html", "report.html", late=turned(late), right=turned(ids))
+    late_layer, right_layer = (folder / "report.html").read_text("utf-8").split("<h2>")[1:]
+    assert re.findall("<title>(.*?)</title>", late_layer) == ["tokens 0 to 11: right", "tokens 12 to 15: wrong"]
+    assert re.findall("<title>(.*?)</title>", right_layer) == ["tokens 0 to 15: ids read"]
+
+
 def test_tokens_that_cannot_be_read_are_different_and_those_that_may_be_right_are_counted(judged: Layers) -> None:
     ids = np.tile(np.arange(200), (3, 1))
     keys = turned(ids)

@@ -30,7 +30,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WORDS = (
     "rotate", "norm", "backward", "store", "rerotate", "adjacent", "after", "by head", "cached bfloat16", "computed",
     "scales", "dense", "dense fixed", "e4m3", "e5m2", "few tokens", "fractional", "from ids", "fused", "head_dim 80",
-    "of q", "one token", "other values", "partial", "q too", "return k",
+    "of q", "one token", "other values", "own frequencies", "partial", "q too", "return k",
 )  # fmt: skip
 """What the name of a case may say, one behind the other."""
 
@@ -95,6 +95,8 @@ def call(words: set[str]) -> None:
     if words & {"dense", "dense fixed"}:
         positions = torch.zeros(2, tokens, dtype=torch.float64 if "dense fixed" in words else torch.int64)
     by_head: Any = {"allocation": "heads", "head_axes": [0, 1] * 4} if "by head" in words else {}
+    if "own frequencies" in words:
+        by_head = {"kv_heads": 8, "allocation": [0, 1] * (dim * 2)}
     pairing: Any = "adjacent" if "adjacent" in words else "half"
     rotary = Rotary(dim, rotary_dim=64 if "partial" in words else dim, axes=2, pairing=pairing, **by_head)
     q, k, v = (heads(tokens, count, size) for count, size in ((32, dim), (8, dim), (8, values)))

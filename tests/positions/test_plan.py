@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +17,24 @@ from oracle import CASES, batches
 from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
 from mmpos.positions import plan
 from mmpos.positions.plan import forget_plans, place_by_plan
-from mmpos.schemes import Grids, Lumina2, MRopeQwen25, Placement, QwenImage, RopeTie, Scheme, TextRuns, Wan, get_scheme
+from mmpos.schemes import (
+    Grids,
+    Ltx,
+    Lumina2,
+    MRopeQwen25,
+    Placement,
+    QwenImage,
+    RopeTie,
+    Scheme,
+    TextRuns,
+    Wan,
+    get_scheme,
+)
 from mmpos.segments.kinds import Segment
 from mmpos.support import native
+
+TIMES: list[list[Fraction | None]] = [[None], [Fraction(1, 16)], [Fraction(1, 24)], [Fraction(1, 24), None]]
+"""Seconds per frame of grids that alternate."""
 
 START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 20]))
 
@@ -62,9 +78,10 @@ def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_doe
     core = native.core
     texts: list[Segment] = [Text(1), Text(4), Text(2)] * 2 if scheme.text else []
     for start in (0, 7, -3, 2**31 - 12, -(2**31)):
-        for frames in (1, 3 if scheme.frames else 1):
-            sides = rng.integers(1, (7, 7, frames + 1), (8, 3)).tolist()
-            parts: list[Segment] = [*(Grid(h, w, frames=n) for h, w, n in sides), *texts]
+        for times in TIMES:
+            frames = int(rng.integers(1, 4)) if scheme.frames else 1
+            sides = zip(rng.integers(1, (7, 7, frames + 1), (8, 3)).tolist(), times * 8, strict=False)
+            parts: list[Segment] = [*(Grid(h, w, frames=n, seconds_per_frame=t) for (h, w, n), t in sides), *texts]
             documents = [[parts[i] for i in rng.integers(len(parts), size=n)] for n in (1, *rng.integers(1, 7, 3))]
             segments = SegmentTable.from_documents(documents)
             monkeypatch.setattr(native, "core", None)
@@ -76,8 +93,8 @@ def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_doe
 @pytest.mark.parametrize(
     ("scheme", "placed"),
     [("flux", True), ("flux2", True), ("qwen-image", True), ("longcat-image", True), ("lumina2", True),
-     ("hunyuan-image", True), ("bagel", True), (QwenImage(layered=True), False), (Lumina2(image_first=True), False),
-     (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
+     ("hunyuan-image", True), ("cosmos", True), ("bagel", True), (QwenImage(layered=True), False),
+     (Lumina2(image_first=True), True), (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
 )  # fmt: skip
 def test_references_that_are_counted_are_placed_by_a_plan_and_others_are_not(
     scheme: str | Scheme, placed: bool
@@ -85,6 +102,21 @@ def test_references_that_are_counted_are_placed_by_a_plan_and_others_are_not(
     text = [Text(3)] if get_scheme(scheme).text else []
     document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
     assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == placed
+
+
+def test_small_batches_of_requests_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    advance = Ltx.advance
+    monkeypatch.setattr(Ltx, "advance", lambda self, grids: asked.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
+    seconds = [Fraction(1, 25), Fraction(1, 25), Fraction(1, 24), Fraction(1, 25)]
+    segments = [SegmentTable.from_documents([[Grid(5, 61, frames=9, seconds_per_frame=each)]]) for each in seconds]
+    tables = [place(one, Ltx(causal_offset=2)) for one in segments]
+    assert len(asked) == 2
+    assert tables[0] is tables[1] is tables[3]
+    assert tables[2].dense()[0].tolist() != tables[0].dense()[0].tolist()
+    place(segments[0], Ltx(causal_offset=3))
+    place(segments[0], Ltx(causal_offset=2), 1)
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
@@ -126,7 +158,7 @@ def test_frames_that_are_pieces_and_schemes_that_count_are_placed_the_general_wa
     timed = SegmentTable.from_documents([[Text(1), Grid(2, 3, frames=2, seconds_per_frame=1)]])
     assert by_plan(image, "mrope-qwen2.5") is not None
     assert by_plan(video, "mrope-qwen2.5") is None
-    assert by_plan(timed, "mrope") is None
+    assert by_plan(timed, "mrope-qwen2.5") is None
     for scheme in ("xd-rope", "rows", "grid-2d", "tmrope", "mrope-canvas"):
         assert by_plan(image, scheme) is None
 

@@ -21,6 +21,8 @@ WIDE = [
     "norm fractional, sm_80", "norm after head_dim 80, sm_90", "norm of q, few tokens, sm_100",
     "backward, sm_80", "backward after adjacent, sm_90", "backward by head fractional, sm_100",
     "store, sm_80", "store norm adjacent, return k, sm_90", "store other values, few tokens, sm_100",
+    "rotate own frequencies, sm_90", "norm own frequencies adjacent, sm_80", "backward own frequencies, sm_100",
+    "rerotate own frequencies, sm_90",
     "rerotate, sm_90", "rerotate fractional from ids, sm_80",
 ]  # fmt: skip
 """Heads of 16 bits that are loaded and stored 16 bytes at a time, and nothing in smaller pieces."""

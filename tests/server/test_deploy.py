@@ -52,7 +52,7 @@ def lines_of(unit: str, setting: str) -> list[str]:
 
 def options_of(arguments: list[str]) -> dict[str, Any]:
     """The arguments of the program, as it understands them."""
-    return typer.main.get_command(app).make_context("mmpos_server", arguments).params
+    return typer.main.get_command(app).make_context("mmpos_server", list(arguments)).params
 
 
 def unit_arguments() -> list[str]:

@@ -18,7 +18,7 @@ from mmpos.support.extras import lazy_names, needed_for
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = [*(ROOT / "mmpos").rglob("*.py"), *(ROOT / "server").rglob("*.py")]
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"]
 
 
 def test_a_missing_package_is_an_error_with_its_name_and_the_pip_command() -> None:

@@ -8,6 +8,7 @@ from inspect import getdoc
 from typing import Any
 
 from mmpos.errors import InvalidInputError
+from mmpos.support import html
 from mmpos.support.checks import counted, one_of
 
 
@@ -134,7 +135,10 @@ class Matrix:
         lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
-    _repr_markdown_ = to_markdown
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook."""
+        rows = ([name, *(value.cell for value in row.values())] for name, row in self.rows.items())
+        return html.table([self.subject, *(each.title for each in self.properties)], rows)
 
 
 def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmpos.positions.table import PositionTable, Side
 from mmpos.positions.table_rows import DELTA, NEXT_POSITION
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
+from mmpos.support import html
 from mmpos.support.checks import INT32_MIN, IntArray, counted, finite, host_array, per_document
 
 
@@ -44,6 +45,8 @@ class Diagnosis:
         remedy: what to do about that mistake.
         explained: how many of the different tokens have exactly the ids that the mistake gives.
         unknown_tokens: tokens of which an id is unknown and was not compared, where ids are read from keys.
+        wrong: (tokens,) which tokens differ, document after document; None where all are equal.
+        owner: (tokens,) the document of each.
     """
 
     equal: bool
@@ -62,6 +65,8 @@ class Diagnosis:
     remedy: str | None = None
     explained: int = 0
     unknown_tokens: int = 0
+    wrong: Flags | None = field(default=None, repr=False, compare=False)
+    owner: IntArray | None = field(default=None, repr=False, compare=False)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -103,6 +108,18 @@ class Diagnosis:
     def __str__(self) -> str:
         return " ".join(self.sentences)
 
+    @property
+    def token_map(self) -> str:
+        """A map of right and wrong tokens, as HTML; empty where all are equal."""
+        if self.wrong is None or self.owner is None:
+            return ""
+        offsets = np.searchsorted(self.owner, np.arange(self.num_documents + 1))
+        return html.token_map(self.wrong, offsets, ("right", "wrong"))
+
+    def _repr_html_(self) -> str:
+        """Show the sentences and the map of tokens in a notebook."""
+        return html.paragraphs(self.sentences) + self.token_map
+
 
 def first_difference(
     positions: PositionTable, wrong: Flags, owner: IntArray, index: IntArray, **fields: Any
@@ -120,7 +137,7 @@ def first_difference(
     counts = {"different_tokens": count, "different_documents": np.unique(owner[wrong]).size}
     if fields.get("cause") is not None:
         fields = {"explained": count, **fields}
-    where = {"document": int(owner[first]), "token": int(index[first])}
+    where = {"document": int(owner[first]), "token": int(index[first]), "wrong": wrong, "owner": owner}
     whole = {"scheme": positions.scheme, "num_tokens": wrong.size, "num_documents": positions.num_documents}
     return Diagnosis(**{"equal": False, **whole, **counts, **where, **fields})
 

@@ -1,6 +1,6 @@
 """Read from the keys of an engine what positions it really rotates by."""
 
-from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, transformers
+from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.checkpoint import write_checkpoint
 from mmpos.analysis.probe.confidence import UNKNOWN, Reading, read
@@ -16,6 +16,7 @@ __all__ = [
     "Reading",
     "Verdict",
     "check",
+    "diffusers",
     "identify",
     "judge",
     "read",

@@ -18,7 +18,7 @@ from mmpos.support.extras import needed_for
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["KeyRecorder", "LayerKeys", "transformers"]
+__all__ = ["KeyRecorder", "LayerKeys", "diffusers", "transformers"]
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -84,6 +84,46 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
                     raise UnsupportedError("model: got an output without a cache, want one for the next call")
                 cache = {} if name is None else {name: output[name]}
     return recorder.layers
+
+
+def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKeys, ...]:
+    """Run a transformer of diffusers and return the rotated keys of every self-attention.
+
+    All tokens get one key right before it is rotated, in place of what the last module before that gives: a norm, or
+    else the projection. Keys are read where torch attends.
+
+    Args:
+        transformer: a ModelMixin, patched by ``mmpos.integrations.diffusers.patch`` or not.
+        call: arguments of forward, as its pipeline gives them.
+
+    Returns:
+        layers in the order in which they attend, their tokens in the order of their attention; each with its key before
+        the rotation.
+
+    Raises:
+        InvalidInputError: the call is no mapping, or the transformer no module.
+        UnsupportedError: no attention of the transformer attended by scaled_dot_product_attention.
+    """
+    with needed_for("probe.diffusers", extra="diffusers"):
+        import torch
+
+        from mmpos.analysis.probe.attending import Attending
+
+    instance("transformer", transformer, torch.nn.Module, "a ModelMixin of diffusers")
+    instance("call", call, Mapping, "what the pipeline gives")  # type: ignore[type-abstract]
+    attending = Attending()
+    handles = attending.hooks(transformer)
+    try:
+        with torch.no_grad(), attending:
+            transformer(**call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not attending.keys:
+        got = f"transformer: got no keys from {type(transformer).__name__}"
+        raise UnsupportedError(f"{got}, want attentions that end in scaled_dot_product_attention")
+    pairs = zip(attending.keys, attending.references, strict=True)
+    return tuple(LayerKeys(n, _numpy(keys), _numpy(reference)) for n, (keys, reference) in enumerate(pairs))
 
 
 class KeyRecorder:

@@ -14,6 +14,7 @@ from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
 from mmpos.analysis.probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support import html
 from mmpos.support.checks import IntArray, counted
 
 UNKNOWN = int(np.iinfo(np.int64).min)
@@ -86,6 +87,12 @@ class Reading:
     def __repr__(self) -> str:
         known = f"{int(self.known.sum())} of {self.known.size} ids known"
         return f"Reading(axes={self.axes}, tokens={self.num_tokens}, {known})"
+
+    def _repr_html_(self) -> str:
+        """Show in a notebook how many ids were read, the notes, and a map of the tokens of each row."""
+        states = np.where(~self.explained, 1, np.where(self.known.all(axis=0), 0, 2))
+        names = ("ids read", "not explained", "ids unknown")
+        return html.paragraphs((repr(self), *self.notes)) + html.token_map(states, self.row_offsets, names)
 
 
 def read(

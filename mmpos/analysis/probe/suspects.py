@@ -39,6 +39,7 @@ class Suspect:
         kind: the cause without numbers that are fitted to keys; by default the cause.
         sign: −1 for pairs that turn backwards.
         cast: a dtype and what is cast to it, such as "bfloat16 angles"; empty for none.
+        second: rotation that gives the second channel of each pair, where rotary gives the first alone; else None.
     """
 
     cause: str
@@ -47,6 +48,7 @@ class Suspect:
     kind: str = ""
     sign: int = 1
     cast: str = ""
+    second: Rotary | None = None
 
 
 @lru_cache(maxsize=8)  # layers and heads share a rotation, and the exact frequencies of suspects take longest
@@ -63,6 +65,7 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     if meant.head_axes is None:
         yield from _allocations(meant, with_ids)
     if with_ids:
+        yield from _apart(meant)
         yield Suspect(
             "pairs turn backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
         )
@@ -118,6 +121,27 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
 def _from(scaling: Scaling) -> str:
     length = getattr(scaling, "original_max_position", None)
     return "" if length is None else f" from {length:,} positions"
+
+
+def _apart(meant: Rotary) -> Iterator[Suspect]:
+    """Yield the rotation whose angles are laid out for one pairing, and whose channels are paired by the other."""
+    if meant.head_axes is not None or meant.kv_heads is not None:
+        return
+    axis, inv_freq = meant.pair_axis, meant.inv_freq_array
+    if meant.pairing == "half":  # angles lie twice side by side: channels j and j + d/2 have those of j/2 and j/2 + d/4
+        laid, firsts = np.arange(axis.size).repeat(2), slice(None, axis.size)
+        seconds = slice(axis.size, None)
+    else:  # angles lie twice one after the other: channels 2j and 2j + 1 are neighbours among them
+        laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
+    lies = "side by side" if meant.pairing == "half" else "in two halves"
+    change: dict[str, Any] = {"mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA, "scaling": None}
+    first, second = (
+        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **change)
+        for of in (laid[firsts], laid[seconds])
+    )
+    cause = f"the two channels of a pair turn apart: both angles of a pair lie {lies}, and pairs are {meant.pairing!r}"
+    remedy = "give both channels of a pair one angle; a model that was trained so (ERNIE-Image) has a second_rotary"
+    yield Suspect(cause, remedy, first, second=second)
 
 
 def _dims(meant: Rotary) -> Iterator[Suspect]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.analysis.diagnosis.diagnosis import Diagnosis
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
 from mmpos.analysis.probe.identify import Identification, identify
@@ -74,6 +75,7 @@ class Verdict:
         cause: why they are not, in words that are the same for heads with one mistake; None if that is not known.
         wrong_heads: kv heads that are wrong where others are right, or wrong in another way.
         foreign: whether the reference is not that of these keys.
+        diagnosis: the ids of all heads as one beside those that were meant; None where they were not compared.
     """
 
     readings: tuple[Reading, ...]
@@ -83,6 +85,7 @@ class Verdict:
     cause: str | None = None
     wrong_heads: tuple[int, ...] = ()
     foreign: bool = False
+    diagnosis: Diagnosis | None = None
 
     @property
     def known(self) -> Flags:
@@ -250,7 +253,7 @@ class _Layer:
             if wrong is None and meant is not None:
                 wrong = int(meant.changes.argmax())
             notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
-            return Verdict((reading,), False, wrong, (*said, *notes), ONE_KEY, foreign=self.foreign)
+            return Verdict((reading,), False, wrong, (*said, *notes), ONE_KEY, (), self.foreign, diagnosis)
         if not alone:
             identified = self.identified  # ids may be read through a wrong rotation
             first, other = identified.first_wrong, identified.named and not identified.as_meant
@@ -261,10 +264,10 @@ class _Layer:
             if other or earlier or (not differs and (not equal or reading.notes)):
                 notes.append(str(identified))
             if other:  # the cause in the ids is what they look like through the rotation that was meant
-                return Verdict((reading,), equal, wrong, (*said, *notes), identified.kind, foreign=self.foreign)
+                return Verdict((reading,), equal, wrong, (*said, *notes), identified.kind, (), self.foreign, diagnosis)
         if diagnosis is not None:
             said += diagnosis.explanation
-        return Verdict((reading,), equal, wrong, (*said, *notes), cause, foreign=self.foreign)
+        return Verdict((reading,), equal, wrong, (*said, *notes), cause, (), self.foreign, diagnosis)
 
     def _one_key(self, reading: Reading) -> bool:
         """Tell whether tokens have one key, also where its pairs are too few to tell ids, though ids should differ."""

@@ -1,6 +1,7 @@
 """Models and processors of Transformers with mmpos's positions.
 
 Shapes used throughout:
+
     input_ids        (batch, seq) token ids; inputs_embeds (batch, seq, hidden) in their place
     mm_position_ids  a PositionTable or DevicePositions of batch·seq tokens, or ids of shape (axes, batch, seq)
 """

@@ -1,6 +1,7 @@
 """Contiguous M-RoPE sections, as serving engines have them: three rows of ids, a cos/sin cache, weights in order.
 
 Shapes used throughout:
+
     ids            (3, tokens) int64, one row per section of pairs
     delta          position of a token after the prompt − its index in the request
     cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin

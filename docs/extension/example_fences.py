@@ -1,0 +1,47 @@
+"""A Markdown extension for the pages and docstrings of mmpos: examples become blocks of code."""
+
+import re
+from collections.abc import Iterator
+
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.preprocessors import Preprocessor
+
+FENCE = re.compile(r" *(?:```+|~~~+)")
+
+
+class Examples(Preprocessor):
+    """Fence doctests, and drop the word after which the tests leave a block alone."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        """Return the lines that pymdownx.superfences understands."""
+        return list(self._fenced(lines))
+
+    @staticmethod
+    def _fenced(lines: list[str]) -> Iterator[str]:
+        inside = doctest = False
+        for line in lines:
+            if not doctest and FENCE.match(line):
+                inside = not inside
+            if doctest and not line.strip():
+                yield "```"
+                doctest = False
+            elif not inside and not doctest and line.startswith(">>> "):
+                yield "```pycon"
+                doctest = True
+            yield re.sub(r"^(```\w+) no-run$", r"\1", line)
+        if doctest:
+            yield "```"
+
+
+class ExamplesExtension(Extension):
+    """Register Examples before the fences are read."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+        """Add the preprocessor."""
+        md.preprocessors.register(Examples(md), "examples", 40)
+
+
+def makeExtension(**options: object) -> ExamplesExtension:  # noqa: N802
+    """Return the extension, as Markdown looks it up by the name of this module."""
+    return ExamplesExtension(**options)

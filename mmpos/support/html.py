@@ -1,0 +1,100 @@
+"""Small HTML for notebooks and reports: tables, maps of tokens, and pages that need nothing beside themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["page", "paragraphs", "table", "token_map"]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid #8884; }
+th:first-child, td:first-child { text-align: left; }
+svg { max-width: 100%; height: auto; }
+"""
+
+_WIDTH, _LEFT, _ROW = 800, 130, 16  # pixels
+_COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # which colour-blind readers can tell apart
+
+
+def paragraphs(sentences: Iterable[str]) -> str:
+    """Write each sentence as a paragraph."""
+    return "".join(f"<p>{escape(sentence)}</p>\n" for sentence in sentences)
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table; its cells are escaped.
+
+    >>> table(["a"], [["<"]])
+    '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;</td></tr></tbody></table>'
+    """
+    titles = "".join(f"<th>{escape(str(cell))}</th>" for cell in head)
+    lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def token_map(states: npt.ArrayLike, offsets: npt.ArrayLike, names: Sequence[str], most: int = 40) -> str:
+    """Draw a bar for each document, coloured by the states of its tokens, with a legend below.
+
+    Args:
+        states: (tokens,) the state of each token, as an index into names.
+        offsets: (documents + 1,) the first token of each document, then the number of tokens.
+        names: up to three states in words.
+        most: bars at most; documents in which every token has state 0 are left out first.
+    """
+    state, edges = np.asarray(states, np.int64), np.asarray(offsets, np.int64)
+    documents = [d for d in range(edges.size - 1) if edges[d + 1] > edges[d]]
+    if len(documents) > most:
+        eventful = [d for d in documents if state[edges[d] : edges[d + 1]].any()]
+        documents = (eventful or documents)[:most]
+    longest = max((int(edges[d + 1] - edges[d]) for d in documents), default=1)
+    scale, parts = (_WIDTH - _LEFT) / longest, list[str]()
+    for row, d in enumerate(documents):
+        y = row * _ROW
+        parts.append(f'<text x="0" y="{y + 12}" fill="currentColor" font-size="12">documents[{d}]</text>')
+        parts += _runs(state[edges[d] : edges[d + 1]], scale, y, names)
+    y = (len(documents) + 1) * _ROW
+    for k, name in enumerate(names):
+        parts.append(f'<rect x="{_LEFT + 150 * k}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[k]}"/>')
+        label = f'<text x="{_LEFT + 150 * k + 18}" y="{y}" fill="currentColor" font-size="12">{escape(name)}</text>'
+        parts.append(label)
+    left_out = edges.size - 1 - len(documents)
+    more = f"<p>{left_out} more documents are not drawn.</p>" if left_out else ""
+    size = f'viewBox="0 0 {_WIDTH} {y + 6}" width="{_WIDTH}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{"".join(parts)}</svg>{more}'
+
+
+def _runs(state: npt.NDArray[np.int64], scale: float, y: int, names: Sequence[str]) -> list[str]:
+    """Draw one rectangle for each run of tokens with one state."""
+    starts = np.flatnonzero(np.diff(state, prepend=-1))
+    rectangles = []
+    for first, last in zip(starts.tolist(), [*(starts[1:] - 1).tolist(), state.size - 1], strict=True):
+        kind, tokens = int(state[first]), f"token {first}" if first == last else f"tokens {first} to {last}"
+        width = max((last - first + 1) * scale, 0.8)
+        rectangles.append(
+            f'<rect x="{_LEFT + first * scale:.2f}" y="{y + 2}" width="{width:.2f}" height="12" '
+            f'fill="{_COLOURS[kind]}"><title>{tokens}: {escape(names[kind])}</title></rect>'
+        )
+    return rectangles
+
+
+def page(title: str, body: str) -> str:
+    """Write a whole page, which loads nothing else.
+
+    Args:
+        title: of the page, which is escaped.
+        body: HTML.
+    """
+    name = escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{name}</h1>\n{body}\n</body>\n</html>\n"
+    )

@@ -1,4 +1,4 @@
-"""Tables of the model types and encoders that are known and refused, for docs/models.md."""
+"""Tables of the model types and encoders that are known and refused, for docs/models-reference.md."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path
     found += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
     assert found[-1] == ("UNAVAILABLE", "the server is about to stop")
     assert server.metric("refused_total", method="Place", reason="stopping") == 1
-    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "service-operation.md").read_text()
     table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
     assert sorted({status for status, _ in found}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 

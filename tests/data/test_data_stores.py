@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
-from mmpos.data import Reader, RecordError, shards
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data import Pairs, Preprocess, Reader, RecordError, shards, write_sequences
 from mmpos.data.stores import StorePath, open_parquet, store_path
 from mmpos.errors import InvalidInputError, UnsupportedError
 
@@ -242,3 +244,63 @@ def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, 
             assert _records(reader, start, step) == _records(want, start, step), reader
     with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
         shards([str(folder / "c.tar"), str(folder / "none.tar")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
+    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(server, f"corpus-{kind}")
+    data = (_small_tar if kind == "tar" else _small_table)(20_000)
+    builder = SequenceBuilder(images=ImageProcessor(max_tokens=4))
+    outputs = {}
+    for folder in (store_path("folder", tmp_path), store_path("folder", f"s3://corpus-{kind}")):
+        (folder / f"corpus.{kind}").write_bytes(data)
+        summary = write_sequences(
+            shards(str(folder / f"corpus.{kind}")), folder / "ready", Preprocess(Pairs(), builder), on_error="skip"
+        )
+        assert (summary.counts.documents, summary.counts.skipped) == (19_800, 200)
+        files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
+        rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
+        lines = [
+            json.loads(line)
+            for name, file in sorted(files.items())
+            if name.endswith("jsonl")
+            for line in file.splitlines()
+        ]
+        assert [line["index"] for line in lines] == list(range(7, 20_000, 100))
+        assert all("image" in line["error"] for line in lines)
+        reasons = [line["error"].replace(str(folder), "") for line in lines]
+        outputs[folder] = {name: table.replace_schema_metadata() for name, table in rows.items()}, reasons
+    here, there = outputs.values()
+    assert here == there
+
+
+def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield key, image and caption of records, of which every hundredth from 7 on has a broken image."""
+    for i in range(count):
+        image = io.BytesIO()
+        Image.new("RGB", (28, 28), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)
+        content = image.getvalue()
+        yield f"{i:06}", content[:40] if i % 100 == 7 else content, f"caption {i}".encode()
+
+
+def _small_tar(count: int) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for key, image, caption in _small_images(count):
+            for extension, content in (("png", image), ("txt", caption)):
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def _small_table(count: int) -> bytes:
+    keys, images, captions = zip(*_small_images(count), strict=True)
+    file = io.BytesIO()
+    parquet.write_table(pa.table({"__key__": keys, "png": images, "txt": captions}), file, row_group_size=1000)
+    return file.getvalue()

@@ -103,9 +103,9 @@ class StorePath:
         """Return facts of a file, fit for JSON, that differ once it is written anew.
 
         Returns:
-            its ``size`` in bytes; of a file on this machine also ``changed``, when it and its entry in the folder
-            changed, in nanoseconds; of an object ``version``: the ETag or the checksum where the store names one, else
-            the time of the last change.
+            ``size`` in bytes; for a file on this machine also ``changed``, the times in nanoseconds when the file and
+            its entry in the folder changed; for an object ``version``, its ETag or checksum if the store names one,
+            else the time of the last change.
 
         Raises:
             OSError: the file is not there, or the store does not answer; the error names the path.
@@ -210,24 +210,30 @@ class StorePath:
             OSError: the store cannot be listed; the error names the path.
         """
         if not self.is_url:
-            below = os.path.join(glob.escape(self.text), pattern)
-            return sorted(StorePath(file) for file in glob.glob(below, recursive=True) if os.path.isfile(file))
+            return (StorePath(glob.escape(self.text)) / pattern).matches()
         return (self / pattern).matches()
 
-    def matches(self) -> list[StorePath]:
+    def matches(self, folders: str | None = None) -> list[StorePath]:
         """List the files that match this path as a pattern, sorted.
+
+        Args:
+            folders: end of the names of folders that are listed like files; None lists no folders.
 
         Raises:
             OSError: as glob.
         """
         if not self.is_url:
-            return sorted(StorePath(file) for file in glob.glob(self.text, recursive=True) if os.path.isfile(file))
-        _, options = self._split()
-        with _errors_of(self):
-            listing = _unwrapped(self._filesystem())
-            found = listing.glob(self._key, detail=True)
-            files = (name for name, info in found.items() if info["type"] == "file")
-            return sorted(StorePath(f"{self._scheme}://{name.lstrip('/')}{options}") for name in files)
+            matches = ((match, os.path.isfile(match)) for match in glob.glob(self.text, recursive=True))
+        else:
+            _, options = self._split()
+            with _errors_of(self):
+                found = _unwrapped(self._filesystem()).glob(self._key, detail=True)
+            matches = (
+                (f"{self._scheme}://{name.lstrip('/')}{options}", info["type"] == "file")
+                for name, info in found.items()
+            )
+        paths = ((StorePath(match), is_file) for match, is_file in matches)
+        return sorted(path for path, is_file in paths if is_file or (folders and path.name.endswith(folders)))
 
     def make_folder(self) -> None:
         """Make a folder and those above it; an object store needs none."""
@@ -290,7 +296,7 @@ class StorePath:
         size = spool.seek(0, io.SEEK_END)
         spool.seek(0)
         with _errors_of(self):
-            with self._filesystem().open_output_stream(self._key) as file:
+            with self._filesystem().open_output_stream(self._key, compression=None) as file:
                 shutil.copyfileobj(spool, file, _COPY)
             stored = self._filesystem().get_file_info(self._key).size
         if stored != size:
@@ -350,11 +356,11 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
 
 
 def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
-    """Open a Parquet file; the ranges that a read needs are asked of a store together.
+    """Open a Parquet file; a read asks a store for all its ranges together, or for whole buffers of each column.
 
     Args:
         path: the file.
-        options: of ``pyarrow.parquet.ParquetFile``.
+        options: of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` reads each column of a store in larger buffers.
 
     Raises:
         OSError, pyarrow.ArrowException: as ParquetFile; an OSError of a store names the path and has an errno.
@@ -363,7 +369,9 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
         from pyarrow import parquet
     if not path.is_url:
         return parquet.ParquetFile(path.text, **options)
-    return parquet.ParquetFile(_ObjectFile(path), **options | {"pre_buffer": True, "buffer_size": 0})
+    if options.get("buffer_size"):
+        options["buffer_size"] = _BUFFER
+    return parquet.ParquetFile(_ObjectFile(path), **{"pre_buffer": True} | options)
 
 
 class _ObjectFile(io.RawIOBase):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import multiprocessing
 import pickle
 import re
+import tarfile
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data import Pairs, Preprocess, Reader, RecordError, shards, write_sequences
 from mmpos.data.stores import StorePath, open_parquet, store_path
 from mmpos.errors import InvalidInputError, UnsupportedError
 
@@ -194,3 +201,106 @@ def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
         store_path("x", "sftp://host/a").open()
     with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
         store_path("x", "https://host/a").create(b"")
+
+
+def _write_shards(folder: StorePath) -> None:
+    """Write five records in each kind of file."""
+    lines = b"".join(json.dumps({"id": i, "text": f"line {i}"}).encode() + b"\n" for i in range(5))
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for i in range(5):
+            member = tarfile.TarInfo(f"{i:03}.txt")
+            member.size = 1000 * i
+            tar.addfile(member, io.BytesIO(bytes([65 + i]) * member.size))
+    table = pa.table({"n": range(5), "text": [f"row {i}" for i in range(5)]})
+    rows = io.BytesIO()
+    parquet.write_table(table, rows, row_group_size=2)
+    for name, data in {
+        "a.jsonl": lines,
+        "a.jsonl.gz": gzip.compress(lines),
+        "b.jsonl.zst": pa.compress(lines, "zstd", asbytes=True),
+        "c.tar": packed.getvalue(),
+        "c.tar.gz": gzip.compress(packed.getvalue()),
+        "d.parquet": rows.getvalue(),
+    }.items():
+        (folder / name).write_bytes(data)
+
+
+def _records(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
+    records = [(location.index, record) for location, record in reader.records(start, step)]
+    assert not any(isinstance(record, RecordError) for _, record in records), records
+    return [(index, {**record, "__url__": ""}) for index, record in records if not isinstance(record, RecordError)]
+
+
+def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, tmp_path: Path) -> None:
+    here = store_path("here", tmp_path / "here")
+    here.make_folder()
+    for each in (here, folder):
+        _write_shards(each)
+    readers, wanted = (shards([str(each / "*.jsonl*"), str(each / "[cd].*")]) for each in (folder, here))
+    assert [reader.source for reader in readers] == [str(folder / Path(reader.source).name) for reader in wanted]
+    for reader, want in zip(readers, wanted, strict=True):
+        for start, step in ((0, 1), (1, 2), (9, 1)):
+            assert _records(reader, start, step) == _records(want, start, step), reader
+    with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
+        shards([str(folder / "c.tar"), str(folder / "none.tar")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
+    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(server, f"corpus-{kind}")
+    data = (_small_tar if kind == "tar" else _small_table)(20_000)
+    builder = SequenceBuilder(images=ImageProcessor(max_tokens=4))
+    outputs = {}
+    for folder in (store_path("folder", tmp_path), store_path("folder", f"s3://corpus-{kind}")):
+        (folder / f"corpus.{kind}").write_bytes(data)
+        summary = write_sequences(
+            shards(str(folder / f"corpus.{kind}")), folder / "ready", Preprocess(Pairs(), builder), on_error="skip"
+        )
+        assert (summary.counts.documents, summary.counts.skipped) == (19_800, 200)
+        files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
+        rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
+        lines = [
+            json.loads(line)
+            for name, file in sorted(files.items())
+            if name.endswith("jsonl")
+            for line in file.splitlines()
+        ]
+        assert [line["index"] for line in lines] == list(range(7, 20_000, 100))
+        assert all("image" in line["error"] for line in lines)
+        reasons = [line["error"].replace(str(folder), "") for line in lines]
+        outputs[folder] = {name: table.replace_schema_metadata() for name, table in rows.items()}, reasons
+    here, there = outputs.values()
+    assert here == there
+
+
+def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield key, image and caption of records, of which every hundredth from 7 on has a broken image."""
+    for i in range(count):
+        image = io.BytesIO()
+        Image.new("RGB", (28, 28), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)
+        content = image.getvalue()
+        yield f"{i:06}", content[:40] if i % 100 == 7 else content, f"caption {i}".encode()
+
+
+def _small_tar(count: int) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for key, image, caption in _small_images(count):
+            for extension, content in (("png", image), ("txt", caption)):
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def _small_table(count: int) -> bytes:
+    keys, images, captions = zip(*_small_images(count), strict=True)
+    file = io.BytesIO()
+    parquet.write_table(pa.table({"__key__": keys, "png": images, "txt": captions}), file, row_group_size=1000)
+    return file.getvalue()

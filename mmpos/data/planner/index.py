@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,9 @@ from mmpos.data.packing import Pack
 from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
 from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
+from mmpos.data.stores import open_parquet, store_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array, integer
-from mmpos.support.files import whole_file
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["INDEX_SCHEMA", "PlannedPack", "PlannedPacks", "read_headers", "write_index"]
@@ -80,11 +80,13 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
     return headers, shard_of, row
 
 
-def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], shard: object, row: object) -> None:
+def write_index(
+    path: str | os.PathLike[str], plan: TrainingPlan, shards: Sequence[str], shard: object, row: object
+) -> None:
     """Write the index of a plan, a Parquet file of ``INDEX_SCHEMA``; it is there when it is whole.
 
     Args:
-        path: the file.
+        path: the file, a path or a URL.
         plan: the plan.
         shards: names of the shards.
         shard: (examples,) index into ``shards`` of each example of the plan's headers.
@@ -119,7 +121,7 @@ def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], sha
     facts = {"version": _VERSION, "ranks": plan.ranks, "microbatches": plan.microbatches, "steps": plan.num_steps}
     facts["max_tokens"] = plan.max_tokens
     table = table.replace_schema_metadata({_METADATA: json.dumps(facts)})
-    with whole_file(Path(path)) as file:
+    with store_path("path", path).write() as file:
         parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd", write_page_checksum=True)
 
 
@@ -160,7 +162,7 @@ class PlannedPacks:
     It reads shards where they are, in any order, and goes on after a restart from ``state_dict``.
 
     Args:
-        path: file of ``write_index``, of ready sequences.
+        path: file or URL of ``write_index``, of ready sequences.
         rank: the rank.
         groups: most row groups of a shard in memory; a window of the plan should fit, so that each is read once.
 
@@ -169,8 +171,8 @@ class PlannedPacks:
         OSError: a file that cannot be opened; the error names it.
     """
 
-    def __init__(self, path: str | Path, rank: int, *, groups: int = 64) -> None:
-        self._path, self._groups = Path(path), integer("groups", groups, minimum=1)
+    def __init__(self, path: str | os.PathLike[str], rank: int, *, groups: int = 64) -> None:
+        self._path, self._groups = store_path("path", path), integer("groups", groups, minimum=1)
         with self._open() as file:
             facts = self._facts(file)
         self.ranks, self.microbatches, self.max_tokens, self.num_steps = (
@@ -255,7 +257,7 @@ class PlannedPacks:
 
     def _open(self) -> parquet.ParquetFile:
         try:
-            return parquet.ParquetFile(self._path, page_checksum_verification=True)
+            return open_parquet(self._path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
                 raise  # no file of this name, or none that may be read

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from mmpos.data.examples import Location, Record, RecordError
+from mmpos.data.stores import StorePath, store_path
 from mmpos.support.checks import integer
 
 __all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
@@ -57,15 +58,23 @@ class FileReader(ABC):
     """Base of the readers of one file.
 
     Args:
-        path: the file.
+        path: the file, a path or a URL.
     """
 
     path: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", str(store_path("path", self.path)))
 
     @property
     def source(self) -> str:
         """Path of the file."""
         return self.path
+
+    @property
+    def file(self) -> StorePath:
+        """The file."""
+        return StorePath(self.path)
 
     def count(self) -> int | None:
         """Return None, since records are counted by reading them."""
@@ -106,7 +115,8 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
 
     Args:
         location: its shard and number.
-        error: the cause. One of the operating system (no such file, no permission) is raised: no fault of the record.
+        error: the cause. One of the operating system or a store (no such file, no permission) is raised: no fault of
+            the record.
         rest: whether all after it is lost, too.
     """
     if isinstance(error, OSError) and error.errno is not None:

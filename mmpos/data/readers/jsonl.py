@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,14 +24,14 @@ class JsonlReader(FileReader):
     """Reader of JSON lines. The number of a record is that of its line, from 0; empty lines are skipped.
 
     Args:
-        path: the file; names that end in .gz or .zst are decompressed.
+        path: the file, a path or a URL; names that end in .gz or .zst are decompressed.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records; a broken line is an error and reading goes on, a broken compression ends the shard."""
         index = begin.index
         try:
-            with _open(self.path) as file:
+            with self.file.open() as packed, _unpacked(self.file.name, packed) as file:
                 if begin.offset:
                     file.seek(begin.offset)
                 while line := file.readline():
@@ -45,9 +44,9 @@ class JsonlReader(FileReader):
 
     def marks(self, size: int) -> Iterator[Mark]:
         """Yield the first line behind each so many bytes of a file that is not compressed; all lines are counted."""
-        if self.path.endswith(_COMPRESSED):
+        if self.file.name.endswith(_COMPRESSED):
             return
-        with _open(self.path) as file:
+        with self.file.open() as file:
             index = 0
             while True:
                 for left in range(size, 0, -_BLOCK):
@@ -58,16 +57,16 @@ class JsonlReader(FileReader):
                 yield Mark(index, file.tell())
 
 
-def _open(path: str) -> io.BufferedReader | gzip.GzipFile:
-    if path.endswith(_COMPRESSED) and not os.path.getsize(path):
+def _unpacked(name: str, packed: io.BufferedReader) -> io.BufferedReader | gzip.GzipFile:
+    if name.endswith(_COMPRESSED) and not packed.peek(1):
         raise EOFError("an empty file")  # which decompressors take for nothing compressed
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.endswith(".zst"):
+    if name.endswith(".gz"):
+        return gzip.open(packed)
+    if name.endswith(".zst"):
         with needed_for("zst files", extra="data"):
             import pyarrow as pa
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
-    return open(path, "rb")
+        return io.BufferedReader(pa.CompressedInputStream(packed, "zstd"))
+    return packed
 
 
 def _parsed(line: bytes, location: Location) -> Raw:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.data.examples import Location
 from mmpos.data.readers.base import FileReader, Mark, Raw, broken, is_chosen, stride
+from mmpos.data.stores import open_parquet
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import integer
 from mmpos.support.extras import needed_for
@@ -34,12 +35,12 @@ class ParquetReader(FileReader):
     Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
 
     Args:
-        path: the file.
+        path: the file, a path or a URL.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
-        pa, _ = _arrow()
+        pa = _arrow()
         try:
             file = self._open()
         except (OSError, pa.ArrowException) as error:
@@ -58,7 +59,7 @@ class ParquetReader(FileReader):
 
     def marks(self, size: int) -> Iterator[Mark]:
         """Yield the first row of the row group behind each so many bytes."""
-        pa, _ = _arrow()
+        pa = _arrow()
         index = offset = 0
         behind = size
         with suppress(OSError, pa.ArrowException), self._open() as file:
@@ -72,7 +73,7 @@ class ParquetReader(FileReader):
 
     def count(self) -> int | None:
         """Return the number of rows, from the footer; None if the footer cannot be read."""
-        pa, _ = _arrow()
+        pa = _arrow()
         try:
             with self._open() as file:
                 return int(file.metadata.num_rows)
@@ -91,8 +92,7 @@ class ParquetReader(FileReader):
 
     def _open(self) -> ParquetFile:
         # Buffered columns instead of whole ones keep memory flat; a checksum, where there is one, is worth its time.
-        _, parquet = _arrow()
-        return parquet.ParquetFile(self.path, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
+        return open_parquet(self.file, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LanceReader:
     that workers must be spawned and not forked.
 
     Args:
-        path: the folder of the dataset.
+        path: the folder of the dataset, a path or a URL that Lance opens.
         fragment: number of the fragment.
         version: of the dataset.
     """
@@ -179,7 +179,7 @@ def _numbered(
     batches: Iterator[pyarrow.RecordBatch], first: int, stop: int
 ) -> Iterator[tuple[int, pyarrow.RecordBatch | Exception]]:
     """Yield the number of each row from first to stop, with a table of that row or the error that hides it."""
-    pa, _ = _arrow()
+    pa = _arrow()
     index = first
     try:
         for batch in batches:
@@ -204,11 +204,10 @@ def row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, sour
     return record
 
 
-def _arrow() -> tuple[ModuleType, ModuleType]:
+def _arrow() -> ModuleType:
     with needed_for("Parquet files", extra="data"):
         import pyarrow as pa
-        from pyarrow import parquet
-    return pa, parquet
+    return pa
 
 
 @dataclass(frozen=True, eq=False)

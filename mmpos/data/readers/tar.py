@@ -43,13 +43,13 @@ class TarReader(FileReader):
     Files of records that are skipped are not read, unless the archive is compressed.
 
     Args:
-        path: the file.
+        path: the file, a path or a URL.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
         index = begin.index
-        with open(self.path, "rb") as packed:
+        with self.file.open() as packed:
             archive = _Archive(packed, begin.offset)
             try:
                 for key, members in groupby(archive.members(), key=itemgetter(0)):
@@ -65,7 +65,7 @@ class TarReader(FileReader):
 
     def marks(self, size: int) -> Iterator[Mark]:
         """Yield the first record behind each so many bytes of an archive that is not compressed, before any damage."""
-        with open(self.path, "rb") as packed, suppress(*_BROKEN):
+        with self.file.open() as packed, suppress(*_BROKEN):
             archive, behind = _Archive(packed), size
             if archive.is_packed:
                 return
@@ -89,11 +89,13 @@ class _Archive:
     _tar: tarfile.TarFile
 
     def __init__(self, packed: BinaryIO, offset: int = 0) -> None:
+        size = packed.seek(0, os.SEEK_END)
+        packed.seek(0)
         begin = packed.read(6)
         packed.seek(offset)
         unpack = next((unpack for magic, unpack in _UNPACK.items() if begin.startswith(magic)), None)
         self._file = packed if unpack is None else unpack(packed)
-        self._size = os.fstat(packed.fileno()).st_size if unpack is None else None
+        self._size = size if unpack is None else None
 
     @property
     def is_packed(self) -> bool:

@@ -1,0 +1,141 @@
+"""Stores that fail: a request is repeated to a right result, or an error names the URL; no half passes for a whole."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pyarrow as pa
+import pytest
+from faulty_store import Fault, FaultyStore, faulty_store
+from pyarrow import parquet
+from s3 import ENVIRONMENT, make_bucket, s3_server
+
+from mmpos.data import shards
+from mmpos.data.stores import StorePath, store_path
+
+_NUMBERS = count()
+DATA = bytes(range(256)) * 256
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def faults(server: str) -> Iterator[FaultyStore]:
+    with faulty_store(server) as store:
+        yield store
+
+
+@pytest.fixture
+def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> StorePath:
+    """A file behind the proxy."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{faults.address}"}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"faulty-{next(_NUMBERS)}"
+    make_bucket(server, bucket)
+    path = store_path("path", f"s3://{bucket}/in/data.bin")
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.mark.parametrize("fault", ["slow", "busy", "cut"])
+def test_a_request_that_fails_once_is_repeated(fault: Fault, faults: FaultyStore, path: StorePath) -> None:
+    faults.fail(fault, "GET", "data.bin", times=1)
+    assert path.read_bytes() == DATA
+    if fault != "cut":  # answers to these have no body
+        faults.fail(fault, "HEAD", "data.bin", times=1)
+        faults.fail(fault, "PUT", "data.bin", times=1)
+    path.write_bytes(DATA[:-1])
+    assert path.read_bytes() == DATA[:-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
+        pytest.param("cut", OSError, marks=pytest.mark.slow, id="cut"),
+        pytest.param("denied", PermissionError, id="denied"),
+    ],
+)
+def test_a_store_that_fails_is_named_and_no_half_is_a_whole(
+    fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
+) -> None:
+    faults.fail(fault, "GET", "data.bin")
+    with pytest.raises(kind, match=re.escape(repr(str(path)))) as raised:
+        path.read_bytes()
+    assert raised.value.errno
+
+
+def _tar() -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for i in range(3):
+            member = tarfile.TarInfo(f"{i}.txt")
+            member.size = 1000
+            tar.addfile(member, io.BytesIO(bytes(range(200)) * 5))
+    return packed.getvalue()
+
+
+def _table() -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pa.table({"n": range(1000)}), file, row_group_size=100)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.tar", _tar), ("a.parquet", _table), ("a.jsonl", lambda: b'{"n": 1}\n' * 100)],
+    ids=["tar", "parquet", "jsonl"],
+)
+@pytest.mark.slow  # the library repeats requests for seconds
+@pytest.mark.parametrize("fault", ["busy", "cut"])
+def test_a_failing_store_is_no_fault_of_a_record(
+    fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: StorePath
+) -> None:
+    shard = path.with_name(name)
+    shard.write_bytes(data())
+    (reader,) = shards(str(shard))
+    faults.fail(fault, "GET", name)
+    with pytest.raises(OSError, match=re.escape(repr(str(shard)))) as raised:
+        list(reader.records())
+    assert raised.value.errno
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
+        pytest.param("denied", PermissionError, id="denied"),
+    ],
+)
+def test_an_upload_that_fails_leaves_what_was_there(
+    fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
+) -> None:
+    faults.fail(fault, "PUT", "data.bin")
+    with pytest.raises(kind, match=re.escape(repr(str(path)))):
+        path.write_bytes(b"after")
+    with pytest.raises(kind, match=re.escape(repr(str(path)))):
+        path.create(b"after")
+    assert path.read_bytes() == DATA
+
+
+def test_a_part_that_the_store_loses_is_an_error_and_no_file(faults: FaultyStore, path: StorePath) -> None:
+    large = path.with_name("large.bin")
+    faults.fail("lost", "PUT", "partNumber=2")
+    with pytest.raises(OSError, match=re.escape(repr(str(large)))):
+        large.write_bytes(bytes(12 * 2**20))
+    assert not large.exists()
+
+
+def test_a_claim_whose_answer_was_lost_is_held(faults: FaultyStore, path: StorePath) -> None:
+    faults.fail("unanswered", "PUT", "claim", times=1)
+    claim = path.with_name("claim")
+    assert claim.create(b"mine")
+    assert not claim.create(b"another")

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -103,6 +104,13 @@ def test_the_version_stands_in_one_place() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_release_notes_are_the_topmost_section_of_the_changelog() -> None:
+    done = subprocess.run(["make", "-s", "release-notes"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / "CHANGELOG.md").read_text()
+    assert [line for line in done.stdout.splitlines() if line.startswith("## ")] == done.stdout.splitlines()[:1]
 
 
 def test_another_distribution_with_the_same_import_is_a_warning(

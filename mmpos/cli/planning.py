@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +14,14 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import group
 from mmpos.cli.options import flat
+from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.program import console
 
 if TYPE_CHECKING:
-    from mmpos.data import Headers, TrainingPlan
+    from mmpos.data import Headers, SequenceShard, TrainingPlan
 
-data = group("data", "Plan the packs of a training run.")
+data = group("data", "Plan the packs of a training run, and measure what they cost.")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class RunFlags:
             help="Model whose config.json says what tokens and patches cost.",
             show_default="a 7B model",
         ),
+    ] = None
+    cost: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Costs of mmpos data calibrate, in place of --config.")
     ] = None
     patches_per_token: Annotated[int, typer.Option(min=1, help="Patches that are merged to one token.")] = 4
 
@@ -73,9 +79,12 @@ def plan_packs(
     from mmpos.data import Cost, SequenceShard, plan, read_headers, shards, write_index
 
     picture_path(plot)  # before the work
-    cost = Cost() if run.config is None else Cost.from_hf_config(run.config)
+    if run.cost is not None and run.config is not None:
+        raise InvalidInputError("--cost: got --config beside it, want one of them")
+    cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()
     files = [SequenceShard(reader.source) for reader in shards(inputs)]
-    headers, shard, row = read_headers(files, patches_per_token=run.patches_per_token)
+    with report.progress_bar("files") as bar:
+        headers, shard, row = read_headers(_each(files, bar), patches_per_token=run.patches_per_token)
     made = plan(
         headers,
         max_tokens=run.max_tokens,
@@ -92,6 +101,56 @@ def plan_packs(
     if plot is not None:
         plot_balance(made.rank_costs(run.pipeline), made.labels_per_step, plot)
         typer.echo(plot)
+
+
+@data.command("calibrate")
+def calibrate_model(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Model whose config.json is measured.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The costs, a .json.")],
+    tokens: Annotated[str, typer.Option(help="Sizes of texts, with commas.")] = "256,512,1024,2048,4096",
+    patches: Annotated[
+        str, typer.Option(help="Sizes of images, with commas, before patches are merged; empty for a model of text.")
+    ] = "256,576,1024,2304,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="How often each size is timed, in turn.")] = 7,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Measure this many layers and twice as many, and extrapolate.")
+    ] = None,
+) -> None:
+    """Measure what tokens and patches cost to train, on a model with random weights, for mmpos data plan --cost."""
+    from mmpos.cli.calibration import measure, measure_layers
+
+    sizes = {"tokens": _sizes("--tokens", tokens), "patches": _sizes("--patches", patches)}
+    with report.progress_bar("steps") as bar:
+        run = measure if layers is None else partial(measure_layers, layers)
+        made = run(folder, device=device, dtype=dtype, repeats=repeats, progress=bar, **sizes)
+    made.write(output, model=str(folder), device=device, dtype=dtype)
+    table = report.new_table("tokens", "patches", "milliseconds", "spread", right=("tokens", "patches", "milliseconds"))
+    columns = (made.tokens, made.patches, made.seconds, made.spread)
+    for length, size, seconds, spread in zip(*(column.tolist() for column in columns), strict=True):
+        table.add_row(f"{length:,}", f"{size:,}", f"{seconds * 1e3:.3f}", f"{spread:.1%}")
+    report.show(console(), table)
+    for each in fields(made.cost):
+        typer.echo(f"{each.name} {getattr(made.cost, each.name):.3g} seconds")
+    typer.echo(f"overhead {made.overhead:.3g} seconds; the fit is within {made.residual:.1%} of the medians")
+    typer.echo(output)
+
+
+def _each(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
+    """Yield the files, and show how many have been read."""
+    for done, file in enumerate(files):
+        if bar is not None:
+            bar(done, len(files))
+        yield file
+
+
+def _sizes(name: str, words: str) -> list[int]:
+    """Read sizes between commas."""
+    try:
+        return [int(word) for word in words.split(",") if word.strip()]
+    except ValueError:
+        raise InvalidInputError(f"{name}: got {words!r}, want integers with commas between them") from None
 
 
 def _report(headers: Headers, made: TrainingPlan, costs: np.ndarray, run: RunFlags) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
+    from mmpos.data.planner.calibrate import Calibration, ModelStep, calibrate
     from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import TrainingPlan, plan
@@ -49,6 +50,7 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "Batcher",
+    "Calibration",
     "Chat",
     "ChatTemplate",
     "Cost",
@@ -62,6 +64,7 @@ __all__ = [
     "LLaVA",
     "Location",
     "ModelCollator",
+    "ModelStep",
     "Obelics",
     "Pack",
     "PackedCollator",
@@ -85,6 +88,7 @@ __all__ = [
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
+    "calibrate",
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
@@ -111,6 +115,7 @@ _ROOMS = {
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
+    "planner.calibrate": ("Calibration", "ModelStep", "calibrate"),
     "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
     "planner.plan": ("TrainingPlan", "plan"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import planned_ranks
 import pyarrow as pa
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_corpus import mixed_corpus
@@ -20,10 +26,12 @@ from mmpos.data import (
     Cost,
     Example,
     Headers,
+    PackedCollator,
     PlannedPacks,
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
+    calibrate,
     first_fit_decreasing,
     plan,
     read_headers,
@@ -145,6 +153,32 @@ def test_weighted_losses_are_the_loss_of_all_labels() -> None:
     assert (made.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
 
 
+@pytest.mark.slow
+def test_weighted_losses_of_four_ranks_and_their_gradient_are_those_of_the_documents(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
+    headers, shard_of, row = read_headers([one])
+    made = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
+    assert made.labels.min() < made.labels.max() / 2, "labels are uneven"
+    write_index(tmp_path / "index.parquet", made, [one.source], shard_of, row)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=planned_ranks.run, args=(rank, tmp_path)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0] * 4
+
+    model = planned_ranks.model()
+    alone = [planned_ranks.losses(model, PackedCollator()([each])) for each in one.examples()]
+    assert [each.numel() for each in alone] == headers.labels.tolist()
+    want = torch.cat(alone).mean()
+    want.backward()
+    loss, gradient = torch.load(tmp_path / "result")
+    assert loss == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-8)
+
+
 def test_the_packs_of_a_rank_resume_in_the_middle() -> None:
     made = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
     whole = [[pack.tolist() for pack in step] for step in made.packs(1)]
@@ -196,6 +230,12 @@ REFUSED = [
         "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
         "or fewer ranks or microbatches",
     ),
+    (
+        {"tokens": [2, 3, 2, 3]},
+        {"ranks": 3, "window": 2},
+        "headers: got 2 examples that are planned together, want at least 3, one for each of the 3 packs of a step, "
+        "or fewer ranks or microbatches, or a larger window",
+    ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got 1.80144e+16 in all, want at most 9.0072e+15"),
     ({}, {"cost": Cost(1.5e308)}, "cost: got examples that cost inf in all, want a finite number: smaller units"),
     ({}, {"cost": 3}, "cost: got int, want a Cost"),
@@ -226,6 +266,15 @@ def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, 
             "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
         ),
         (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
+        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as Headers.of gives it"),  # type: ignore[list-item]
+        (
+            lambda: read_headers(["path"]),  # type: ignore[list-item]
+            "shards[0]: got str, want a SequenceShard, as SequenceShard(path) gives it",
+        ),
+        (
+            lambda: write_index("a", None, [], [], []),  # type: ignore[arg-type]
+            "plan: got NoneType, want a TrainingPlan, as mmpos.data.plan gives it",
+        ),
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
         (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want Headers"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
@@ -237,13 +286,15 @@ def test_costs_that_mean_nothing_are_refused(call: object, message: str) -> None
     assert str(error.value) == message
 
 
-def shard(path: Path, sizes: list[int]) -> SequenceShard:
-    """Write examples of this many tokens, each with one image of 2×3 tokens."""
+def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> SequenceShard:
+    """Write examples of this many tokens, each with an image of 2×3 tokens; every second is trained on in a part."""
     builder = SequenceBuilder()
     with SequenceWriter(path) as writer:
         for i, size in enumerate(sizes):
             sequence = builder.build(["x" * (size - 8), Grid(2, 3)])
-            labels = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)
+            labels = np.full(size, -100)
+            kept = trained if i % 2 else slice(None)
+            labels[kept] = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)[kept]
             writer.write(Example(f"{path.stem}-{i}", sequence, labels))
     return SequenceShard(path)
 
@@ -252,8 +303,9 @@ def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
     shards = [shard(tmp_path / "a.parquet", [10, 12, 14, 20]), shard(tmp_path / "b.parquet", [16, 9, 30])]
     headers, shard_of, row = read_headers(shards)
     assert headers.tokens.tolist() == [10, 12, 14, 20, 16, 9, 30]
-    assert headers.labels.tolist() == [4, 6, 8, 14, 10, 3, 24]
+    assert headers.labels.tolist() == [3, 5, 7, 13, 9, 2, 23]
     assert headers.patches.tolist() == [24] * 7
+    assert Headers.of([each for one in shards for each in one.examples()]).labels.tolist() == headers.labels.tolist()
     assert (shard_of.tolist(), row.tolist()) == ([0, 0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2])
     made = planned(headers, max_tokens=32, ranks=2)
     index = tmp_path / "index.parquet"
@@ -374,3 +426,69 @@ def test_the_command_writes_the_index_a_report_and_a_picture(
     assert "of 2 ranks and 1 microbatch" in said
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, now, order = Cost(3e-6, 2e-10, 4e-7, 1e-11), [0.0], []
+    random = np.random.default_rng(0)
+
+    def step(tokens: int, patches: int) -> None:
+        order.append((tokens, patches))
+        headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
+        late = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # the first round, and outliers
+        now[0] += 0.001 + want.of(headers).sum() + late
+
+    monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
+    made = calibrate(step)
+    assert order == order[:10] * 8
+    assert made.overhead == pytest.approx(0.001, rel=1e-3)
+    assert made.residual < 1e-6
+    made.write(tmp_path / "cost.json", model="tiny")
+    read = Cost.read(tmp_path / "cost.json")
+    assert read == made.cost
+    for each in fields(Cost):
+        assert getattr(read, each.name) == pytest.approx(getattr(want, each.name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "got no JSON .*, want a file of mmpos data calibrate"),
+        ('{"cost": {"tokens": 1}}', r"cost: got \['tokens'\], want language_linear, language_quadratic, vision_linear"),
+        (
+            json.dumps({"cost": {each.name: "a" for each in fields(Cost)}}),
+            "Cost.language_linear: got 'a', want a finite",
+        ),
+        (json.dumps({"cost": {each.name: 0 for each in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
+    ],
+)
+def test_a_file_without_costs_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "cost.json").write_text(content)
+    with pytest.raises(InvalidInputError, match=f"cost.json: {message}"):
+        Cost.read(tmp_path / "cost.json")
+
+
+def test_too_few_sizes_and_steps_without_time_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"tokens: got \[8\], want at least 3 different sizes"):
+        calibrate(lambda tokens, patches: None, tokens=[8, 8])
+    with pytest.raises(InvalidInputError, match=r"patches: got \[4\], want at least 3 different sizes"):
+        calibrate(lambda tokens, patches: None, patches=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [[], ["--layers", "1"]])
+def test_the_command_measures_a_model_of_random_weights(tmp_path: Path, layers: list[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 260}
+    transformers.Qwen2VLConfig(
+        text_config={**sizes, "pad_token_id": None, "rope_parameters": rope},
+        vision_config={"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+        image_token_id=256, video_token_id=257, vision_start_token_id=258, vision_end_token_id=259,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    cost = tmp_path / "cost.json"
+    words = ["--tokens", "64,512,2048", "--patches", "64,512,2048", "--repeats", "5", *layers]
+    assert main(["data", "calibrate", str(tmp_path), "-o", str(cost), *words]) == 0
+    assert Cost.read(cost).language_linear > 0
+    one = shard(tmp_path / "a.parquet", [20, 30, 40, 60])
+    assert main(["data", "plan", one.source, "-o", str(tmp_path / "index.parquet"), "--cost", str(cost)]) == 0

@@ -170,13 +170,26 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
         SequenceShard(tmp_path / "none.parquet").count()
 
 
-def test_a_row_that_does_not_fit_itself_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("labels", [1], r"a: labels: got shape \(1,\), want \(2,\)"),
+        ("num_tokens", 3, "num_tokens: got 3, want 2, those of input_ids"),
+        (
+            "image_spans",
+            np.array([[1, 2]]).tobytes(),
+            r"image_spans: got \[\[1, 2\]\] with margins of 1 and 1 tokens, want spans in order within 2 tokens",
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_itself_is_named(tmp_path: Path, column: str, value: object, message: str) -> None:
     shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
     rows = parquet.read_table(shard.path)
-    short = rows.set_column(rows.schema.names.index("labels"), rows.schema.field("labels"), pa.array([[1]]))
+    field = rows.schema.field(column)
+    short = rows.set_column(rows.schema.names.index(column), field, pa.array([value], field.type))
     footer = json.dumps({"version": 3, "axes": 2, "facts": {}})
     parquet.write_table(short.replace_schema_metadata({"mmpos": footer}), shard.path)
-    with pytest.raises(RecordError, match=r"x\.parquet\[0\]: a: labels: got shape \(1,\), want \(2,\)"):
+    with pytest.raises(RecordError, match=rf"x\.parquet\[0\]: {message}"):
         list(shard.examples())
 
 

@@ -52,5 +52,6 @@ def plot_balance(
         lower.plot(steps, labels / max(labels.mean(), 1), marker="o", color=COLOURS[0], **dots)
         lower.set_xlabel("step")
         lower.set_ylim(0, 1.1 * labels.max() / max(labels.mean(), 1) or 1)
-        lower.xaxis.get_major_locator().set_params(integer=True)
+        lower.set_xlim(-0.5, len(costs) - 0.5)
+        lower.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     return figure

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import product
+from os import PathLike
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +15,7 @@ import numpy.typing as npt
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
-from mmpos.support.checks import IntArray, finite, first_bad, host_array, int_array, integer, integers
+from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers, naming
 
 __all__ = ["Cost", "Headers"]
 
@@ -27,7 +31,7 @@ class Headers:
 
     Args:
         tokens: (examples,) tokens of each, image tokens and markers included; at least 1.
-        labels: (examples,) tokens of each that are trained on.
+        labels: (examples,) tokens of each that are trained on; the first of a document is not, since none predicts it.
         patches: (images,) patches of each image, or frame of a video, before they are merged to tokens.
         images: (examples,) images of each, in the order of ``patches``; None if there are no images.
     """
@@ -79,7 +83,7 @@ class Headers:
         frames = np.concatenate([np.zeros((0, 3), np.int64), *grids])
         return cls(
             [example.num_tokens for example in examples],
-            [int((example.labels != IGNORE_INDEX).sum()) for example in examples],
+            [int((example.labels[1:] != IGNORE_INDEX).sum()) for example in examples],
             (frames[:, 1] * frames[:, 2] * merged).repeat(frames[:, 0]),
             [int(grid[:, 0].sum()) for grid in grids],
         )
@@ -158,6 +162,8 @@ class Cost:
         Raises:
             InvalidInputError: fewer than four measurements, or times from which tokens seem to cost nothing.
         """
+        for i, batch in enumerate(batches):
+            instance(f"batches[{i}]", batch, Headers, "Headers.of")
         times = host_array("seconds", seconds)
         if times.dtype.kind not in "iuf":
             raise InvalidInputError(f"seconds: got dtype {times.dtype}, want numbers")
@@ -166,13 +172,33 @@ class Cost:
         if times.shape != (len(batches),) or len(batches) < 4 or not usable.all():
             got = f"{times.shape} for {len(batches)} batches"
             raise InvalidInputError(f"seconds: got {got}, want one time above 0 for each of at least four batches")
-        terms = np.array([[*_terms(batch).sum(axis=1)] for batch in batches])
-        coefficients = _nonnegative(terms, times)
+        terms = np.array([sum_terms(batch) for batch in batches])
+        coefficients = fit_terms(terms, times)
         if not coefficients[0]:
             raise InvalidInputError(
                 "seconds: got times that do not grow with tokens, want batches of more different sizes"
             )
         return cls(*coefficients.tolist())
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Cost:
+        """Read the coefficients from a file of ``Calibration.write``: the numbers of its object ``cost``.
+
+        Raises:
+            InvalidInputError: the file is no JSON of such numbers.
+            OSError: it cannot be opened.
+        """
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except ValueError as error:
+            raise InvalidInputError(f"{path}: got no JSON ({error}), want a file of mmpos data calibrate") from None
+        cost = content.get("cost") if isinstance(content, dict) else None
+        names = {each.name for each in fields(cls)}
+        if not isinstance(cost, dict) or cost.keys() != names:
+            got = sorted(cost) if isinstance(cost, dict) else "no object"
+            raise InvalidInputError(f"{path}: cost: got {got}, want {', '.join(sorted(names))}")
+        with naming(str(path)):
+            return cls(**cost)
 
     def of(self, headers: Headers) -> FloatArray:
         """Return the (examples,) cost of each example."""
@@ -189,19 +215,26 @@ def _terms(headers: Headers) -> FloatArray:
     return np.stack([tokens, tokens**2, *of_images])
 
 
-def _nonnegative(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Solve least squares, weighted to relative errors, leaving out terms until none is negative."""
+def sum_terms(headers: Headers) -> FloatArray:
+    """Return (4,): tokens, squared tokens, patches and squared patches of all examples."""
+    total: FloatArray = _terms(headers).sum(axis=1)
+    return total
+
+
+def fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
+    """Solve least squares of relative errors with coefficients >= 0: the best of all choices of terms that has none."""
+    best, least = np.zeros(terms.shape[1]), np.inf
     scale = np.abs(terms).max(axis=0)
-    used = scale > 0
-    coefficients = np.zeros(terms.shape[1])
-    while used.any():
-        weighted = terms[:, used] / scale[used] / times[:, None]
-        found = np.linalg.lstsq(weighted, np.ones(times.size), rcond=None)[0]
-        if (found >= 0).all():
-            coefficients[used] = found / scale[used]
-            break
-        used[np.flatnonzero(used)[found.argmin()]] = False
-    return coefficients
+    there = np.flatnonzero(scale)
+    weighted = terms[:, there] / scale[there] / times[:, None]
+    for chosen in product([False, True], repeat=there.size):
+        used = np.array(chosen)
+        found = np.linalg.lstsq(weighted[:, used], np.ones(times.size), rcond=None)[0]
+        error = float(np.square(weighted[:, used] @ found - 1).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(terms.shape[1]), error
+            best[there[used]] = found / scale[there[used]]
+    return best
 
 
 def _transformer_flops(fields: Fields, *layers: str) -> tuple[float, float]:

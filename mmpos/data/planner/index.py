@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
 from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array, integer
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array, integer
 from mmpos.support.files import whole_file
 from mmpos.support.ragged import ragged_arange
 
@@ -42,7 +42,7 @@ _METADATA = b"mmpos.plan"
 _GROUP_ROWS = 2**16
 
 
-def read_headers(shards: Sequence[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
+def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
     """Read the sizes of ready examples, without their pixels.
 
     Args:
@@ -55,13 +55,15 @@ def read_headers(shards: Sequence[SequenceShard], *, patches_per_token: int = 4)
     merged = integer("patches_per_token", patches_per_token, minimum=1)
     tokens, labels, patches, images = [], [], [], []
     counts = []
-    for shard in shards:
+    for i, shard in enumerate(shards):
+        instance(f"shards[{i}]", shard, SequenceShard, "SequenceShard(path)")
         columns = shard.columns(["num_tokens", "labels", "grid_thw"])
         tokens.append(columns["num_tokens"].to_numpy())
         lists = columns["labels"].combine_chunks()
-        trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy()
-        before = np.append(0, trained.cumsum())
+        trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
+        trained[ends[:-1]] = 0  # no token predicts the first of a document
+        before = np.append(0, trained.cumsum())
         labels.append(np.diff(before[ends]))
         grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
         patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
@@ -91,7 +93,7 @@ def write_index(path: str | Path, plan: TrainingPlan, shards: Sequence[str], sha
     Raises:
         InvalidInputError: other examples than those of the plan, shards that are not there, or packs of 2³¹ tokens.
     """
-    count = plan.members.size
+    count = instance("plan", plan, TrainingPlan, "mmpos.data.plan").members.size
     shard, row = int_array("shard", shard, (count,)), int_array("row", row, (count,))
     first_bad("row", row, minimum=0)
     first_bad("plan.tokens", plan.tokens, maximum=INT32_MAX)

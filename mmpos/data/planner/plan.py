@@ -171,7 +171,7 @@ def plan(
     packs = 0
     for start, stop in _windows(len(headers), window):
         where = slice(start, stop)
-        own = _packed(headers.tokens[where], costs[where], max_tokens, group)
+        own = _packed(headers.tokens[where], costs[where], max_tokens, group, whole=stop - start == len(headers))
         place = _ordered(own, costs[where], headers.labels[where], ranks, microbatches, tolerance, random)
         pack_of[where] = packs + place[own]
         packs += place.size
@@ -215,7 +215,7 @@ def _windows(count: int, window: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], count], strict=True))
 
 
-def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int) -> IntArray:
+def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int, *, whole: bool) -> IntArray:
     """Find the pack of each example: a multiple of ``group`` of them, none of them empty or too full."""
     least = -(-int(tokens.sum()) // max_tokens)
     packs = -(-max(least, 1) // group) * group
@@ -227,6 +227,7 @@ def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int) ->
     raise InvalidInputError(
         f"headers: got {tokens.size} examples that are planned together, want at least {packs}, "
         f"one for each of the {group} packs of a step, or fewer ranks or microbatches"
+        f"{'' if whole else ', or a larger window'}"
     )
 
 

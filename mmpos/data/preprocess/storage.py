@@ -484,6 +484,10 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         _optional(row["extra_tokens"], np.int64, (-1,)),
     )
     input_ids = _numbers(row["input_ids"])
+    if row["num_tokens"].as_py() != input_ids.size:
+        raise InvalidInputError(f"num_tokens: got {row['num_tokens']}, want {input_ids.size}, those of input_ids")
+    image_spans = _array(row["image_spans"], np.int64, (-1, 2))
+    _check_spans(image_spans, row["image_margins"].as_py(), input_ids.size)
     positions = PositionTable.from_arrays(
         _array(row["table"], np.int64, (AXES + 4 * axes, -1)),
         _array(row["documents"], np.int64, (4, -1)),
@@ -503,13 +507,22 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         positions=positions,
         patches=patches,
         grid_thw=_array(row["grid_thw"], np.int64, (-1, 3)),
-        image_spans=_array(row["image_spans"], np.int64, (-1, 2)),
+        image_spans=image_spans,
         image_hashes=tuple(row["image_hashes"].as_py()),
         part_offsets=_numbers(row["part_offsets"]),
         image_margins=tuple(row["image_margins"].as_py()),
         audio_margins=tuple(row["audio_margins"].as_py()),
     )
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
+
+
+def _check_spans(spans: npt.NDArray[np.int64], margins: list[int], num_tokens: int) -> None:
+    """Check that images with their markers follow one another inside of a document."""
+    before, after = margins
+    bounds = np.concatenate([[0], (spans + np.array([-before, after])).ravel(), [num_tokens]])
+    if min(margins) < 0 or (np.diff(bounds) < 0).any():
+        got = f"{spans.tolist()} with margins of {before} and {after} tokens"
+        raise InvalidInputError(f"image_spans: got {got}, want spans in order within {num_tokens} tokens")
 
 
 def _bytes(array: npt.NDArray[np.generic]) -> bytes:

@@ -1,0 +1,188 @@
+"""Measure what a model takes for tokens and patches: times of documents of several sizes, and a Cost that fits them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmpos.data.examples import Example
+from mmpos.data.planner.cost import Cost, FloatArray, Headers, fit_terms, sum_terms
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray, integer, integers
+from mmpos.support.files import whole_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mmpos.data.model_inputs import Model
+    from mmpos.images import ImageProcessor
+
+__all__ = ["Calibration", "ModelStep", "calibrate"]
+
+_TOKENS = (256, 512, 1024, 2048, 4096)
+_PATCHES = (256, 576, 1024, 2304, 4096)
+_TEXT = 32  # tokens beside an image, its markers included
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Times of documents, and the costs that fit them, in seconds.
+
+    Args:
+        cost: coefficients in seconds.
+        overhead: seconds that every step takes, whatever is in it.
+        residual: largest error of the fit, over the measured time.
+        tokens: (sizes,) tokens of each document.
+        patches: (sizes,) patches of its image; 0 without one.
+        seconds: (sizes,) median of its times.
+        spread: (sizes,) half of its times lie within this share of the median.
+    """
+
+    cost: Cost
+    overhead: float
+    residual: float
+    tokens: IntArray
+    patches: IntArray
+    seconds: FloatArray
+    spread: FloatArray
+
+    def write(self, path: str | PathLike[str], **about: str) -> None:
+        """Write a file of JSON that ``Cost.read`` reads.
+
+        Args:
+            path: the file.
+            about: what else it says, such as the model and the device.
+        """
+        content = {
+            **about,
+            "unit": "seconds",
+            "cost": {each.name: getattr(self.cost, each.name) for each in fields(Cost)},
+            "overhead": self.overhead,
+            "residual": self.residual,
+            **{name: getattr(self, name).tolist() for name in ("tokens", "patches", "seconds", "spread")},
+        }
+        with whole_file(Path(path)) as file:
+            file.write(json.dumps(content, indent=1).encode())
+
+
+def calibrate(
+    step: Callable[[int, int], object],
+    *,
+    tokens: Sequence[int] = _TOKENS,
+    patches: Sequence[int] = _PATCHES,
+    patches_per_token: int = 4,
+    repeats: int = 7,
+    progress: Callable[[int, int], object] | None = None,
+) -> Calibration:
+    """Time documents of several sizes in turn, and fit a Cost to the medians, with none of its coefficients negative.
+
+    The first round is not counted: caches fill, kernels compile.
+
+    Args:
+        step: trains on a document of so many tokens, with an image of so many patches unless these are 0, and returns
+            when the device has finished. Tokens include those of the image. ``ModelStep`` is one.
+        tokens: sizes of texts; at least three.
+        patches: sizes of images, before they are merged; none for a model of text alone, otherwise at least three.
+        patches_per_token: patches that are merged to one token, the square of spatial_merge_size.
+        repeats: how often each size is timed.
+        progress: called with the steps that are done and their total.
+
+    Raises:
+        InvalidInputError: too few sizes, or times that do not grow with tokens.
+    """
+    merged = integer("patches_per_token", patches_per_token, minimum=1)
+    texts, images = (
+        sorted(set(integers("tokens", tokens, minimum=1))),
+        sorted(set(integers("patches", patches, minimum=1))),
+    )
+    for name, sizes, few in (("tokens", texts, 3), ("patches", images, 3 if images else 0)):
+        if len(sizes) < few:
+            raise InvalidInputError(f"{name}: got {sizes}, want at least {few} different sizes")
+    documents = [(size, 0) for size in texts] + [(_TEXT + -(-size // merged), size) for size in images]
+    rounds = integer("repeats", repeats, minimum=1) + 1
+    times = np.empty((rounds, len(documents)))
+    for number, row in enumerate(times):
+        for i, document in enumerate(documents):
+            began = perf_counter()
+            step(*document)
+            row[i] = perf_counter() - began
+            if progress is not None:
+                progress(number * len(documents) + i + 1, times.size)
+    low, middle, high = np.quantile(times[1:], (0.25, 0.5, 0.75), axis=0)
+    if not (middle > 0).all():
+        raise InvalidInputError("step: got a step that takes no time, want one that waits for its device")
+    lengths, sizes_of_images = (np.array(column, np.int64) for column in zip(*documents, strict=True))
+    terms = np.array([_terms(*document) for document in documents])
+    found = fit_terms(terms, middle)
+    if not found[0]:
+        raise InvalidInputError("step: got times that do not grow with tokens, want larger sizes or more repeats")
+    residual = float(np.abs(terms @ found / middle - 1).max())
+    *coefficients, overhead = found.tolist()
+    return Calibration(Cost(*coefficients), overhead, residual, lengths, sizes_of_images, middle, (high - low) / middle)
+
+
+def _terms(tokens: int, patches: int) -> list[float]:
+    """Return the terms of the cost of a document, and 1 for the time of any step."""
+    headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
+    return [*sum_terms(headers).tolist(), 1.0]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """Step of training of a model of Transformers on one document of random pixels, for ``calibrate``.
+
+    Images are as square as their patches allow.
+
+    Args:
+        model: a model with a loss, on its device.
+        settings: of the model, from `mmpos.from_hf_config`.
+    """
+
+    model: nn.Module
+    settings: Model
+    _batches: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, tokens: int, patches: int) -> None:
+        """Compute the loss and the gradient of a document, and wait for the device."""
+        import torch
+
+        device = next(self.model.parameters()).device
+        if (tokens, patches) not in self._batches:
+            made = self._batch(tokens, patches)
+            self._batches[tokens, patches] = {
+                name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()
+            }
+        self.model(**self._batches[tokens, patches]).loss.backward()
+        self.model.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _batch(self, tokens: int, patches: int) -> dict[str, Any]:
+        from mmpos.data.model_inputs import ModelCollator
+        from mmpos.sequence import SequenceBuilder
+
+        settings: Any = self.settings
+        if not patches:
+            sequence = SequenceBuilder(scheme=settings.scheme).build(["x" * tokens])
+            return ModelCollator(settings)([Example("text", sequence, sequence.input_ids)])
+        merged = settings.spatial_merge_size
+        cells = patches // merged**2
+        height = max(side for side in range(1, int(cells**0.5) + 1) if cells % side == 0) if cells else 0
+        if cells * merged**2 != patches:
+            raise InvalidInputError(f"patches: got {patches}, want a multiple of {merged**2}, the patches of a token")
+        side = merged * settings.patch_size
+        images: ImageProcessor = settings.image_processor(
+            mean=[0.5] * 3, std=[0.5] * 3, min_pixels=1, max_pixels=cells * side**2, max_tokens=None
+        )
+        pixels = np.random.default_rng(0).integers(0, 256, (height * side, cells // height * side, 3), np.uint8)
+        builder = SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
+        framed = builder.build([pixels])
+        sequence = builder.build(["x" * max(tokens - len(framed.input_ids), 1), pixels])
+        return ModelCollator(settings, images)([Example("image", sequence, sequence.input_ids)])

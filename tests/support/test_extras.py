@@ -67,13 +67,16 @@ def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkey
     assert mmpos.fingerprint is first
 
 
-def test_an_example_says_in_one_line_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("example", "module", "packages"), [("verl_rollouts", "verl", "verl tensordict"), ("probe_vllm", "vllm", "vllm")]
+)
+def test_an_example_says_in_one_line_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it takes seconds, and is not used before
-    monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(
-        SystemExit, match=r"^verl_rollouts: verl is not installed, want pip install verl tensordict, in"
-    ):
-        runpy.run_path(str(ROOT / "examples/verl_rollouts.py"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
+        runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:

@@ -188,7 +188,7 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Make ready sequences of a corpus: one Parquet file of every shard, and of every slice of a large one.
+    """Make ready sequences of a corpus: a Parquet file of each 64 MiB of every shard, and a manifest of them.
 
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with

@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery notebooks test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs dist arm64 clean
+.PHONY: help demo gallery notebooks test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs release-notes dist arm64 clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 demo: $(VENV)/demo  ## positions of a text with two photographs, printed and drawn
 	@mkdir -p out
@@ -90,6 +90,9 @@ tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made 
 
 docs: $(VENV)/docs  ## the site, into build/site; SERVE=1 shows it on this machine
 	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)
+
+release-notes:  ## the topmost section of CHANGELOG.md
+	@awk '/^## / { if (section++) exit } section' CHANGELOG.md
 
 dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare environments
 	rm -rf build dist

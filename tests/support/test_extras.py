@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -66,13 +67,16 @@ def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkey
     assert mmpos.fingerprint is first
 
 
-def test_an_example_says_in_one_line_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("example", "module", "packages"), [("verl_rollouts", "verl", "verl tensordict"), ("probe_vllm", "vllm", "vllm")]
+)
+def test_an_example_says_in_one_line_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it takes seconds, and is not used before
-    monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(
-        SystemExit, match=r"^verl_rollouts: verl is not installed, want pip install verl tensordict, in"
-    ):
-        runpy.run_path(str(ROOT / "examples/verl_rollouts.py"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
+        runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
@@ -103,6 +107,13 @@ def test_the_version_stands_in_one_place() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_release_notes_are_the_topmost_section_of_the_changelog() -> None:
+    done = subprocess.run(["make", "-s", "release-notes"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / "CHANGELOG.md").read_text()
+    assert [line for line in done.stdout.splitlines() if line.startswith("## ")] == done.stdout.splitlines()[:1]
 
 
 def test_another_distribution_with_the_same_import_is_a_warning(

@@ -1,40 +1,59 @@
-"""The site is built without a warning, and names every public name."""
+"""The site is built without a warning, names every public name, and opens in a browser without network."""
 
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import browser
 import pytest
 from mkdocstrings import Inventory
 
 ROOT = Path(__file__).parents[2]
 ROOMS = [
     "mmpos",
-    "mmpos.analysis.compare",
-    "mmpos.analysis.conformance",
-    "mmpos.analysis.diagnosis",
-    "mmpos.analysis.plot",
-    "mmpos.analysis.probe",
-    "mmpos.client",
-    "mmpos.data",
-    "mmpos.encodings",
-    "mmpos.errors",
-    "mmpos.images",
-    "mmpos.integrations.diffusers",
-    "mmpos.integrations.hf",
-    "mmpos.integrations.models",
-    "mmpos.integrations.sections",
-    "mmpos.integrations.vllm",
-    "mmpos.positions",
-    "mmpos.rotary",
-    "mmpos.schemes",
-    "mmpos.segments",
-    "mmpos.sequence",
+    *(f"mmpos.analysis.{name}" for name in ("compare", "conformance", "diagnosis", "plot", "probe")),
+    *(f"mmpos.integrations.{name}" for name in ("diffusers", "hf", "models", "sections", "vllm")),
+    *(f"mmpos.{name}" for name in ("client", "data", "encodings", "errors", "images", "positions")),
+    *(f"mmpos.{name}" for name in ("rotary", "schemes", "segments", "sequence")),
 ]
+OPENED = [
+    "index.html",
+    "start.html",
+    "tutorials/train.html",
+    "tutorials/check.html",
+    "service-operation.html",
+    "schemes.html",
+    "gallery.html",
+    "reference/api/mmpos.html",
+    "reference/api/rotary.html",
+    "explanations/table.html",
+]
+LOOK = """[
+    document.querySelector("h1").textContent.length > 1,
+    Math.max(0, document.documentElement.scrollWidth - innerWidth),
+    performance.getEntriesByType("resource").map(each => each.name).filter(name => !name.startsWith(location.origin)),
+]"""
+DIALOG = "[...document.querySelectorAll('div')].flatMap(each => each.shadowRoot ?? [])"
+
+pytestmark = pytest.mark.slow
+in_a_browser = pytest.mark.skipif(
+    browser.CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
+)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serve files without a log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +72,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "build/site"
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Serve the site on this machine, and return its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     with (site / "objects.inv").open("rb") as file:
         documented = set(Inventory.parse_sphinx(file))
@@ -63,3 +92,31 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
             value = getattr(room, public)
             home = f"{getattr(value, '__module__', name)}.{public}"  # where a module has the name of its function
             assert isinstance(value, ModuleType | int) or {f"{name}.{public}", home} & documented, home
+
+
+@in_a_browser
+def test_pages_open_without_errors_or_foreign_addresses_at_two_widths(address: str, tmp_path: Path) -> None:
+    async def steps(page: browser.Page) -> list[object]:
+        seen: list[object] = []
+        for width in (400, 1400):
+            for name in OPENED:
+                await page.open(f"{address}/{name}", width=width, dark=width == 400)
+                seen.append([width, name, *await page.evaluate(LOOK)])
+        return seen + page.errors
+
+    assert browser.run(tmp_path, steps) == [[width, name, True, 0, []] for width in (400, 1400) for name in OPENED]
+
+
+@in_a_browser
+def test_the_search_leads_to_a_public_name(address: str, tmp_path: Path) -> None:
+    async def steps(page: browser.Page) -> list[str]:
+        await page.open(f"{address}/index.html")
+        await page.evaluate("document.querySelector('.md-search__button').click()")
+        await page.until(f"{DIALOG}.some(each => each.querySelector('dialog[open] input'))")
+        await page.call("Input.insertText", text="next_positions")
+        await page.until(
+            f"{DIALOG}.some(each => each.querySelector('a[href*=\"#mmpos.PositionTable.next_positions\"]'))"
+        )
+        return page.errors
+
+    assert browser.run(tmp_path, steps) == []

@@ -1,0 +1,64 @@
+"""The positions that vLLM really rotates by: a small checkpoint is served, and its keys are read and judged.
+
+It needs vLLM in an environment of its own (0.33.0 was run, on a CPU) and the config.json of a model; the page
+docs/probe-engines.md says what else a CPU needs. The exit code is 0 if the positions are those of the config, else 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmpos.__main__ import main as mmpos_main
+from mmpos.analysis.probe import write_checkpoint
+
+try:
+    import vllm
+    from vllm.model_executor.layers.attention.attention import Attention
+except ModuleNotFoundError as error:
+    want = "pip install vllm, in an environment of its own"
+    raise SystemExit(f"probe_vllm: {error.name} is not installed, want {want}") from None
+
+PROMPT = "abc<|vision_start|><|image_pad|><|vision_end|>def"
+
+
+def keep_keys(keys: dict[str, list[Any]]) -> None:
+    """Replace attention by zeros, which the checkpoint discards, and append the keys of each layer to keys."""
+
+    def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        keys[self.layer_name].append(key.float().numpy(force=True).reshape(len(key), -1, self.head_size))
+        return query * 0
+
+    Attention.forward = forward
+
+
+def main() -> int:
+    """Serve the checkpoint, generate three tokens after an image, and run ``mmpos probe run`` on the keys."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", help="config.json of the model")
+    parser.add_argument(
+        "--spec", default="4,11x18,7", help="the request: text, patches of the image, text and new tokens"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(arguments.config, Path(folder) / "probe")
+        keys: dict[str, list[Any]] = defaultdict(list)
+        keep_keys(keys)
+        engine = vllm.LLM(str(checkpoint), dtype="float32", enforce_eager=True, max_model_len=4096)
+        keys.clear()  # those of the warm-up
+        request = {"prompt": PROMPT, "multi_modal_data": {"image": np.zeros((300, 500, 3), np.uint8)}}
+        engine.generate(request, vllm.SamplingParams(max_tokens=4, ignore_eos=True))
+        archive = Path(folder) / "keys.npz"
+        layers: dict[str, Any] = {name: np.concatenate(layer) for name, layer in keys.items()}
+        np.savez(archive, **layers)
+        config = str(checkpoint / "config.json")
+        return mmpos_main(["probe", "run", str(archive), "--config", config, "--spec", arguments.spec])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -39,7 +39,9 @@ def check(method: str, answer: Answer) -> None:
     """The answer is a response, or says what is wrong with the request."""
     if answer.status != "OK":
         assert answer.status in FAULTS
-        assert re.match(r"missing |\S+( '[^']*')?(:| must| requires| cannot| has no) ", answer.message), answer.message
+        assert re.match(r"missing |\S+( of)?( '[^']*')?(:| must| requires| cannot| has no) ", answer.message), (
+            answer.message
+        )
         return
     if method == INFER:
         results = open_inference_pb2.ModelInferResponse.FromString(answer.data)

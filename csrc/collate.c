@@ -274,7 +274,7 @@ static int find_runs(Batch *batch) {
     return 1;
 }
 
-/* Make an array of so many rows, each of so many columns, or without rows, if they are -1. */
+/* Create an array of shape (rows, columns), or (columns,) if rows is -1. */
 static int make(Arrays *arrays, int which, PyObject *dtype, int64_t rows, int64_t columns) {
     PyObject *shape =
         rows < 0 ? PyLong_FromLongLong(columns) : Py_BuildValue("(LL)", (long long)rows, (long long)columns);

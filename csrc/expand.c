@@ -9,7 +9,7 @@ typedef struct {
     int64_t tokens, skip, height, width;
 } Segment;
 
-/* How many rows of this width there are in so many tokens, but for those beyond the most. Divisions are dear. */
+/* Return tokens / width, at most `most`. Avoids slow divisions in common cases. */
 static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
     if (tokens == width) {
         return 1;

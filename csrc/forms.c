@@ -73,7 +73,7 @@ static PyObject *form_of(const Matrix *table, const Matrix *ids, int64_t first, 
 /* forms(table, documents, tokens) -> a list of bytes, or None. The arrays are those of a placed table of whole ids. */
 PyObject *native_forms(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t axes[MAX_IDS] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint16_t one = 1; /* whose first byte is 0 where numbers are not stored as forms have them */
+    const uint16_t one = 1; /* its first byte is 0 on big-endian machines, which cannot use forms */
     Buffers buffers;
     Matrix table, documents, ids;
     PyObject *forms = NULL;

@@ -4,7 +4,7 @@
 
 char format_of(const Py_buffer *buffer) {
     const char *format = buffer->format;
-    if (format == NULL || format[0] == '\0' || format[1] != '\0') { /* one native element, no byte order told */
+    if (format == NULL || format[0] == '\0' || format[1] != '\0') { /* want one native element without a byte order */
         return 0;
     }
     switch (format[0]) {

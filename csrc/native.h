@@ -69,7 +69,7 @@ typedef struct {
 /* 'B' uint8, '?' bool, 'h' int16, 'i' int32, 'q' int64, 'f' float32, 'd' float64, or 0 for anything else. */
 char format_of(const Py_buffer *buffer);
 
-/* Take a buffer of so many dimensions; NULL, with no exception set, if it is none. */
+/* Take a buffer of this number of dimensions; return NULL, with no exception set, for any other object. */
 Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags);
 
 /* Take a buffer of one or two dimensions; 0, with no exception set, if it is none. A vector has this format. */
@@ -123,7 +123,7 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
     if (tall > INT32_MAX) {
         return 0;
     }
-    int64_t tokens = tall * (width + separator); /* likewise */
+    int64_t tokens = tall * (width + separator); /* cannot overflow either */
     return tokens > INT32_MAX ? 0 : tokens;
 }
 

@@ -6,8 +6,8 @@
 #include <emmintrin.h>
 #endif
 
-enum { LARGEST = 32 };                              /* side of a patch of floats: so many stay in the fastest cache */
-enum { STREAMED = 1 << 22 };                        /* bytes from which output goes past the caches */
+enum { LARGEST = 32 };       /* maximum side of a patch of floats, so that it fits the L1 cache */
+enum { STREAMED = 1 << 22 }; /* size in bytes from which output bypasses the caches */
 enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no number of frames is beyond the last */
 
 /* Where patches come from and go to.
@@ -16,7 +16,7 @@ enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no
 typedef struct {
     const char *pixels;
     int64_t height, width, row_stride; /* of pixels; a row is contiguous */
-    int64_t patch, block, frames;      /* frames: 0 for patches as they are, or how often each plane is told */
+    int64_t patch, block, frames;      /* frames: copies of each plane; 0 leaves patches unchanged */
     const float *levels;               /* (COLOURS, LEVELS), or NULL for bytes as they are */
     char *out;
     int stream; /* whether floats go past the caches */
@@ -164,7 +164,7 @@ static int take_levels(Buffers *buffers, PyObject *object, Cut *cut) {
     return 1;
 }
 
-/* Whether the pixels fill an output of so many elements; no product here has more than 53 bits. */
+/* Return whether the pixels fill an output of this many elements; no product here exceeds 53 bits. */
 static int fills(const Cut *cut, int64_t elements) {
     const int64_t row = cut->width * COLOURS * (cut->frames > 0 ? cut->frames : 1);
     return row == 0 || cut->height == 0 ? elements == 0 : elements % row == 0 && elements / row == cut->height;

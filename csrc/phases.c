@@ -176,7 +176,7 @@ void phases_read(Phases *phases, int64_t group) {
     phases->group = group;
     for (int64_t j = 0; j < source->constants.pairs && source->kind != GIVEN; j++) {
         int64_t pair = phases->order[j];
-        phases->axis[j] = axis_of(source, group, pair) + 1; /* as turns has them: 0 is none, with an id of 0 */
+        phases->axis[j] = axis_of(source, group, pair) + 1; /* for turns: 0 stands for no axis, with id 0 */
         phases->tau[j] = word(source, group, HI, pair) << 32 | (uint32_t)word(source, group, LO, pair);
         phases->rounds[j] = (uint32_t)word(source, group, ROUNDS, pair);
     }

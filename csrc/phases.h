@@ -22,14 +22,14 @@ typedef struct {
     int kind;
     Matrix cos, sin;     /* (tokens, groups * pairs) float32, if given */
     Matrix positions;    /* otherwise */
-    const char *words;   /* likewise; of any alignment */
-    const char *axes;    /* likewise */
+    const char *words;   /* otherwise; of any alignment */
+    const char *axes;    /* otherwise */
     Constants constants; /* of those given, the numbers alone */
     int64_t tokens;
     int64_t row; /* how many of them are in one row of a batch; 0 if rows may have any length */
 } Source;
 
-/* A tensor of DLPack 0, as torch.utils.dlpack.to_dlpack has it. */
+/* Tensor of DLPack version 0, from torch.utils.dlpack.to_dlpack. */
 typedef struct {
     char *data;
     int32_t device, device_id, dimensions;

@@ -380,7 +380,7 @@ static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
            (images->next == images->count && scan->grids[VIDEO].next == scan->grids[VIDEO].count);
 }
 
-/* Bytes of one member of all segments, each of so many bytes. */
+/* Return the bytes of one member of all segments; itemsize is the size of each value. */
 static PyObject *column(const Scan *scan, int from, int members, int itemsize) {
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)itemsize * members * scan->num_segments);
     char *at = bytes == NULL ? NULL : PyBytes_AsString(bytes);
@@ -422,7 +422,7 @@ static PyObject *arrays_of(const Scan *scan, PyObject *firsts) {
     return result;
 }
 
-/* Read so many integers of a tuple; 0, with no exception set, if it holds anything else. */
+/* Read a tuple of `count` integers; return 0, with no exception set, for any other object. */
 static int take_integers(PyObject *tuple, int count, int64_t *numbers) {
     int fits = PyTuple_Check(tuple) && PyTuple_Size(tuple) == count;
     for (int i = 0; fits && i < count; i++) {

@@ -127,7 +127,7 @@ static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
     return most;
 }
 
-/* Tokens of text among these segments, audio among them; more than INT32_MAX, wherever they end, if there are so many. */
+/* Count the text tokens of these segments, including audio; return any number above INT32_MAX if there are more. */
 static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
     int64_t tokens = 0, shape[CONSUMED];
     for (int64_t s = first; s < stop && tokens <= INT32_MAX; s++) {

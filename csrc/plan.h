@@ -16,7 +16,7 @@ typedef struct {
 /* Axes of the scheme of a plan, if it is one. */
 int64_t axes_of(const Matrix *plan);
 
-/* Whether these are the slots of a plan of a scheme with so many axes. */
+/* Return whether these are the slots of a plan for a scheme with this number of axes. */
 int is_plan(const Matrix *plan, int64_t axes);
 
 /* Fill table and documents, whose sizes fit those of the others; each document starts at an id of its own, or all at

@@ -217,7 +217,7 @@ static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const
 }
 
 /* spans(lengths, offsets, grid_thw, documents, separators) -> (kind, extents, segment_offsets, segment of each span)
- * as bytes, or None. Arrays are int64 as SegmentTable.from_spans has them; documents may be None for one document. */
+ * as bytes, or None. Arrays are int64, see SegmentTable.from_spans; documents may be None for one document. */
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector lengths, offsets, documents;
@@ -228,12 +228,13 @@ PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         return NULL;
     }
     buffers.count = 0;
-    int told = args[3] != Py_None, separator = args[4] == Py_True;
+    int assigned = args[3] != Py_None, separator = args[4] == Py_True;
     if (take_vector(&buffers, args[0], 'q', 0, &lengths) && take_vector(&buffers, args[1], 'q', 0, &offsets) &&
-        take_matrix(&buffers, args[2], 0, &grid_thw) && (!told || take_vector(&buffers, args[3], 'q', 0, &documents)) &&
-        grid_thw.format == 'q' && grid_thw.rows == offsets.size && grid_thw.columns == 3 &&
-        (told ? documents.size == offsets.size : lengths.size == 1 || offsets.size == 0)) {
-        const Vector *owner = told ? &documents : NULL;
+        take_matrix(&buffers, args[2], 0, &grid_thw) &&
+        (!assigned || take_vector(&buffers, args[3], 'q', 0, &documents)) && grid_thw.format == 'q' &&
+        grid_thw.rows == offsets.size && grid_thw.columns == 3 &&
+        (assigned ? documents.size == offsets.size : lengths.size == 1 || offsets.size == 0)) {
+        const Vector *owner = assigned ? &documents : NULL;
         int64_t segments = put_spans(NULL, NULL, &lengths, &offsets, &grid_thw, owner, separator);
         PyObject *where = segments < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 8 * offsets.size);
         Shape shape;

@@ -11,7 +11,7 @@ typedef struct {
     const uint8_t *begin, *end; /* NULL until it was found */
 } Span;
 
-/* Read a varint of at most so many bytes; NULL if there is none. */
+/* Read a varint of at most `most` bytes; return NULL if there is none. */
 static inline const uint8_t *varint(const uint8_t *at, const uint8_t *end, int most, uint64_t *value) {
     *value = 0;
     for (int i = 0; i < most && at < end; i++) {
@@ -40,7 +40,7 @@ static inline int64_t varints(const uint8_t *at, const uint8_t *end) {
     return length == 0 ? count : -1;
 }
 
-/* The varints of these bytes, which have so many, as int64. */
+/* Write the varints of a span as int64. */
 static inline void unpack(const Span *span, char *out) {
     for (const uint8_t *at = span->begin; at < span->end; out += 8) {
         uint64_t value = *at++;

@@ -1,4 +1,4 @@
-"""The program ``mmpos``: runs the command line."""
+"""Entry point of the program ``mmpos``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: what follows the program's name; None is the process's own.
+        arguments: command line after the program's name; None is the command line of the process.
 
     Returns:
-        The exit code, one of mmpos.support.program.EXIT_CODES.
+        Exit code, one of mmpos.support.program.EXIT_CODES.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     load = _info if words == ["info"] else partial(_app, "server" if "serve" in words[:2] else "cli")
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info() -> App:
-    """Make a program that prints ``mmpos info`` without the packages of the command line, to report what is missing."""
+    """Create a program that runs ``mmpos info`` without the packages of the command line, to report missing ones."""
     return lambda **_: print_info()
 
 

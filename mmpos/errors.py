@@ -1,19 +1,19 @@
-"""The exceptions of mmpos: one tree for every room.
+"""Exceptions of mmpos.
 
     MmposError
-    ├── InvalidInputError (ValueError)      the caller's argument is wrong
-    ├── UnsupportedError (ValueError)       right, but not supported (a NotImplementedError)
-    ├── LimitExceededError (ValueError)     right, but beyond a stated limit
-    └── ServiceError                        a service could not answer, whatever it was asked
+    ├── InvalidInputError (ValueError)      an argument is wrong
+    ├── UnsupportedError (ValueError)       valid input that is not supported (a NotImplementedError)
+    ├── LimitExceededError (ValueError)     valid input above a stated limit
+    └── ServiceError                        a service could not answer, whatever the request
         ├── ServiceUnavailableError         no server answered, after all retries
-        ├── ServiceOverloadedError          the server has too much to do; retry_after says when to come back
+        ├── ServiceOverloadedError          the server is overloaded; retry_after says when to retry
         ├── ServiceTimeoutError             the answer did not come in time
-        └── ServiceUnauthenticatedError     the server does not know who asks, or does not let them
+        └── ServiceUnauthenticatedError     the server does not know the caller, or refuses it
 
-The first three are about one request, whether made here or by a service: serving engines refuse a request that raises
-ValueError, and go on with the others. A ServiceError says nothing of the request, which may be made again.
+The first three concern one request, in process or to a service: serving engines refuse a request that raises ValueError
+and continue with the others. A ServiceError says nothing about the request, which may be retried.
 
-A message says what, got and want: ``documents[3][1].height: got 0, want >= 1``.
+A message names the argument, its value and the expected value: ``documents[3][1].height: got 0, want >= 1``.
 """
 
 __all__ = [
@@ -54,11 +54,11 @@ class ServiceUnavailableError(ServiceError):
 
 
 class ServiceOverloadedError(ServiceError):
-    """The server has too much to do and refused the call before any work.
+    """The server is overloaded and refused the call before any work.
 
     Args:
-        message: what the server said.
-        retry_after: seconds after which to try again, as the server proposes.
+        message: message of the server.
+        retry_after: seconds after which to retry, proposed by the server.
     """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
@@ -67,8 +67,8 @@ class ServiceOverloadedError(ServiceError):
 
 
 class ServiceTimeoutError(ServiceError):
-    """The answer did not come before the deadline."""
+    """The answer did not arrive before the deadline."""
 
 
 class ServiceUnauthenticatedError(ServiceError):
-    """The call had no credential that the server knows, or the server does not let its owner call."""
+    """The call has no credential known to the server, or the server does not permit its owner to call."""

@@ -25,7 +25,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, Pair
-    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
+    from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS, ROTATIONS, Make
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
@@ -402,10 +402,11 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
 
 
 def _norms(layer: Layer, options: SuiteOptions, known: Mapping[str, Make]) -> Iterator[Way]:
-    """Yield the peers that also normalise."""
+    """Yield the peers that also normalise, and ways of ours that compile."""
     for name, make in known.items():
         if rotate := options.peer(name, partial(make, layer)):
-            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
+            role = Role.OURS if name in COMPILED_THEN_OURS else Role.PEER
+            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), role)
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
@@ -514,7 +515,7 @@ GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("torch's norm, then mmpos", partial(_apart, inplace=True), partial(_normalised, rounded=True)),
         ],
-        peers=partial(_norms, known=DIFFUSERS),
+        peers=partial(_norms, known={**COMPILED_THEN_OURS, **DIFFUSERS}),
     ),
 }
 """Groups of models that generate, of the sizes that their layers have."""

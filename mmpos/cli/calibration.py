@@ -81,6 +81,8 @@ def _measured(config: Any, *, device: str, dtype: str, **options: Any) -> Calibr
         raise InvalidInputError(f"--device: got {device!r} without a GPU that torch sees, want cpu")
     settings = from_hf_config(config)
     auto: Any = AutoModelForImageTextToText if getattr(config, "vision_config", None) else AutoModelForCausalLM
+    if settings.vision_scheme is None:
+        options["patches"] = ()
     model = auto.from_config(config, dtype=kind).to(device)
     return calibrate(
         ModelStep(model, settings), patches_per_token=getattr(settings, "spatial_merge_size", 1) ** 2, **options

@@ -109,7 +109,7 @@ def calibrate_model(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The costs, a .json.")],
     tokens: Annotated[str, typer.Option(help="Sizes of texts, with commas.")] = "256,512,1024,2048,4096",
     patches: Annotated[
-        str, typer.Option(help="Sizes of images, with commas, before patches are merged; empty for a model of text.")
+        str, typer.Option(help="Sizes of images, with commas, before patches are merged; not used for a model of text.")
     ] = "256,576,1024,2304,4096",
     repeats: Annotated[int, typer.Option(min=1, help="How often each size is timed, in turn.")] = 7,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
-_COUNTED = 1000  # shards at most that are asked for their numbers of records
+_COUNTED = 1000  # shards that are asked for their numbers of records
 
 
 _OPTION = "NAME=VALUE"
@@ -188,7 +188,7 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Make ready sequences of a corpus: one Parquet file of every shard, and of every slice of a large one.
+    """Make ready sequences of a corpus: a Parquet file of each 64 MiB of every shard, and a manifest of them.
 
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with
@@ -200,7 +200,7 @@ def preprocess(
         readers = _readers(inputs, records.format_name, work.split_over)
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
-        with report.progress_bar("shards") as bar:
+        with report.progress_bar("shards", total=len(readers)) as bar:
             summary = write_sequences(
                 readers,
                 output,
@@ -301,36 +301,45 @@ class Told:
     """Progress on stderr: a bar, or a line now and then and one at the end, with the rate and the time left.
 
     Args:
-        readers: of the shards. Where all know their number of records, the time left follows from records.
+        readers: of the shards. Where most know their number of records, the time left follows from records.
         bar: is drawn; None writes lines.
     """
 
     def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
-        counts = [reader.count() for reader in readers] if len(readers) <= _COUNTED else [None]
-        self._records = sum(count for count in counts if count) if None not in counts else 0
+        counts = [reader.count() for reader in readers[:_COUNTED]]
+        known = [count for count in counts if count is not None]
+        self._records = sum(known) / len(known) * len(readers) if 2 * len(known) > len(counts) else 0.0
         self._bar = bar
-        self._begun = self._said = time.monotonic()
-        if bar is not None:
-            bar(0, len(readers))
+        self._said = time.monotonic()
+        self._begun: float | None = None
 
     def __call__(self, progress: Progress) -> None:
         """Say how far the work is."""
         now = time.monotonic()
-        seconds, counts = max(now - self._begun, 1e-9), progress.counts
-        records, shards = counts.documents + counts.skipped, progress.shards - progress.reused
-        if self._records and not progress.reused:
-            share = min(records / self._records, 1.0)
-        else:
-            share = (progress.done - progress.reused) / shards if shards else 1.0
-        told = _counted(progress)
-        if progress.done < progress.shards:
-            left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share else ""
-            told += f", {counted(round(records / seconds), 'record', ',')}/s{left}"
+        records = progress.counts.documents + progress.counts.skipped
+        if self._begun is None and records:  # workers have started
+            self._begun = now
+        speed = "" if self._begun is None or now - self._begun < 1 else self._speed(progress, now - self._begun)
         if self._bar is not None:
-            self._bar(progress.reused + share * shards, progress.shards, told)
+            done = progress.reused + self._share(progress) * (progress.shards - progress.reused)
+            self._bar(done, progress.shards, f"{counted(records, 'record', ',')}{speed}")
         elif progress.done == progress.shards or now - self._said > _PAUSE:
-            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {told}", err=True)
+            more = speed if progress.done < progress.shards else ""
+            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}{more}", err=True)
             self._said = now
+
+    def _share(self, progress: Progress) -> float:
+        """Compute which share of the work of this run is done."""
+        if self._records and not progress.reused:
+            return min((progress.counts.documents + progress.counts.skipped) / self._records, 1.0)
+        left = progress.shards - progress.reused
+        return (progress.done - progress.reused) / left if left else 1.0
+
+    def _speed(self, progress: Progress, seconds: float) -> str:
+        rate = f", {(progress.counts.documents + progress.counts.skipped) / seconds:,.0f}/s"
+        if not (share := self._share(progress)):
+            return rate
+        return f"{rate}, {timedelta(seconds=round(seconds / share - seconds))} left"
 
 
 def _counted(progress: Progress) -> str:

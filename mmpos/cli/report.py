@@ -39,7 +39,7 @@ def show(out: Console, table: Table) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, words: str = "") -> Iterator[Callable[..., None] | None]:
+def progress_bar(unit: str, words: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
     """Show a bar on stderr while it is updated with what is done, the total and words; None without a terminal."""
     out = Console(stderr=True)
     if not out.is_terminal:
@@ -47,11 +47,11 @@ def progress_bar(unit: str, words: str = "") -> Iterator[Callable[..., None] | N
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TextColumn("{task.description}"))
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn(unit), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task(words, total=total)
 
-        def update(done: int, total: int, words: str = words) -> None:
+        def update(done: float, total: int, words: str = words) -> None:
             bar.update(task, completed=done, total=total, description=words)
 
         yield update

@@ -1,4 +1,4 @@
-"""A client of the service: the same arguments, results and exceptions as the calls in process."""
+"""Client of the service, with the same arguments, results and exceptions as the calls in process."""
 
 from mmpos.support.extras import needed_for
 

@@ -1,4 +1,4 @@
-"""Client whose calls are awaited."""
+"""Client with coroutine methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Q = TypeVar("Q")
 
 
 def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """Make the method that sends a call and is awaited."""
+    """Make the coroutine method that sends a call."""
 
     async def method(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
         return await client._send(maker(client._options.profile, *args, **options))
@@ -37,7 +37,7 @@ def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Corout
 
 
 class AsyncClient(BaseClient[grpc.aio.Channel]):
-    """A client of a service of mmpos whose calls are awaited. Arguments: see BaseClient.
+    """Asynchronous client of a service of mmpos. See BaseClient for the arguments.
 
     >>> AsyncClient(["replica-0:50051", "replica-1:50051"])
     AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
@@ -56,15 +56,15 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def stream(
         self, queries: Iterable[PositionsQuery] | AsyncIterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> AsyncIterator[PositionsResult | MmposError]:
-        """Answer queries, in order, while later queries are on their way; see ``Client.stream``.
+        """Send queries and yield their results in order; see ``Client.stream``.
 
         Args:
-            queries: as for ``query``, from an iterable or an async iterable.
-            errors: as for ``Client.stream``.
+            queries: queries for ``query``, from an iterable or an async iterable.
+            errors: see ``Client.stream``.
 
         Raises:
-            MmposError: as for ``query``, while iterating.
-            ServiceError: likewise: no answer.
+            MmposError: see ``query``; raised while iterating.
+            ServiceError: the server did not answer; raised while iterating.
         """
         return self._stream(streams.stream(self._options.profile, errors), queries, "queries")
 
@@ -77,18 +77,18 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> AsyncIterator[Built]:
-        """Build batch after batch, in order, while later batches are on their way; see ``Client.stream_build``.
+        """Send batches and yield their sequences in order; see ``Client.stream_build``.
 
         Args:
-            batches: the documents of each, as for ``build_batch``, from an iterable or an async iterable.
-            errors: as for ``Client.stream_build``.
-            scheme: as for ``build``.
-            start: as for ``build``.
-            patches: as for ``build``.
+            batches: documents of each batch for ``build_batch``, from an iterable or an async iterable.
+            errors: see ``Client.stream_build``.
+            scheme: see ``build``.
+            start: see ``build``.
+            patches: see ``build``.
 
         Raises:
-            MmposError: as for ``build_batch``, while iterating.
-            ServiceError: likewise: no answer.
+            MmposError: see ``build_batch``; raised while iterating.
+            ServiceError: the server did not answer; raised while iterating.
         """
         return self._stream(
             streams.stream_build(BuildSettings(self._options.profile, scheme, start, patches), errors),
@@ -97,7 +97,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         )
 
     async def close(self) -> None:
-        """Close the channel of this event loop; calls and streams under way fail, a later call opens a new one."""
+        """Close the channel of this event loop; running calls and streams fail, and a later call opens a new one."""
         self._pools.close()
         channel = self._channels.pop(asyncio.get_running_loop())
         if channel is not None:
@@ -113,7 +113,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     def _connection(self) -> OpenChannel[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
-        # Nothing runs between looking and opening, so none is opened twice.
+        # No other task runs between check and opening, so no channel is opened twice.
         return self._channels.get(
             lambda: self._connect(grpc.aio.secure_channel, grpc.aio.insecure_channel),
             lambda channel: None,
@@ -172,6 +172,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
 
 def _being_cancelled() -> bool:
-    """Check whether the running task is cancelled; otherwise the channel of a cancelled call was closed."""
+    """Return whether the running task is being cancelled; else a cancelled call means a closed channel."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Base of both clients: addresses, options, and channels that stay with their process."""
+"""Base class of both clients: addresses, options, and the channels of each process."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _KEEP: Any = object()
 
 
 class BaseClient(Generic[C]):
-    """A client of a service of mmpos.
+    """Client of a service of mmpos.
 
-    The channel opens at the first call, one in each process (and event loop), so a client may be pickled, and may be
-    used by the workers of a DataLoader. One that has called before a fork is refused in the child, unless
-    GRPC_ENABLE_FORK_SUPPORT=1 was in the environment before grpc was imported, since gRPC would hang there; no call
-    may be under way in another thread while a process forks. Start methods other than "fork" need none of this.
+    The first call opens the channel, one per process (and event loop), so a client can be pickled and used by the
+    workers of a DataLoader. A client that has made a call before a fork raises an error in the child, since gRPC would
+    hang there, unless GRPC_ENABLE_FORK_SUPPORT=1 was in the environment before grpc was imported. No call may run in
+    another thread while a process forks. Start methods other than "fork" have no such limits.
 
-    A call that no server answers (UNAVAILABLE, a connection that breaks under way included) is tried again after 0.1,
-    0.3, 0.9 … seconds: no call changes anything on the server. A server that has answered this client before, and is
-    gone, is being started again: calls wait for it within their timeout. One that never has answered, or that TLS does
-    not let be reached, is an error after a second or two, which says why.
+    A call that no server answers (UNAVAILABLE, including a broken connection) is retried after 0.1, 0.3, 0.9 …
+    seconds; retries are safe because no call changes anything on the server. If a server that has answered this client
+    before disappears, it is assumed to restart, and calls wait for it within their timeout. If no server has ever
+    answered, or TLS fails, the call raises an error with the cause after a second or two.
 
     Args:
         addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
-            "host:port". Several servers take turns, and those whose health check fails take none. Names in a list
-            are looked up once, when the channel opens.
-        profile: name of the model's settings on the server; None: its default profile.
-        timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
-        attempts: most times that a call is sent in a row, 1 to 5; with 1, none is sent again, nor waits for a server.
-        tls: certificates; None: no transport security.
-        token: the bearer token, sent with every call, or the path of a file that holds it, which is read again when it
-            changes. Without tls only to servers on this machine.
+            "host:port". Several servers take turns; a server whose health check fails gets no calls. Names in a list
+            are resolved once, when the channel opens.
+        profile: name of the model's settings on the server; None selects the server's default profile.
+        timeout: maximum seconds per call, retries included; for a stream, maximum seconds per answer.
+        attempts: maximum number of attempts per call, 1 to 5; with 1 no call is retried or waits for a server.
+        tls: certificates; None disables TLS.
+        token: bearer token sent with every call, or the path of a file that holds it and is read again when it
+            changes. Without tls a token is only sent to servers on this machine.
         metadata: pairs of name and value sent with every call.
-        window: most requests of a stream that wait for an answer.
-        shared_memory: most bytes of shared memory that all calls at work in a process may use for their tensors, and
-            that are kept for the next ones; a server on this machine must have been started with --shared-memory, and
-            any other is refused at the first call (UnsupportedError). 0: tensors travel in messages, as those of
-            streams, cos_sin and angles always do.
+        window: maximum number of unanswered requests of a stream.
+        shared_memory: maximum bytes of shared memory for the tensors of all running calls of a process, kept for later
+            calls. The server must run on this machine with --shared-memory; with any other server the first call
+            raises UnsupportedError. With 0, tensors travel in messages, as those of streams, cos_sin and angles
+            always do.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -81,7 +81,7 @@ class BaseClient(Generic[C]):
         metadata: Sequence[tuple[str, str | bytes]] = _KEEP,
         window: int = _KEEP,
     ) -> Self:
-        """Make a client with other options on the same channel; closing either closes it for both.
+        """Return a client with other options on the same channel; closing either client closes the channel for both.
 
         Raises:
             InvalidInputError: an option is of the wrong type or out of range.

@@ -1,6 +1,6 @@
-"""The calls of both clients as data, each written once: arguments, what fills the request, what reads the response.
+"""The calls of both clients as data, each defined once: arguments, how to fill the request, how to read the response.
 
-``Client`` sends them and waits, ``AsyncClient`` sends them and is awaited.
+``Client`` sends a call and waits; ``AsyncClient`` sends it and awaits the answer.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ Errors = Literal["raise", "return"]
 Built = list["InterleavedSequence | MmposError"]
 
 Read = Callable[[Any], T]
-"""Makes the result of a response, or raises the error in it."""
+"""Function that returns the result of a response, or raises its error."""
 
 
 @dataclass(frozen=True)
 class Rpc(Generic[R_co]):
-    """A method of the service.
+    """Method of the service.
 
     Args:
-        path: its full name.
-        request: makes one of its requests.
-        response: the type of its responses.
+        path: full name of the method.
+        request: function that creates an empty request.
+        response: type of the responses.
     """
 
     path: str
@@ -92,12 +92,12 @@ def _raise(error: MmposError) -> NoReturn:
 
 @dataclass(frozen=True)
 class Prepared(Generic[T_co]):
-    """A request that can be sent.
+    """Request that is ready to be sent.
 
     Args:
-        data: its bytes.
-        parse: parses the response to it.
-        read: reads that.
+        data: bytes of the request.
+        parse: function that parses the response.
+        read: function that reads the parsed response.
     """
 
     data: bytes
@@ -107,14 +107,15 @@ class Prepared(Generic[T_co]):
 
 @dataclass(frozen=True)
 class ServiceCall(Generic[T_co]):
-    """A call, which fills a request each time that it is made.
+    """Call that fills a new request for each attempt.
 
     Args:
-        method: the method; its stream takes the same call as an item.
-        put: fills a request, and gives what reads the response; large tensors go beside it or into shared memory.
-        shares: whether its tensors may lie in shared memory.
-        refused: makes a result of the error of the whole call.
-        waits: whether it waits for a server that is gone.
+        method: method to call; its stream takes the same call as an item.
+        put: function that fills a request and returns the function that reads the response; large tensors go beside
+            the request or into shared memory.
+        shares: whether tensors of the call may lie in shared memory.
+        refused: function that turns an error of the whole call into a result.
+        waits: whether the call waits for a server that has disappeared.
     """
 
     method: Rpc[Message]
@@ -124,15 +125,15 @@ class ServiceCall(Generic[T_co]):
     waits: bool = True
 
     def request(self, message: Message | None = None, memory: Lease | None = None) -> Prepared[T_co]:
-        """Make the request.
+        """Create the request.
 
         Args:
-            message: the request of a stream, to be filled; None: a new one of the method.
-            memory: shared memory for its tensors and those of the answer.
+            message: request of a stream to fill; None creates a new request of the method.
+            memory: shared memory for the tensors of the request and the answer.
 
         Raises:
             MmposError: an argument cannot be sent.
-            LimitExceededError: 2 GiB or more, which no message may have.
+            LimitExceededError: the request has 2 GiB or more.
         """
         message = self.method.request() if message is None else message
         beside = Beside() if memory is None else memory
@@ -145,7 +146,7 @@ class ServiceCall(Generic[T_co]):
 
 
 Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
-"""Function from the profile of a client, and the arguments of its method, to the call."""
+"""Function from the profile of a client and the arguments of its method to the call."""
 
 
 def documented(method: F, maker: Maker[P, T]) -> F:
@@ -162,7 +163,7 @@ def documented(method: F, maker: Maker[P, T]) -> F:
 
 
 def _answer(read: Callable[..., T], *arguments: object) -> T:
-    """Read a part of an answer, with errors as those of a server: the caller did nothing wrong."""
+    """Read a part of an answer; errors become a ServiceError, since the caller did nothing wrong."""
     try:
         return read(*arguments)
     except MmposError as error:
@@ -184,21 +185,21 @@ def place(
     *,
     views: Sequence[View] = (),
 ) -> ServiceCall[PositionTable]:
-    """Place documents, as ``mmpos.place`` does.
+    """Place documents like ``mmpos.place``.
 
     Args:
-        segments: the documents, as a SegmentTable, Spans or InputIds.
-        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
-        start: id of each document's first token, one for all or (documents,).
-        strict: whether two grids without text between are an error; None: the scheme decides.
-        views: what to make of the placed table, in this order: Take, Window, Decode, Shard, Pad.
+        segments: documents, as a SegmentTable, Spans or InputIds.
+        scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
+        start: id of each document's first token, a number for all or (documents,).
+        strict: whether two grids without text between them are an error; with None the scheme decides.
+        views: methods to apply to the placed table in this order: Take, Window, Decode, Shard, Pad.
 
     Returns:
         A new PositionTable.
 
     Raises:
-        MmposError: what ``mmpos.place`` and the views raise; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
+        MmposError: see ``mmpos.place`` and the views; also LimitExceededError for a limit of the server.
+        ServiceError: the server did not answer.
     """
     if not isinstance(segments, SegmentTable | Spans | InputIds):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
@@ -206,14 +207,14 @@ def place(
 
 
 def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsResult]:
-    """Answer a query, as its ``run`` does, but for what it leaves to the profile.
+    """Run a query on the server, like ``query.run``; the profile fills its unset fields.
 
     Args:
-        query: which documents, which scheme, which views, table or ids.
+        query: documents, scheme, views, and whether to return the table or ids.
 
     Raises:
-        MmposError: what ``query.run`` raises; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
+        MmposError: see ``query.run``; also LimitExceededError for a limit of the server.
+        ServiceError: the server did not answer.
     """
     if not isinstance(query, PositionsQuery):
         raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
@@ -249,7 +250,7 @@ BuildResponse = sequences_pb2.BuildResponse | sequences_pb2.StreamBuildResponse
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings of building documents; arguments as for ``build``."""
+    """Settings for building documents; see ``build`` for the arguments."""
 
     profile: str | None
     scheme: str | Scheme | None
@@ -261,7 +262,7 @@ class BuildSettings:
         object.__setattr__(self, "patches", boolean("patches", self.patches))
 
     def put(self, request: BuildRequest) -> None:
-        """Fill what a request says of all its documents."""
+        """Fill the fields of a request that apply to all its documents."""
         request.query.SetInParent()
         if self.profile is not None:
             request.query.profile = self.profile
@@ -270,7 +271,7 @@ class BuildSettings:
         request.query.start, request.query.patches = self.start, self.patches
 
     def share(self, request: BuildRequest, memory: Beside) -> None:
-        """Have the answer put into what shared memory the documents have left."""
+        """Ask for the answer in the shared memory that the documents leave free."""
         if self.patches:
             memory.answer(request.query)
 
@@ -283,21 +284,21 @@ def build(
     start: int = 0,
     patches: bool = True,
 ) -> ServiceCall[InterleavedSequence]:
-    """Build the sequence of these parts, as ``SequenceBuilder.build`` does with the settings of the profile.
+    """Build a sequence from parts, like ``SequenceBuilder.build`` with the settings of the profile.
 
     Args:
-        parts: text, token ids, Grid, ImageSize, Video, and images as SequenceBuilder takes them. A path travels as
-            the bytes of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
-        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
+        parts: text, token ids, Grid, ImageSize, Video and images, as in SequenceBuilder. A path is sent as the bytes
+            of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
+        scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
         start: id of the first token.
-        patches: whether pixels are wanted; without them nothing is decoded.
+        patches: whether to return patches; without them no image is decoded.
 
     Returns:
-        A new InterleavedSequence, its image hashes those of the call in process.
+        A new InterleavedSequence, with the same image hashes as a call in process.
 
     Raises:
-        MmposError: what ``SequenceBuilder.build`` raises; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
+        MmposError: see ``SequenceBuilder.build``; also LimitExceededError for a limit of the server.
+        ServiceError: the server did not answer.
     """
     settings = BuildSettings(profile, scheme, start, patches)
 
@@ -324,25 +325,25 @@ def build_batch(
     """Build the sequences of several documents in one call.
 
     Args:
-        documents: the parts of each, as for ``build``.
-        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" puts each error
-            where its sequence would be.
-        scheme: as for ``build``.
+        documents: parts of each document; see ``build``.
+        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" returns each error in
+            place of its sequence.
+        scheme: see ``build``.
         start: id of the first token of every document.
-        patches: as for ``build``.
+        patches: see ``build``.
 
     Returns:
-        One entry per document.
+        One sequence or error per document.
 
     Raises:
-        MmposError: as for ``build``; with errors="return" only what is wrong with the whole call.
-        ServiceError: no answer.
+        MmposError: see ``build``; with errors="return" only errors of the whole call.
+        ServiceError: the server did not answer.
     """
     return batch_call(BuildSettings(profile, scheme, start, patches), documents, errors)
 
 
 def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], errors: Errors) -> ServiceCall[Built]:
-    """Make the call for the sequences of several documents with these settings."""
+    """Return the call that builds several documents with these settings."""
     one_of("errors", errors, ("raise", "return"))
     if not isinstance(documents, list | tuple):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
@@ -353,7 +354,7 @@ def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], e
         for parts in documents:
             sent.append(put_parts(request.query.documents.add(), parts, memory))
             if sent[-1].error is not None and errors == "raise":
-                break  # those before it may have errors of their own, and the first is raised
+                break  # the documents before it may have errors, and the first error is raised
         settings.share(request, memory)
 
         def read(response: BuildResponse) -> Built:
@@ -385,7 +386,7 @@ def _outcome(
 
 
 def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) -> InterleavedSequence:
-    """Read the sequence of one document, or raise its first error, both in terms of the caller's parts."""
+    """Read the sequence of one document or raise its first error; both refer to the caller's parts."""
     if result.WhichOneof("outcome") == "error":
         error = get_error(result.error)
         raise _of_part(error, sent.names) or sent.error or error
@@ -395,18 +396,18 @@ def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) 
 
 
 def _of_parts(message: sequences_pb2.Sequence, sent: Sent, memory: Lease | None) -> InterleavedSequence:
-    """Read a sequence with the offsets of the caller's parts: a Video has gone as its plain parts."""
+    """Read a sequence with the offsets of the caller's parts, since a Video was sent as its plain parts."""
     sequence = get_sequence("sequence", message, sent.hashes, memory)
     offsets, want = sequence.part_offsets, len(sent.origins) + 1
     if offsets.size != want:
         raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-    # The first of each part counts, and the total.
+    # Keep the first offset of each part, and the total.
     edges = np.diff(sent.origins, prepend=-1, append=-1).nonzero()[0]
     return replace(sequence, part_offsets=offsets[edges])
 
 
 def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
-    """Name the caller's part in the error of a part that was sent; None if it is of no part.
+    """Name the caller's part in the error of a sent part; return None if the error belongs to no part.
 
     A Video is one part of the caller's, and several of those sent.
     """
@@ -434,11 +435,11 @@ _LAYOUTS = {
 def cos_sin(
     profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
-    """Compute cos and sin of all tokens, as ``mmpos.rotary.cos_sin`` does.
+    """Compute cos and sin of all tokens like ``mmpos.rotary.cos_sin``.
 
     Args:
-        rotary: the rotation; None: that of the profile.
-        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+        rotary: rotation; None selects the profile's rotation.
+        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
         layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
 
     Returns:
@@ -446,7 +447,7 @@ def cos_sin(
 
     Raises:
         MmposError: what ``mmpos.rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
+        ServiceError: the server did not answer.
     """
     one_of("layout", layout, tuple(_TABLES))
 
@@ -468,18 +469,18 @@ def cos_sin(
 def angles(
     profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor
 ) -> ServiceCall[torch.Tensor]:
-    """Compute exact angles wrapped to [−π, π], as ``mmpos.rotary.angles`` does.
+    """Compute exact angles, wrapped to [−π, π], like ``mmpos.rotary.angles``.
 
     Args:
-        rotary: the rotation; None: that of the profile.
-        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+        rotary: rotation; None selects the profile's rotation.
+        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
 
     Returns:
-        A new float32 tensor where the positions are.
+        A new float32 tensor on the device of the positions.
 
     Raises:
-        MmposError: what ``mmpos.rotary.angles`` raises; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
+        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError for a limit of the server.
+        ServiceError: the server did not answer.
     """
 
     def put(request: rotary_pb2.CosSinRequest, memory: Beside) -> Read[torch.Tensor]:
@@ -500,13 +501,13 @@ def apply_rotary(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate q and k, as ``mmpos.rotary.apply_rotary`` does; both travel, there and back.
+    """Rotate q and k like ``mmpos.rotary.apply_rotary``; both are sent to the server and back.
 
     Args:
-        q: queries, as for ``apply_rotary``; without gradients.
+        q: queries; see ``apply_rotary``. They must not require gradients.
         k: keys, or None.
-        positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-        rotary: the rotation; None: that of the profile.
+        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
+        rotary: rotation; None selects the profile's rotation.
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four.
         conjugate: rotate by the negative angles.
 
@@ -514,9 +515,9 @@ def apply_rotary(
         New tensors on the device of q.
 
     Raises:
-        MmposError: what ``apply_rotary`` raises; LimitExceededError also for a limit of the server.
+        MmposError: see ``apply_rotary``; also LimitExceededError for a limit of the server.
         UnsupportedError: q or k requires gradients.
-        ServiceError: no answer.
+        ServiceError: the server did not answer.
     """
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
@@ -556,7 +557,7 @@ def _put_rotation(
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
-    """Refuse tensors for reasons that a server cannot see."""
+    """Refuse tensors for properties that a server cannot see."""
     with needed_for("rotations", extra="all"):
         import torch
 
@@ -569,13 +570,15 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want it detached: none come back")
+            raise UnsupportedError(
+                f"{name}: got a tensor that requires gradients, want a detached one: a service returns no gradients"
+            )
     if k is not None and k.device != q.device:
-        raise InvalidInputError(f"k: got a tensor on {k.device}, want {q.device} as q")
+        raise InvalidInputError(f"k: must be on the device of q, {q.device}, got {k.device}")
 
 
 def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:
-    """Read a tensor of an answer, to the device of the caller's tensor if that is one."""
+    """Read a tensor of an answer, moved to the device of ``like`` if that is a tensor."""
     import torch
 
     tensor = _answer(get_torch, name, message, memory)
@@ -586,15 +589,15 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside)
 
 
 def info(profile: str | None) -> ServiceCall[ServerInfo]:
-    """Ask for version, schemes, limits and profiles of the server."""
+    """Get the version, schemes, limits and profiles of the server."""
     return ServiceCall(GET_INFO, lambda request, memory: get_info)
 
 
 def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
-    """Ask whether the server says that it serves; False also where none answers.
+    """Return whether the server reports that it is serving; False if no server answers.
 
     Args:
-        service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty: the whole server.
+        service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty for the whole server.
     """
     from grpc_health.v1 import health_pb2 as health
 

@@ -1,4 +1,4 @@
-"""Channels of gRPC: their target and options, errors of gRPC as errors of mmpos, when to wait for a server, traces."""
+"""Channels of gRPC: target, options, conversion of errors, waiting for servers, and trace context."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["traced"]
 C = TypeVar("C")
 
 FIRST_BACKOFF, BACKOFF_FACTOR, MAX_BACKOFF = 0.1, 3, 2.0
-"""Seconds before the second attempt, what the wait is multiplied by, and its most."""
+"""Seconds before the second attempt, the factor for each further wait, and the maximum wait."""
 
 _STREAMS = [
     {"service": "mmpos.rpc.v1.PositionService", "method": "StreamPlace"},
@@ -37,9 +37,9 @@ _STREAMS = [
 ]
 
 _OPTIONS = {
-    # Answers may be as large as the server lets them.
+    # No limit here: the server limits the size of its answers.
     "grpc.max_receive_message_length": -1,
-    # A call is retried only while its request is kept, of which gRPC keeps 256 KiB by itself.
+    # gRPC retries a call only while it buffers the request, by default up to 256 KiB.
     "grpc.per_rpc_retry_buffer_size": 2**31 - 1,
     "grpc.keepalive_time_ms": 30_000,
     "grpc.keepalive_timeout_ms": 10_000,
@@ -49,16 +49,16 @@ _OPTIONS = {
     "grpc.max_reconnect_backoff_ms": 5_000,
     # No settings from DNS records.
     "grpc.service_config_disable_resolution": 1,
-    # Connections of its own: none is shared with a process that it was forked from.
+    # Own connections, so that none is shared with a parent process.
     "grpc.use_local_subchannel_pool": 1,
 }
 
 
 class OpenChannel(Generic[C]):
-    """Channel of a client, with its unary methods, each of which gRPC prepares for many calls.
+    """Channel of a client, with its unary methods, which gRPC prepares once for many calls.
 
     Args:
-        channel: the channel.
+        channel: channel of gRPC.
     """
 
     def __init__(self, channel: C) -> None:
@@ -66,7 +66,7 @@ class OpenChannel(Generic[C]):
         self._methods: dict[str, Any] = {}
 
     def method(self, path: str) -> Any:
-        """Return what calls the method of this path, from bytes to bytes."""
+        """Return the callable for the method of this path, from bytes to bytes."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
@@ -75,9 +75,10 @@ class OpenChannel(Generic[C]):
 
 
 class ProcessChannels(Generic[C]):
-    """Channels of a client, by process, and by event loop where there is one.
+    """Channels of a client by process and, if any, event loop.
 
-    A channel that a parent opened before a fork stays here, unused and unclosed: both would touch its connection.
+    A channel that a parent opened before a fork stays unused and unclosed in the child, since using or closing it would
+    affect the parent's connection.
     """
 
     def __init__(self) -> None:
@@ -86,20 +87,20 @@ class ProcessChannels(Generic[C]):
     def get(
         self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None
     ) -> OpenChannel[C]:
-        """Get the channel of this process and event loop, opened now if there is none.
+        """Return the channel of this process and event loop, and open it if there is none.
 
         Raises:
-            UnsupportedError: in a forked child of a process that called, where gRPC would hang.
+            UnsupportedError: this process was forked after a call, so gRPC would hang.
         """
         key = (os.getpid(), loop)
         connection = self._open.get(key)
         if connection is None:
             if any(pid != key[0] for pid, _ in list(self._open)) and not _fork_support():
                 raise UnsupportedError(
-                    "fork: got a client that called before the fork, want GRPC_ENABLE_FORK_SUPPORT=1 in the "
-                    "environment before grpc is imported, the start method 'spawn', or no call before the fork"
+                    "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
+                    "imported, use the start method 'spawn', or make no call before the fork"
                 )
-            # No lock, which a fork could copy while it is held: the second of two threads drops the channel it opened.
+            # No lock, since a fork could copy a held lock: the second of two threads drops the channel it opened.
             opened = OpenChannel(connect())
             connection = self._open.setdefault(key, opened)
             if connection is not opened:
@@ -107,12 +108,12 @@ class ProcessChannels(Generic[C]):
         return connection
 
     def pop(self, loop: AbstractEventLoop | None = None) -> C | None:
-        """Remove the channel of this process and event loop, and return it."""
+        """Remove and return the channel of this process and event loop."""
         connection = self._open.pop((os.getpid(), loop), None)
         return None if connection is None else connection.channel
 
     def forget_closed_loops(self) -> None:
-        """Drop the channels of event loops that are closed."""
+        """Drop the channels of closed event loops."""
         for pid, loop in list(self._open):
             if pid == os.getpid() and loop is not None and loop.is_closed():
                 self._open.pop((pid, loop), None)
@@ -123,19 +124,19 @@ def _fork_support() -> bool:
 
 
 def service_config(attempts: int, balanced: bool) -> dict[str, object]:
-    """Make the service config of gRPC: retries, and which server gets a call."""
+    """Return the service config of gRPC, which sets retries and load balancing."""
     retry = {
         "maxAttempts": attempts,
         "initialBackoff": f"{FIRST_BACKOFF}s",
         "backoffMultiplier": BACKOFF_FACTOR,
         "maxBackoff": f"{MAX_BACKOFF}s",
-        # A server that says good-bye cancels what reached it in that moment and was not begun.
+        # A server that sends GOAWAY cancels calls that arrived at that moment and have not begun.
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     }
     config: dict[str, object] = {
-        # Streams resend what has no answer, on a new stream; the more specific entry counts.
+        # Streams resend unanswered items on a new stream; the more specific entry takes precedence.
         "methodConfig": [{"name": _STREAMS}, {"name": [{}], "retryPolicy": retry} if attempts > 1 else {"name": [{}]}],
-        # A server that dies fails all its calls at once, so up to 500 may be retried before a success.
+        # A server that dies fails all its calls at once, so up to 500 retries must be possible without a success.
         "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
     }
     if balanced:
@@ -145,7 +146,7 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
 
 
 def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
-    """Make the options of a channel."""
+    """Return the options of a channel."""
     first = destination.addresses[0]
     balanced = len(destination.addresses) > 1 or first.startswith("dns:")
     config = json.dumps(service_config(destination.attempts, balanced))
@@ -165,10 +166,10 @@ def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
 
 
 def target(addresses: tuple[str, ...]) -> str:
-    """Make the target that gRPC connects to: one address as it is, several as numbers, since it takes no list of names.
+    """Return the target for gRPC: a single address unchanged, several ones resolved, since gRPC takes no list of names.
 
     Raises:
-        ServiceUnavailableError: a name that is not known.
+        ServiceUnavailableError: a name cannot be resolved.
     """
     if len(addresses) == 1:
         return addresses[0]
@@ -176,7 +177,7 @@ def target(addresses: tuple[str, ...]) -> str:
     if all(any(ip.version == 4 for ip, _ in each) for each in resolved):
         pairs = [f"{ip}:{port}" for each in resolved for ip, port in each if ip.version == 4]
         return "ipv4:" + ",".join(dict.fromkeys(pairs))
-    # A list is of one family: addresses of version 4 go into one of version 6 in their mapped form.
+    # A list has one address family: IPv4 addresses are mapped to IPv6.
     pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for each in resolved for ip, port in each]
     return "ipv6:" + ",".join(dict.fromkeys(pairs))
 
@@ -187,61 +188,61 @@ def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipad
     try:
         entries = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ServiceUnavailableError(f"{name}: got {address!r}, want a host that is known ({error})") from None
+        raise ServiceUnavailableError(f"{name}: cannot resolve {address!r} ({error})") from None
     return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
 
 
-# What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
-# (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
+# Message of grpc.aio when a stream ends while a request is written: it loses the status of the stream
+# (grpc/grpc#36066). A second attempt finds the status, unless the connection merely broke.
 _FAILED_WRITE = "Internal error from Core"
 
-# What a server's transport says of a call that it dropped before anything looked at it, as too many were waiting.
+# Message of a server's transport for a call that it dropped unread because too many calls were waiting.
 _DROPPED = "CANCELLED"
 
 
-# What grpc says of a connection that TLS does not let be, and what is wrong then.
+# Messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
-    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: got a server whose certificate they do not vouch for",
-    "Hostname Verification Check failed": "tls.server_name: got a server whose certificate has other names",
-    "WRONG_VERSION_NUMBER": "tls: got a server that does not encrypt, want tls=None",
-    "Failed to create security handshaker": "tls: got certificates that cannot be used, want PEM",
-    "ls handshake failed": "tls: got no connection",
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: they do not vouch for the server's certificate",
+    "Hostname Verification Check failed": "tls.server_name: the server's certificate has other names",
+    "WRONG_VERSION_NUMBER": "tls: the server does not use TLS, want tls=None",
+    "Failed to create security handshaker": "tls: the certificates cannot be used, want PEM",
+    "ls handshake failed": "tls: the handshake failed",
 }
 
-# What grpc says, as a ValueError, of a call on a channel that another thread has closed meanwhile.
+# Message of grpc's ValueError for a call on a channel that another thread has closed.
 _CLOSED = "Cannot invoke RPC"
 
 
 class UntrustedError(ServiceUnavailableError):
-    """Error of a connection that TLS refuses, which waiting does not change."""
+    """TLS refuses the connection, so waiting does not help."""
 
 
 def closed() -> ServiceError:
-    """Make the error of a call whose channel was closed meanwhile."""
+    """Return the error of a call whose channel was closed meanwhile."""
     return ServiceError("CANCELLED: the client was closed")
 
 
 def was_closed(error: ValueError) -> bool:
-    """Check whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
+    """Return whether grpc raised this error because the channel is closed, and not for a wrong argument."""
     return str(error).startswith(_CLOSED)
 
 
 def unreadable() -> MmposError:
-    """Return the error of an answer that is no message, in the words in which gRPC says it of streams."""
+    """Return the error of an answer that is not a message, worded like gRPC's error for streams."""
     return from_status("INTERNAL", "Exception deserializing response!")
 
 
 def error_of(error: grpc.RpcError) -> MmposError:
-    """Convert the error of a call that failed, of either kind of channel."""
+    """Convert the error of a failed call, from either kind of channel."""
     failed: Any = error
     code = failed.code()
     if code is None:
         return ServiceError(f"UNKNOWN: {failed.details()}")
     if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
-        return ServiceUnavailableError("stream: got a connection that broke while a request was written")
+        return ServiceUnavailableError("stream: the connection broke while a request was written")
     if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
         return ServiceOverloadedError(
-            "call: got it dropped by the server, want fewer calls at once, or messages that arrive and are read in time"
+            "call: the server dropped it: make fewer calls at once, or send requests and read answers in time"
         )
     details, trailing = failed.details() or "", failed.trailing_metadata()
     if code is grpc.StatusCode.UNAVAILABLE:
@@ -256,7 +257,7 @@ def error_of(error: grpc.RpcError) -> MmposError:
 
 
 def _number(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> int | None:
-    """Read a number that is not negative from trailing metadata; None if there is none."""
+    """Read a nonnegative number from trailing metadata; return None if there is none."""
     for key, value in metadata or ():
         if key == name:
             try:
@@ -274,46 +275,47 @@ _BROKEN = ("Socket closed", "Connection reset")
 class Reach:
     """Record of whether the servers of a client have ever answered it.
 
-    A server that did and is gone is being started again: it is worth waiting for. One that never did is not there, or
-    elsewhere: to wait would only hide a wrong address. What is wrong with TLS does not pass, and is never waited for.
+    If a server has answered and disappears, it is probably restarting, and calls wait for it. If no server has ever
+    answered, the address is probably wrong, and waiting would only hide this. TLS errors are permanent, so no call
+    waits after one.
 
     Args:
-        destination: where they are.
+        destination: addresses of the servers.
     """
 
     def __init__(self, destination: Destination) -> None:
         self._destination, self._answered = destination, False
 
     def answered(self) -> None:
-        """Note that a server has answered."""
+        """Record that a server has answered."""
         self._answered = True
 
     def patience(self, timeout: float) -> Patience:
-        """Begin the time of a call."""
+        """Start the clock of a call."""
         return Patience(timeout, self)
 
     def waits(self, error: MmposError) -> bool:
-        """Check whether a call that failed so is sent again as long as there is time."""
+        """Return whether a call that failed with this error is retried while time is left."""
         absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add to the error what a connection that the server closes at once may mean."""
-        said = str(error)
-        if self._answered or type(error) is not ServiceUnavailableError or not any(word in said for word in _BROKEN):
+        """Add the likely causes to the error of a connection that the server closes at once."""
+        message = str(error)
+        if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
             return error
         tls = self._destination.tls
         if tls is None:
-            hint = "a server that wants TLS does so: tls=Tls(...)"
+            hint = "a server that requires TLS closes it: tls=Tls(...)"
         elif tls.certificate is None:
-            hint = "a server that wants a certificate of its clients does so: Tls(..., certificate, key)"
+            hint = "a server that requires client certificates closes it: Tls(..., certificate, key)"
         else:
-            hint = "a server that does not trust tls.certificate does so"
-        return ServiceUnavailableError(f"{said} ({hint})")
+            hint = "a server that does not trust tls.certificate closes it"
+        return ServiceUnavailableError(f"{message} ({hint})")
 
 
 class Patience:
-    """Time of one call, or of one answer of a stream.
+    """Remaining time of one call, or of one answer of a stream.
 
     Args:
         timeout: seconds from now.
@@ -325,11 +327,11 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, more than none."""
+        """Seconds that are left, always above 0."""
         return max(self._end - monotonic(), 0.001)
 
     def pause(self, error: MmposError) -> float | None:
-        """Seconds to wait before the call that failed so is sent again; None: no longer."""
+        """Return the seconds to wait before the next attempt, or None to give up."""
         pause = _PAUSE * random.uniform(0.8, 1.2)
         return pause if self._reach.waits(error) and self.left > pause else None
 
@@ -339,7 +341,7 @@ def traced(metadata: Metadata) -> Metadata:
 
     The names are those of W3C, unless the process or OTEL_PROPAGATORS sets others.
     """
-    # A process without this import has no span: it imports nothing here either.
+    # A process that has not imported OpenTelemetry has no span, so it is not imported here either.
     if "opentelemetry.trace" not in sys.modules:
         return metadata
     from opentelemetry import trace

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """A scheme that the server knows.
+    """Scheme known to the server.
 
     Args:
-        name: its name.
-        axes: numbers in a position, with default parameters.
+        name: name of the scheme.
+        axes: number of ids per token, with default parameters.
         fractional: whether ids may be fractions, with default parameters.
         resumable: whether next positions and decoding exist.
-        parameters: names of its parameters.
+        parameters: names of the scheme's parameters.
     """
 
     name: str
@@ -39,14 +39,14 @@ class LimitsInfo:
 
     Args:
         request_bytes: bytes of a request.
-        response_bytes: bytes of tensors in a reply.
+        response_bytes: bytes of the tensors in a reply.
         documents: documents.
-        segments: segments of the documents, and of the tables that views make.
+        segments: segments of the documents and of the tables after each view.
         tokens: tokens, padding included.
         images: images and videos.
         pixels: pixels of all images before resizing.
         views: views of a query.
-        shared_bytes: bytes of tensors in shared memory, there and back.
+        shared_bytes: bytes of tensors in shared memory, both ways.
     """
 
     request_bytes: int
@@ -65,14 +65,14 @@ class ProfileInfo:
     """Settings of a model on the server.
 
     Args:
-        name: its name.
-        scheme: the scheme's name.
-        begin_token_id: the id before an image's patches; None where nothing stands there.
-        end_token_id: the id after them; likewise.
-        placeholders: the ids of patches, audio and ends of rows.
+        name: name of the profile.
+        scheme: name of the scheme.
+        begin_token_id: token id before the patches of an image, or None.
+        end_token_id: token id after the patches of an image, or None.
+        placeholders: token ids of patches, audio and row ends.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
-        rotary: whether it has a rotation.
+        rotary: whether the profile has a rotation.
     """
 
     name: str
@@ -90,13 +90,13 @@ class ServerInfo:
     """Version, schemes, limits and profiles of a server.
 
     Args:
-        version: of mmpos there.
+        version: version of mmpos on the server.
         schemes: all schemes.
-        limits: per request.
+        limits: limits of one request.
         profiles: all profiles; the first is the default.
-        device: where it rotates: "cuda", "cpu", or empty if it does not.
-        shared_memory_prefix: how names of shared memory objects must begin; empty if it takes none.
-        shared_memory_processes: the link /proc/self/ns/pid of the server; likewise.
+        device: device of rotations, "cuda" or "cpu"; empty if the server cannot rotate.
+        shared_memory_prefix: required prefix of shared memory objects; empty if the server does not accept them.
+        shared_memory_processes: pid namespace of the server from /proc/self/ns/pid; empty in the same case.
     """
 
     version: str
@@ -128,6 +128,6 @@ def _profile(message: pb.ProfileInfo) -> ProfileInfo:
 
 
 def _same(kind: type[T], message: Message, **others: object) -> T:
-    """Make the data from the fields of a message that have the same names."""
+    """Create a dataclass from the fields of a message that have the same names."""
     names = [f.name for f in fields(kind) if f.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(message, name) for name in names}, **others)

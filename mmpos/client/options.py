@@ -1,4 +1,4 @@
-"""Settings of a client: addresses, TLS certificates, token, metadata, timeout; frozen, checked and picklable."""
+"""Settings of a client: addresses, TLS certificates, token, metadata and timeout; frozen, checked and picklable."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Pem = bytes | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Tls:
-    """Certificates, each as the bytes of a PEM file or as its path; files are read when a channel opens.
+    """Certificates for TLS, each as PEM bytes or as the path of a PEM file; files are read when a channel opens.
 
     Args:
-        root_certificates: the authorities to trust; None: those of gRPC.
-        certificate: the client's own, where the server wants one.
-        key: its private key.
-        server_name: the name that the server's certificate must hold; None: the host of the first address.
+        root_certificates: certificate authorities to trust; None trusts gRPC's defaults.
+        certificate: client certificate, if the server requires one.
+        key: private key of the client certificate.
+        server_name: name that the server's certificate must contain; None is the host of the first address.
 
     Raises:
-        InvalidInputError: of the wrong type, or a certificate without its key.
+        InvalidInputError: a value has the wrong type, or certificate and key are not both set.
     """
 
     root_certificates: Pem | None = None
@@ -45,18 +45,18 @@ class Tls:
         for name in ("root_certificates", "certificate", "key"):
             value = getattr(self, name)
             if not isinstance(value, bytes | str | os.PathLike | None):
-                raise InvalidInputError(f"tls.{name}: got {type(value).__name__}, want bytes of PEM, or a path")
+                raise InvalidInputError(f"tls.{name}: got {type(value).__name__}, want PEM bytes or a path")
         if (self.certificate is None) != (self.key is None):
-            got, want = ("a key", "its certificate") if self.certificate is None else ("a certificate", "its key")
-            raise InvalidInputError(f"tls: got {got}, want {want} too")
+            one, other = ("key", "certificate") if self.certificate is None else ("certificate", "key")
+            raise InvalidInputError(f"tls.{one} requires tls.{other}")
         if not isinstance(self.server_name, str | None):
             raise InvalidInputError(f"tls.server_name: got {self.server_name!r}, want a name or None")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials for a channel.
+        """Return the credentials for a channel.
 
         Raises:
-            InvalidInputError: a file that cannot be read.
+            InvalidInputError: a file cannot be read.
         """
         import grpc
 
@@ -78,17 +78,17 @@ Pair = tuple[str, str]
 
 @dataclass
 class _Read:
-    """Version of a file that was read, and its token; together, so that threads cannot mix two."""
+    """Version of a token file and its token, in one object so that threads cannot mix two versions."""
 
     latest: tuple[tuple[int, ...], Pair] | None = None
 
 
 @dataclass(frozen=True)
 class Token:
-    """Bearer token of a client; never shown in a repr.
+    """Bearer token of a client; its repr never shows the token.
 
     Args:
-        source: the token, or the path of the file that holds it.
+        source: token, or the path of a file that holds it.
     """
 
     source: str | Path = field(repr=False)
@@ -96,7 +96,7 @@ class Token:
 
     @classmethod
     def checked(cls, source: object) -> Token | None:
-        """Check a token or the path of one; errors do not repeat it.
+        """Check a token or a path; errors do not quote it.
 
         Raises:
             InvalidInputError: neither a token nor a path.
@@ -106,22 +106,24 @@ class Token:
         if isinstance(source, os.PathLike):
             return cls(Path(source))
         if not isinstance(source, str):
-            raise InvalidInputError(f"token: got {type(source).__name__}, want a token, the path of one, or None")
+            raise InvalidInputError(
+                f"token: got {type(source).__name__}, want a token, the path of a token file, or None"
+            )
         if not is_token(source):
-            raise InvalidInputError(f"token: got other characters, want {TOKEN_CHARACTERS}")
+            raise InvalidInputError(f"the token must consist of {TOKEN_CHARACTERS}")
         return cls(source)
 
     def pair(self) -> Pair:
-        """Make the pair of metadata of a call that begins now.
+        """Return the metadata pair for a call that begins now.
 
         Raises:
-            InvalidInputError: the file held no token that could be read, neither now nor before.
+            InvalidInputError: no readable token was in the file, now or earlier.
         """
         if isinstance(self.source, str):
             return put_token(self.source)
         latest = self._read.latest
         try:
-            # Before it is read: what is written meanwhile is read at the next call.
+            # Before reading: a version written meanwhile is read at the next call.
             version = file_version(os.stat(self.source))
             if latest is None or version != latest[0]:
                 text = self.source.read_text(encoding="ascii").strip()
@@ -129,7 +131,7 @@ class Token:
                     raise ValueError("no token in it")
                 self._read.latest = latest = version, put_token(text)
         except (OSError, ValueError) as error:
-            # One that is being replaced may be gone or empty for a moment.
+            # A file that is being replaced may be missing or empty for a moment.
             if latest is None:
                 reason = error.strerror if isinstance(error, OSError) else "no token in it"
                 raise InvalidInputError(f"token: got {self.source} ({reason}), want a file with a token") from None
@@ -140,7 +142,7 @@ class Token:
 
 
 MAX_ATTEMPTS = 5
-"""Most attempts that gRPC makes, whatever its configuration."""
+"""Maximum number of attempts that gRPC makes, whatever its configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -151,7 +153,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True)
 class Destination:
-    """Addresses of servers and how to reach them: all that makes a channel."""
+    """Addresses of servers and how to reach them, which determine a channel."""
 
     addresses: tuple[str, ...]
     attempts: int
@@ -171,14 +173,14 @@ class Destination:
         """Check the arguments of a destination.
 
         Raises:
-            InvalidInputError: naming the argument.
+            InvalidInputError: an argument is wrong; the message names it.
         """
         if isinstance(addresses, str):
             addresses = [addresses]
         if not isinstance(addresses, list | tuple):
             raise InvalidInputError(f"addresses: got {type(addresses).__name__}, want a host:port or a list of them")
         if not addresses:
-            raise InvalidInputError("addresses: got none, want at least one")
+            raise InvalidInputError("addresses: got an empty list, want at least one")
         for i, address in enumerate(addresses):
             _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
         if not isinstance(tls, Tls | None):
@@ -191,10 +193,10 @@ class Destination:
         return cls(tuple(addresses), attempts, tls, checked_token, most)
 
     def metadata(self, options: CallOptions) -> Metadata:
-        """Make the metadata of a call that begins now.
+        """Return the metadata of a call that begins now.
 
         Raises:
-            InvalidInputError: a token that cannot be read.
+            InvalidInputError: the token cannot be read.
         """
         return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
 
@@ -202,20 +204,20 @@ class Destination:
         """Refuse metadata with a second token.
 
         Raises:
-            InvalidInputError: metadata has a credential of its own.
+            InvalidInputError: the metadata contains a credential.
         """
         if self.token is not None:
             for i, (key, _) in enumerate(options.metadata):
                 if key == AUTHORIZATION:
-                    raise InvalidInputError(f"metadata[{i}]: got {key!r} beside a token, want one of the two")
+                    raise InvalidInputError(f"metadata[{i}]: {key!r} cannot be combined with a token")
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of calls; arguments as for a client.
+    """Options of calls; see BaseClient for the arguments.
 
     Raises:
-        InvalidInputError: naming the argument.
+        InvalidInputError: an argument is wrong; the message names it.
     """
 
     profile: str | None
@@ -236,14 +238,14 @@ class CallOptions:
 
 
 class HostPort(NamedTuple):
-    """Host, without brackets, and port."""
+    """Host without brackets, and port."""
 
     host: str
     port: int
 
 
 def host_and_port(address: str) -> HostPort | None:
-    """Split an address into host and port; None if it is not of that form."""
+    """Split an address into host and port; return None if it does not have this form."""
     match = _HOST_PORT.fullmatch(address)
     return HostPort(match["six"] or match["host"], int(match["port"])) if match else None
 
@@ -258,13 +260,12 @@ def _check_address(name: str, address: object, *, alone: bool) -> None:
 
 
 def _check_clear(addresses: Sequence[str]) -> None:
-    """Check that a token reaches these addresses without TLS and without crossing a network."""
+    """Check that a token sent without TLS to these addresses does not cross a network."""
     for i, address in enumerate(addresses):
         server = host_and_port(_DNS.sub("", address, count=1))
         here = server is not None and is_loopback(server.host)
         if not here and not address.startswith(("unix:", "unix-abstract:")):
-            want = "tls=Tls(...), or a server on this machine: others could read the token on its way"
-            raise InvalidInputError(f"token: got one for {address!r} (addresses[{i}]) without tls, want {want}")
+            raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]): others could read the token")
 
 
 def _metadata(metadata: object) -> Metadata:

@@ -1,4 +1,4 @@
-"""Shared memory of calls: tensors beside the messages, where client and server are on one machine."""
+"""Shared memory for the tensors of calls between a client and a server on the same machine."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 
 LEAST = 65_536
-"""Smallest object; below, a message is as good."""
+"""Minimum size of an object; a smaller tensor is as fast in its message."""
 
 
 class SharedObject:
-    """Shared memory object with a name in /dev/shm, as Linux has it, mapped; only its user may open it.
+    """Mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
 
-    It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
-    that has opened it meanwhile keeps its mapping.
+    The process that created the object removes it when nobody refers to it any more, or at exit. A server that has
+    opened it keeps its mapping.
 
     Args:
-        prefix: how its name begins.
-        size: its bytes.
-        sealed: whether it is a memfd that cannot shrink, which a server that sees this process may map, and its name a
-            link to it; otherwise it is a file.
+        prefix: prefix of the object's name.
+        size: size in bytes.
+        sealed: whether the object is a memfd that cannot shrink, with a link to it as its name, so that a server in the
+            same pid namespace may map it; otherwise the object is a file.
 
     Raises:
-        LimitExceededError: the machine does not give as many.
+        LimitExceededError: the machine is out of memory.
     """
 
     def __init__(self, prefix: str, size: int, *, sealed: bool = False) -> None:
@@ -56,37 +56,37 @@ class SharedObject:
                 descriptor = os.memfd_create(self.key[1:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             else:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            # What is there goes away also if what follows fails.
+            # Registered first, so that the object is also removed if the next steps fail.
             self.remove = finalize(self, _remove, path, descriptor, os.getpid())
-            # All pages now: a machine without room says so, instead of ending who writes to the map (SIGBUS).
+            # Allocate all pages now, so that a lack of memory is an error here and not a SIGBUS at a later write.
             os.posix_fallocate(descriptor, 0, size)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if sealed:
-                import fcntl  # which other systems lack
+                import fcntl  # missing on other systems
 
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", path)
         except OSError as error:
             raise LimitExceededError(
-                f"shared_memory: got no object of {size} bytes ({error.strerror}), want a machine with room for it"
+                f"shared_memory: cannot create an object of {size} bytes ({error.strerror})"
             ) from None
         self.data = np.frombuffer(pages, np.uint8)
 
 
 def _remove(path: str, descriptor: int, process: int) -> None:
     os.close(descriptor)
-    if os.getpid() == process:  # a forked child has a copy of all this, and no say in it
+    if os.getpid() == process:  # a forked child only has a copy and must not remove it
         with suppress(FileNotFoundError):
             os.unlink(path)
 
 
 class SharedObjects:
-    """Shared memory objects of one process: those in use, and those kept for the next call; threads may share them.
+    """Thread-safe pool of the shared memory objects of one process, in use or kept for the next call.
 
     Args:
-        prefix: how their names begin.
-        budget: most bytes of all of them.
-        sealed: as for SharedObject.
+        prefix: prefix of the objects' names.
+        budget: maximum total bytes.
+        sealed: see SharedObject.
     """
 
     def __init__(self, prefix: str, budget: int, *, sealed: bool = False) -> None:
@@ -98,14 +98,14 @@ class SharedObjects:
 
     @property
     def free(self) -> int:
-        """Bytes that no call uses."""
+        """Number of bytes that no call uses."""
         return max(self._budget - self._used, 0)
 
     def take(self, size: int) -> SharedObject:
-        """Take a region of at least so many bytes.
+        """Take a region of at least ``size`` bytes.
 
         Raises:
-            LimitExceededError: beyond the budget, or the machine does not give as many.
+            LimitExceededError: the budget is exceeded, or the machine is out of memory.
         """
         with self._lock:
             fitting = [region for region in self._idle if size <= region.size <= max(2 * size, 4 * LEAST)]
@@ -121,8 +121,8 @@ class SharedObjects:
         """Give a region back.
 
         Args:
-            region: one that was taken.
-            keep: whether the next call may have it; otherwise it is removed, as somebody may still write to it.
+            region: region from ``take``.
+            keep: whether later calls may reuse it; otherwise it is removed, since a server may still write to it.
         """
         with self._lock:
             self._used -= region.size
@@ -132,7 +132,7 @@ class SharedObjects:
         region.remove()
 
     def close(self) -> None:
-        """Remove all regions, those in use when they are given back."""
+        """Remove all regions; those in use are removed when they are given back."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for region in idle:
@@ -141,9 +141,9 @@ class SharedObjects:
     def _new(self, size: int) -> SharedObject:
         if self._used + size > self._budget:
             raise LimitExceededError(
-                f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in all"
+                f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in total"
             )
-        # Sizes in steps of an eighth or so: calls that are nearly alike use the same regions.
+        # Rounded up by about an eighth, so that calls of similar size reuse the same regions.
         step = max(LEAST, 1 << max(size.bit_length() - 3, 0))
         size = min(-(-size // step) * step, self._budget - self._used)
         while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
@@ -152,22 +152,22 @@ class SharedObjects:
 
 
 GUESS = 4 * 2**20
-"""Bytes to allow for an answer before the first of its kind."""
+"""Bytes to reserve for the first answer of a kind."""
 
 TRIES = 3
-"""Most times that a call is made because its answer did not fit: weighed before work is done, then exactly."""
+"""Maximum number of attempts if an answer does not fit: its size is first estimated, then known exactly."""
 
 
 class Lease(Beside):
-    """Shared memory of one call; a Memory of the wire, and a context manager around the call.
+    """Shared memory of one call; implements ``mmpos.rpc.tensors.Memory``, and is a context manager around the call.
 
-    Objects go back to be used again if the call succeeds. After any failure they are given up: nobody knows whether
-    the server still uses them.
+    If the call succeeds, its objects are reused. After a failure they are abandoned, since the server may still use
+    them.
 
     Args:
-        pool: whose regions it takes.
-        needed: bytes of the answer, if an earlier try learned them; 0 if not.
-        last: whether an answer that does not fit is an error to be raised; otherwise it is noted, and suppressed.
+        pool: pool that provides the regions.
+        needed: bytes of the answer, if known from an earlier attempt, else 0.
+        last: whether an answer that does not fit raises an error; otherwise the error is recorded and suppressed.
     """
 
     def __init__(self, pool: Pool, needed: int = 0, *, last: bool) -> None:
@@ -179,10 +179,10 @@ class Lease(Beside):
         self._keep = True
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Copy the bytes of a tensor into a region; few bytes travel in their message.
+        """Copy the bytes of a tensor into a region; small tensors stay in their message.
 
         Raises:
-            LimitExceededError: there is no room for them.
+            LimitExceededError: the region does not fit the budget.
         """
         if data.size < LEAST:
             return False
@@ -192,14 +192,14 @@ class Lease(Beside):
         return True
 
     def answer(self, request: WithOutput, size: int | None = None) -> None:
-        """Have the tensors of the answer put into a region.
+        """Reserve a region for the tensors of the answer.
 
         Args:
-            request: the message that says so; its own tensors have their regions already.
-            size: their bytes; None is what earlier answers to such requests needed, or what is left.
+            request: message that names the region; its own tensors have regions already.
+            size: size in bytes; None takes the size of earlier answers to similar requests, or the rest of the budget.
 
         Raises:
-            LimitExceededError: there is no room for them.
+            LimitExceededError: the region does not fit the budget.
         """
         self._kind = type(request)
         if size is None:
@@ -212,15 +212,17 @@ class Lease(Beside):
         """Copy the bytes of a tensor of the answer.
 
         Raises:
-            InvalidInputError: they are not where they were to go.
+            InvalidInputError: the bytes are not in the reserved region.
         """
         begin, end = shared.offset, shared.offset + shared.byte_size
         if self._output is None or shared.key != self._output.key or not 0 <= begin <= end <= self._output.size:
-            raise InvalidInputError(f"{name}: got bytes {begin} to {end} of {shared.key!r}, want those of the request")
+            raise InvalidInputError(
+                f"{name}: got bytes {begin} to {end} of {shared.key!r}, want the region of the request"
+            )
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Note that the answer is there; if an earlier attempt was made, that server may still be at work."""
+        """Record that the answer has arrived, and from its metadata whether an earlier attempt may still be at work."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 
@@ -235,7 +237,7 @@ class Lease(Beside):
         self._taken, self._output = [], None
         if not isinstance(error, OutputError):
             return False
-        # A little more: a first refusal knows the patches, and not yet how many ids there will be.
+        # A little more, since the first refusal knows the size of the patches but not the number of ids.
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
@@ -249,26 +251,24 @@ class Pool:
     """Shared memory of a client in one process.
 
     Args:
-        budget: most bytes.
-        info: the info of the server.
+        budget: maximum total bytes.
+        info: info of the server.
 
     Raises:
-        UnsupportedError: it takes no shared memory, or this system has none of the kind.
+        UnsupportedError: the server does not accept shared memory, or this system is not Linux.
     """
 
     def __init__(self, budget: int, info: ServerInfo) -> None:
         if sys.platform != "linux":
-            raise UnsupportedError(f"shared_memory: got {sys.platform}, want Linux")
+            raise UnsupportedError(f"shared_memory requires Linux, got {sys.platform}")
         if not info.shared_memory_prefix:
-            raise UnsupportedError(
-                "shared_memory: got a server that takes none, want one on this machine, started with --shared-memory"
-            )
+            raise UnsupportedError("shared_memory requires a server on this machine, started with --shared-memory")
         sealed = info.shared_memory_processes == process_space() != ""
         self.regions = SharedObjects(info.shared_memory_prefix, budget, sealed=sealed)
         self.expected: dict[type[WithOutput] | None, int] = {}
 
     def leases(self) -> Iterator[Lease]:
-        """Yield leases for a call, until one of them succeeds or fails."""
+        """Yield leases for the attempts of a call until one succeeds or fails."""
         needed = 0
         for tried in range(1, TRIES + 1):
             lease = Lease(self, needed, last=tried == TRIES)
@@ -277,10 +277,10 @@ class Pool:
 
 
 class ProcessPools:
-    """Pools of a client by process: a forked child leaves that of its parent alone.
+    """Pools of a client by process, so that a forked child does not use its parent's pool.
 
     Args:
-        budget: most bytes of each; 0 is none.
+        budget: maximum bytes of each pool; 0 disables them.
     """
 
     def __init__(self, budget: int) -> None:
@@ -288,14 +288,14 @@ class ProcessPools:
         self._pools: dict[int, Pool] = {}
 
     def get(self) -> Pool | None:
-        """Get the pool of this process, if there is one yet."""
+        """Return the pool of this process, or None if it is not open yet."""
         return self._pools.get(os.getpid())
 
     def open(self, info: ServerInfo) -> Pool:
-        """Open the pool of this process from the info of the server.
+        """Open the pool of this process, using the info of the server.
 
         Raises:
-            UnsupportedError: it takes no shared memory.
+            UnsupportedError: the server does not accept shared memory.
         """
         return self._pools.setdefault(os.getpid(), Pool(self.budget, info))
 

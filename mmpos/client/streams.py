@@ -1,4 +1,4 @@
-"""Streams: the window of queries without an answer, read and written by threads or by tasks."""
+"""Streams: a window of unanswered queries, which threads or tasks write and read."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 Answer = positions_pb2.StreamPlaceResponse | sequences_pb2.StreamBuildResponse
-"""The answer to one item of a stream."""
+"""Answer to one item of a stream."""
 
 
 @dataclass(frozen=True)
 class Stream(Generic[Q, T]):
-    """A stream of calls, as data.
+    """Stream of calls, as data.
 
     Args:
-        method: the method of the stream.
-        call: the call of one item.
-        refused: makes a result of the error of one item, or raises it.
+        method: method of the stream.
+        call: function that returns the call of an item.
+        refused: function that turns the error of an item into a result, or raises it.
     """
 
     method: Rpc[Answer]
@@ -58,7 +58,7 @@ class Stream(Generic[Q, T]):
 
 
 def stream(profile: str | None, errors: Errors) -> Stream[PositionsQuery, PositionsResult | MmposError]:
-    """Stream of queries; arguments as for ``Client.stream``."""
+    """Return a stream of queries; see ``Client.stream`` for the arguments."""
     one_of("errors", errors, ("raise", "return"))
 
     def refused(query: PositionsQuery, error: MmposError) -> MmposError:
@@ -70,7 +70,7 @@ def stream(profile: str | None, errors: Errors) -> Stream[PositionsQuery, Positi
 
 
 def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Sequence[object]], Built]:
-    """Stream of batches of documents; arguments as for ``Client.stream_build``."""
+    """Return a stream of batches of documents; see ``Client.stream_build`` for the arguments."""
     one_of("errors", errors, ("raise", "return"))
 
     def refused(documents: Sequence[Sequence[object]], error: MmposError) -> Built:
@@ -83,7 +83,7 @@ def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Seq
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q, T]):
-    """An item on its way: its request, or the error with which it was refused here."""
+    """Item of a stream: its request, or the error with which the client refused it."""
 
     id: int
     item: Q
@@ -91,13 +91,13 @@ class _Entry(Generic[Q, T]):
 
 
 class Unanswered(Generic[Q, T]):
-    """Items of a stream in order, a bounded number of which wait for an answer.
+    """Unanswered items of a stream in order, up to a maximum number.
 
     Args:
-        stream: how items are asked and answered.
-        options: of the client: most items in it, and seconds that an answer may take.
-        attempts: most streams that may break one after the other without an answer.
-        reach: whether the servers have ever answered: one that is gone may take longer.
+        stream: stream of the items.
+        options: options of the client: maximum number of items, and seconds that an answer may take.
+        attempts: maximum number of consecutive streams that break without an answer.
+        reach: whether the servers have ever answered; a server that has disappeared may take longer.
     """
 
     def __init__(self, stream: Stream[Q, T], options: CallOptions, attempts: int, reach: Reach) -> None:
@@ -111,16 +111,16 @@ class Unanswered(Generic[Q, T]):
 
     @property
     def full(self) -> bool:
-        """Whether no item may be added."""
+        """Whether no further item may be added."""
         return len(self._entries) >= self._size
 
     @property
     def refused(self) -> bool:
-        """Whether the oldest item was refused here, so that its result needs no answer."""
+        """Whether the client refused the oldest item, so that its result needs no answer."""
         return bool(self._entries) and isinstance(self._entries[0].request, MmposError)
 
     def add(self, item: Q) -> bytes | None:
-        """Take an item in; return the request to send, if it could be made."""
+        """Add an item; return the request to send, or None if the client refused the item."""
         request: Prepared[T] | MmposError
         try:
             request = self._stream.call(item).request(self._stream.method.request(id=self._next))
@@ -131,17 +131,17 @@ class Unanswered(Generic[Q, T]):
         return None if isinstance(request, MmposError) else request.data
 
     def requests(self) -> list[bytes]:
-        """List the requests without an answer, oldest first."""
+        """List the unanswered requests, oldest first."""
         return [entry.request.data for entry in self._entries if not isinstance(entry.request, MmposError)]
 
     def result(self, answer: Answer | None = None) -> T:
-        """Remove the oldest item and return its result: of this answer, or of the refusal here."""
+        """Remove the oldest item and return its result, from this answer or from the client's refusal."""
         if not self._entries:
-            raise ServiceError("answer: got one more than was asked for")
+            raise ServiceError("answer: got more answers than requests")
         entry = self._entries.popleft()
         if isinstance(entry.request, MmposError):
             return self._stream.refused(entry.item, entry.request)
-        assert answer is not None, "only a refusal has none"
+        assert answer is not None, "only a refused item has no answer"
         if answer.id != entry.id:
             raise ServiceError(f"answer: got id {answer.id}, want {entry.id}")
         self._broken = 0
@@ -150,23 +150,23 @@ class Unanswered(Generic[Q, T]):
         if field == "error":
             return self._stream.refused(entry.item, get_error(answer.error))
         if field is None:
-            raise ServiceError("answer: got no outcome, want one")
+            raise ServiceError("answer: got neither a result nor an error")
         return entry.request.read(answer)
 
     def broken(self, error: MmposError | None) -> float:
-        """Return the seconds to wait before what has no answer is sent again on a new stream.
+        """Return the seconds to wait before unanswered items are sent again on a new stream.
 
         Args:
-            error: how the stream ended; None: as if all had been answered.
+            error: error that ended the stream; None if it ended normally.
 
         Raises:
-            MmposError: the error, if waiting does not help, or did not so often.
+            MmposError: the error, if waiting does not help or the attempts are used up.
         """
-        error = error or ServiceUnavailableError("stream: got an end before all answers, want one for each request")
+        error = error or ServiceUnavailableError("stream: it ended before all requests were answered")
         if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
-            return 0.0  # nothing is lost
+            return 0.0  # no attempt is lost
         if not self._broken:
             self._patience = self._reach.patience(self._timeout)
         self._broken += 1
@@ -177,8 +177,8 @@ class Unanswered(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """Make the error of a stream that gives no answer."""
-    return ServiceTimeoutError(f"stream: got no answer in {timeout:g} seconds, want one")
+    """Return the error of a stream that does not answer."""
+    return ServiceTimeoutError(f"stream: no answer in {timeout:g} seconds")
 
 
 L = TypeVar("L", "ThreadLink", "TaskLink")
@@ -187,7 +187,7 @@ _END: Any = object()
 
 
 class ThreadLink:
-    """Open stream of a thread: requests are written and answers read by threads of its own, so that neither waits."""
+    """Open stream that its own threads write and read, so that neither direction blocks the other."""
 
     def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
@@ -205,19 +205,19 @@ class ThreadLink:
 
     @property
     def ready(self) -> bool:
-        """Whether ``receive`` would not wait."""
+        """Return whether ``receive`` would return without waiting."""
         return not self._answers.empty()
 
     def send(self, request: bytes) -> None:
-        """Have a request written."""
+        """Queue a request for writing."""
         self._requests.put(request)
 
     def finish(self) -> None:
-        """End the requests."""
+        """End the requests of the stream."""
         self._requests.put(None)
 
     def receive(self, timeout: float) -> Answer | MmposError | None:
-        """Wait for the next answer, None for the end, or the error that ended the stream."""
+        """Wait for the next answer and return it, the error that ended the stream, or None at its end."""
         try:
             return self._answers.get(timeout=timeout)
         except Empty:
@@ -230,7 +230,7 @@ class ThreadLink:
 
 
 def _opened(connect: Callable[[], L], unanswered: Unanswered[Q, T], more: bool) -> L:
-    """Open a stream and send all requests that have no answer."""
+    """Open a stream and send all unanswered requests."""
     link = connect()
     for request in unanswered.requests():
         link.send(request)
@@ -242,7 +242,7 @@ def _opened(connect: Callable[[], L], unanswered: Unanswered[Q, T], more: bool) 
 def thread_results(
     unanswered: Unanswered[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
 ) -> Iterator[T]:
-    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    """Yield the results of the items in order while later items are sent; closing the iterator cancels the stream."""
     link: ThreadLink | None = None
     more = True
     try:
@@ -253,7 +253,7 @@ def thread_results(
                 item = next(items, _END)
                 more = item is not _END
                 if link is not None and link.ready and not len(unanswered):
-                    link.close()  # it ended while nothing was under way
+                    link.close()  # it ended while no item was unanswered
                     link = None
                 request = unanswered.add(item) if more else None
                 if link is None:
@@ -272,14 +272,14 @@ def thread_results(
                 else:
                     yield unanswered.result(answer)
         if link is not None:
-            link.receive(timeout)  # the end, so that the server does not see a stream that was left
+            link.receive(timeout)  # read to the end, so that the server does not see an abandoned stream
     finally:
         if link is not None:
             link.close()
 
 
 class TaskLink:
-    """Open stream of an event loop: requests are written by a task of gRPC, and one answer is always being read."""
+    """Open stream in an event loop: a task of gRPC writes requests, and a read for one answer is always pending."""
 
     def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -294,7 +294,7 @@ class TaskLink:
             yield request
 
     def listen_first(self, seconds: float) -> None:
-        """Write nothing for some seconds, or until the server is heard: grpc loses its status if a write fails."""
+        """Delay writes for ``seconds`` or until the server answers, since grpc loses the status if a write fails."""
         self._pause = seconds
 
     async def _read(self) -> Answer | MmposError | None:
@@ -309,15 +309,15 @@ class TaskLink:
         return answer if isinstance(answer, Answer) else None  # the end
 
     def send(self, request: bytes) -> None:
-        """Have a request written."""
+        """Queue a request for writing."""
         self._requests.put_nowait(request)
 
     def finish(self) -> None:
-        """End the requests."""
+        """End the requests of the stream."""
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Take the answer that came, None for the end, or the error that ended the stream, and read the next."""
+        """Return the answer that arrived, the error that ended the stream, or None at its end; read the next one."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())
@@ -331,7 +331,7 @@ class TaskLink:
 
 
 async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
-    """Pull the next item, or the mark of the end."""
+    """Pull the next item, or the end marker."""
     if isinstance(items, AsyncIterator):
         return await anext(items, _END)
     return next(items, _END)
@@ -343,7 +343,7 @@ async def task_results(
     connect: Callable[[], TaskLink],
     timeout: float,
 ) -> AsyncIterator[T]:
-    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    """Yield the results of the items in order while later items are sent; closing the iterator cancels the stream."""
     items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
     link: TaskLink | None = None
     pull: asyncio.Task[Q] | None = None
@@ -378,7 +378,7 @@ async def task_results(
                 elif link is not None and not more:
                     link.finish()
         if link is not None:
-            await _first(link, None, timeout)  # the end, so that the server does not see a stream that was left
+            await _first(link, None, timeout)  # read to the end, so that the server does not see an abandoned stream
     finally:
         if pull is not None:
             pull.cancel()
@@ -388,7 +388,7 @@ async def task_results(
 
 
 async def _first(link: TaskLink | None, pull: asyncio.Task[Q] | None, timeout: float | None) -> tuple[bool, bool]:
-    """Wait for an answer or an item, no longer than the timeout, and return whether each is there."""
+    """Wait until the timeout for an answer or an item; return whether each has arrived."""
     reading = link.answer if link is not None else None
     tasks: list[asyncio.Task[object]] = [task for task in (reading, pull) if task is not None]
     done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Client that waits for its answers."""
+"""Client with blocking methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Q = TypeVar("Q")
 
 
 def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
-    """Make the method that sends a call and waits for its answer."""
+    """Make the method that sends a call and waits for the answer."""
 
     def method(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
         return client._send(maker(client._options.profile, *args, **options))
@@ -37,7 +37,7 @@ def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
 
 
 class Client(BaseClient[grpc.Channel]):
-    """A client of a service of mmpos that waits for its answers; threads may share it. Arguments: see BaseClient.
+    """Blocking, thread-safe client of a service of mmpos. See BaseClient for the arguments.
 
     >>> Client("localhost:50051", profile="qwen-vl")
     Client('localhost:50051', profile='qwen-vl', timeout=30)
@@ -56,18 +56,18 @@ class Client(BaseClient[grpc.Channel]):
     def stream(
         self, queries: Iterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> Iterator[PositionsResult | MmposError]:
-        """Answer queries, in order, while later queries are on their way.
+        """Send queries and yield their results in order.
 
-        The queries are read in the caller's thread, at most ``window`` ahead of the answers. Closing the iterator
-        ends the stream. What a broken connection leaves unanswered is sent again.
+        Queries are read in the caller's thread, at most ``window`` ahead of the results. Closing the iterator ends
+        the stream. After a broken connection, unanswered queries are sent again.
 
         Args:
-            queries: as for ``query``; one that waits for an answer needs ``window=1``.
-            errors: "raise" raises the error of a query and ends; "return" gives it in place of the result.
+            queries: queries for ``query``; if a query depends on an earlier result, set ``window=1``.
+            errors: "raise" raises the error of a query and ends; "return" yields it in place of the result.
 
         Raises:
-            MmposError: as for ``query``, while iterating.
-            ServiceError: likewise: no answer.
+            MmposError: see ``query``; raised while iterating.
+            ServiceError: the server did not answer; raised while iterating.
         """
         return self._stream(streams.stream(self._options.profile, errors), queries, "queries")
 
@@ -80,18 +80,19 @@ class Client(BaseClient[grpc.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> Iterator[Built]:
-        """Build batch after batch, in order, while later batches are on their way; see ``stream``.
+        """Send batches and yield their sequences in order; see ``stream``.
 
         Args:
-            batches: the documents of each, as for ``build_batch``.
-            errors: as for ``build_batch``; with "return" a batch that is refused as a whole is that error, repeated.
-            scheme: as for ``build``.
-            start: as for ``build``.
-            patches: as for ``build``.
+            batches: documents of each batch; see ``build_batch``.
+            errors: see ``build_batch``; with "return" a batch that is refused as a whole yields its error for every
+                document.
+            scheme: see ``build``.
+            start: see ``build``.
+            patches: see ``build``.
 
         Raises:
-            MmposError: as for ``build_batch``, while iterating.
-            ServiceError: likewise: no answer.
+            MmposError: see ``build_batch``; raised while iterating.
+            ServiceError: the server did not answer; raised while iterating.
         """
         return self._stream(
             streams.stream_build(BuildSettings(self._options.profile, scheme, start, patches), errors),
@@ -100,7 +101,7 @@ class Client(BaseClient[grpc.Channel]):
         )
 
     def close(self) -> None:
-        """Close the channel of this process; calls and streams under way fail, a later call opens a new one."""
+        """Close the channel of this process; running calls and streams fail, and a later call opens a new one."""
         self._pools.close()
         channel = self._channels.pop()
         if channel is not None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import TrainingPlan, plan
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
+    from mmpos.data.preprocess.manifest import sequence_shards
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
@@ -97,6 +98,7 @@ __all__ = [
     "read_examples",
     "read_headers",
     "read_quarantine",
+    "sequence_shards",
     "shards",
     "split_shards",
     "write_index",
@@ -126,6 +128,7 @@ _ROOMS = {
     "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
     "readers": ("Reader", "dataset_shards", "shards", "split_shards"),
     "formats.images": ("Images",),
+    "preprocess.manifest": ("sequence_shards",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
 }
 

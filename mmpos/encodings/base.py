@@ -185,7 +185,7 @@ class LearnedBias(AttentionBias):
 
 
 def draw(rows: int, columns: int, seed: int) -> Float64Array:
-    """Draw (rows, columns) normal numbers, as models have them before training."""
+    """Draw (rows, columns) normal numbers, like the weights of an untrained model."""
     return np.random.default_rng(integer("seed", seed, minimum=0)).normal(0, STANDARD_DEVIATION, (rows, columns))
 
 
@@ -202,7 +202,7 @@ def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
 
 
 def real_positions(name: str, value: object, ndim: int | None = None) -> Float64Array:
-    """Check finite numbers of any shape or of so many dimensions, and return them as float64, new."""
+    """Check finite numbers of any shape, or of ``ndim`` dimensions, and return a new float64 array."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iuf" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers or floats")
@@ -220,7 +220,7 @@ def distances(query_positions: object, key_positions: object) -> IntArray:
 def whole_positions(
     name: str, value: object, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
-    """Check integers of any shape or of so many dimensions, minimum <= p < below, and return them as int64, new."""
+    """Check integers of any shape, or of ``ndim`` dimensions, minimum <= p < below, and return a new int64 array."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")

@@ -57,7 +57,7 @@ class ClippedRelative(LearnedBias):
 
     @classmethod
     def drawn(cls, max_distance: int = CLIPPED_AT, num_heads: int = NUM_HEADS, seed: int = 0) -> ClippedRelative:
-        """One before training.
+        """Draw the table of an untrained model.
 
         Args:
             max_distance: K.
@@ -128,7 +128,7 @@ class T5Buckets(LearnedBias):
         num_heads: int = NUM_HEADS,
         seed: int = 0,
     ) -> T5Buckets:
-        """One before training.
+        """Draw the table of an untrained model.
 
         Args:
             num_buckets: of both directions together.

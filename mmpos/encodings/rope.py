@@ -21,7 +21,7 @@ class Rope1D(Rotation):
 
     *Corrected*: one source rotates the embedding once, before the network. q and k of every layer turn
     instead: W_q R_p x is not R_p W_q x, so scores of its layer know absolute positions. Its table of shape
-    (seq, 1, dim/2) must be (1, seq, dim/2), too: beside a batch it goes by the batch index, or does not fit.
+    (seq, 1, dim/2) must also be (1, seq, dim/2): with a batch it broadcasts along the batch index, or does not fit.
 
     Source: RoFormer (Su et al., 2021); the order of channels is that of GPT-NeoX.
 

@@ -207,7 +207,7 @@ class LearnedAbsolute(LearnedTable):
 
     @classmethod
     def drawn(cls, length: int = LENGTH, dim: int = DIM, seed: int = 0) -> LearnedAbsolute:
-        """One before training.
+        """Draw the table of an untrained model.
 
         Args:
             length: L_max.

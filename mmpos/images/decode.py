@@ -183,7 +183,7 @@ class _Reader:
         return self._read(size)
 
     def allow(self, pixels: int) -> None:
-        """Allow the reads of so many bytes of pixels: encoders write chunks of 8 KiB, in three reads each."""
+        """Allow the reads for this number of pixel bytes: encoders write chunks of 8 KiB, in three reads each."""
         self._left += pixels // 1024
 
 

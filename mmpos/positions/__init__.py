@@ -1,4 +1,4 @@
-"""The placed table: segments under a scheme as one int64 array, and all that follows from it."""
+"""The placed table: segments under a scheme as one int64 array, and everything derived from it."""
 
 from mmpos.positions.block_keys import block_keys
 from mmpos.positions.place import place

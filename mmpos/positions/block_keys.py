@@ -1,4 +1,4 @@
-"""Keys of a prefix cache: one for each full block of tokens, equal where all that decides its K and V is equal."""
+"""Prefix-cache keys: one per full block of tokens, equal if and only if the inputs of the block's K and V are equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 _ROOT = b"mmpos.block_keys 1"
-"""Start of every chain; its number changes with the content of a key."""
+"""Start of every chain; its version number changes with the content of keys."""
 
 _KEY_BYTES = sha256().digest_size
 
@@ -41,10 +41,10 @@ def block_keys(
 ) -> list[list[bytes]]:
     """Hash a key for each full block of each document, with the key before it.
 
-    Two keys are equal exactly if these are, for every token up to the block's end: its position; the grid that it lies
-    in, if any, with its row and column there and the frames, height and width of the whole grid, also of one that the
-    block cuts; its id and the content of its grid, if there are input_ids and image_hashes. What comes after the block
-    does not count, nor how text is cut into segments, nor the name of the scheme.
+    Two keys are equal if and only if the following are equal for every token up to the end of the block: its position;
+    its grid, if any, with its row and column and the frames, height and width of the whole grid, even if the block
+    cuts it; its id and the content of its grid, if there are input_ids and image_hashes. Keys do not depend on tokens
+    after the block, on how text is split into segments, or on the name of the scheme.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, Text
@@ -54,21 +54,21 @@ def block_keys(
     (True, False)
 
     Args:
-        segments: the documents.
-        positions: their table; tokens past the end of a document are text, as ``window`` makes them.
-        block_size: tokens of a block.
-        input_ids: (tokens,) of the whole table; None for an engine that hashes them itself and adds our key, one of
-            positions, to what it hashes of a block.
-        image_hashes: of the content of each grid, run of audio, clip, thumbnail and tile, in order; None for an engine
-            that hashes that itself, too.
-        salt: tells caches apart that must not share blocks: of models, adapters or tenants.
-        known: keys of the first blocks of each document, which are not computed again; the salt is in them already.
+        segments: segments of the documents.
+        positions: their position table; tokens past the end of a document are text, see ``window``.
+        block_size: number of tokens in a block.
+        input_ids: (tokens,) ids of the whole table; None for an engine that hashes them itself and adds this key to
+            its hash of a block.
+        image_hashes: content hash of each grid, audio run, clip, thumbnail and tile, in order; None for an engine that
+            also hashes these itself.
+        salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
+        known: keys of the first blocks of each document, which are not computed again; they already contain the salt.
 
     Returns:
-        for each document a new list of 32 bytes (SHA-256) per full block.
+        For each document a new list with 32 bytes (SHA-256) per full block.
 
     Raises:
-        InvalidInputError: tables, ids or hashes that do not fit each other; padding, which no paged cache holds.
+        InvalidInputError: tables, ids or hashes do not fit together, or the table has padding.
     """
     size = integer("block_size", block_size, minimum=1, maximum=INT32_MAX)
     _check_tables(segments, positions)
@@ -113,7 +113,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
 
 
 def _digests(image_hashes: Sequence[str | bytes], kinds: npt.NDArray[np.uint8]) -> Bytes:
-    """Hash the names of the contents of segments of these kinds, whatever they are, to (kinds, 32) bytes."""
+    """Hash the content hashes of segments, of any type, to (segments, 32) bytes."""
     listed = _listed("image_hashes", image_hashes)
     if len(listed) != kinds.size:
         nouns = [noun for kind, noun in NOUNS.items() if kind in kinds] or ["grid"]
@@ -134,7 +134,7 @@ def _encoded(name: str, value: object) -> bytes:
 
 
 def _checked_chains(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> list[list[bytes]]:
-    """Copy the keys that are known of each document into a new list."""
+    """Copy the known keys of each document into a new list."""
     if known is None:
         return [[] for _ in range(full.size)]
     chains = [_listed(f"known[{d}]", keys) for d, keys in enumerate(_listed("known", known))]
@@ -167,14 +167,14 @@ def _contents(
     first: IntArray,
     stop: IntArray,
 ) -> Iterator[bytes]:
-    """Yield the bytes of each block that are hashed, the same on every machine.
+    """Yield the bytes to hash for each block, identical on every machine.
 
     Little-endian, in this order: positions rounded down, (axes, tokens) int32; ids, (tokens,) int64, if given; two
     int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
     int64, if there are any; for each grid five int64: its first token from the block's first, frames, height, width, 1
     if its rows end in separators, else 0, or its kind if that is audio, a clip, a thumbnail or a tile, whose extra
-    tokens follow in the last three cases; and the 32 bytes of its digest, if given. The numbers say how long the rest
-    is, so blocks that differ give bytes that differ.
+    tokens follow in the last three cases; and the 32 bytes of its digest, if given. The numbers determine the length of
+    the rest, so different blocks have different bytes.
 
     Args:
         segments: the documents.
@@ -182,8 +182,8 @@ def _contents(
         ids: (tokens,) of the table.
         digests: (grids, 32) of the content of each grid.
         size: tokens of a block.
-        first: (documents,) first block of each document that is wanted.
-        stop: (documents,) one past the last; there is one block at least.
+        first: (documents,) first requested block of each document.
+        stop: (documents,) one past the last requested block; at least one block in total.
     """
     counts = stop - first
     count = int(counts.sum())
@@ -202,18 +202,18 @@ def _contents(
 
 
 def _split(positions: PositionTable) -> tuple[Array, IntArray]:
-    """Split the ids of all tokens into whole numbers and fractions: the same, however a table writes them."""
+    """Split the ids of all tokens into whole numbers and fractions, independent of how the table stores them."""
     if not positions.fractional:
         return positions.dense(), np.zeros((0, positions.num_tokens), np.int64)
     numerators, denominators = positions.rationals()
     whole, rest = np.divmod(numerators, denominators)
-    # 62 bits tell any two fractions with denominators below 2**31 apart; two steps stay within 64.
+    # 62 bits distinguish any two fractions with denominators below 2**31; two steps stay within 64 bits.
     high, rest = np.divmod(rest << 31, denominators)
     return whole, (high << 31) + (rest << 31) // denominators
 
 
 def _by_block(values: Array, count: int) -> Bytes:
-    """Turn (rows, tokens) numbers into (blocks, bytes): the rows of a block one after the other."""
+    """Convert (rows, tokens) numbers to (blocks, bytes), with the rows of a block in sequence."""
     rows = values.reshape(len(values), count, values.shape[1] // count).transpose(1, 0, 2)
     return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)
 
@@ -221,7 +221,7 @@ def _by_block(values: Array, count: int) -> Bytes:
 def _grids_in(
     segments: SegmentTable, digests: Bytes | None, size: int, first: IntArray, stop: IntArray
 ) -> tuple[list[int], list[bytes]]:
-    """Count the grids with a token in each wanted block, and write what its key holds of them."""
+    """Count the grids with a token in each requested block, and return their bytes in the key."""
     count = int((stop - first).sum())
     grids, entries = [0] * count, [b""] * count
     lengths, offsets = segments.lengths, segments.segment_offsets
@@ -246,5 +246,5 @@ def _grids_in(
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
-    """(segments,) whether a segment has a content that its tokens do not tell: grids, audio, clips, crops."""
+    """Return (segments,) whether the content of a segment is unknown from its token ids: grids, audio, clips, crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))

@@ -1,4 +1,4 @@
-"""Expansion of a placed table, which is trusted, into one id per token: in C where it was built, or in numpy."""
+"""Expansion of a trusted, placed table to one id per token, in C if the extension is available, else in numpy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mmpos.support import native
 from mmpos.support.checks import Array, IntArray
 
 BLOCK = 4096
-"""Tokens that numpy expands at a time, so that temporaries do not grow with the table."""
+"""Number of tokens that numpy expands at a time, so that temporaries do not grow with the table."""
 
 
 def dense_dtype(fractional: bool) -> type[np.int32 | np.float64]:
-    """Give the dtype of ids: int32, or float64 where they may be fractions."""
+    """Return the dtype of ids: int32, or float64 if they may be fractions."""
     return np.float64 if fractional else np.int32
 
 
 def dense(table: IntArray, num_tokens: int, fractional: bool) -> Array:
-    """Expand all axes into a new (axes, tokens) array of int32, or of float64 where ids may be fractions."""
+    """Expand all axes to a new (axes, tokens) array of int32, or of float64 if ids may be fractions."""
     ids: Array = np.empty(((len(table) - AXES) // 4, num_tokens), dense_dtype(fractional))
     core = native.core
     if core is None or not core.expand(table, num_tokens, fractional, ids, None, True):
@@ -29,16 +29,16 @@ def dense(table: IntArray, num_tokens: int, fractional: bool) -> Array:
 
 
 def expand(table: IntArray, num_tokens: int, fractional: bool, out: Array, axes: Sequence[int]) -> None:
-    """Write ids of all tokens; numerators if they are not to be fractional.
+    """Write the ids of all tokens, or their numerators if ``fractional`` is False.
 
     Args:
         table: (5 + 4·axes, segments).
-        num_tokens: tokens of the table.
+        num_tokens: number of tokens of the table.
         fractional: whether to divide by denominators.
         out: (rows, tokens) int32, int64 or float64 with any strides.
-        axes: the axis of each row of out, repeats allowed.
+        axes: axis of each row of out; repeats are allowed.
     """
-    # A byte tells C each axis.
+    # C reads each axis as a byte.
     if native.core is None or max(axes, default=0) > 255 or not native.core.expand(
         table, num_tokens, fractional, out, bytes(axes), True
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Place segments by a scheme: one cumulative sum over segments, and no loop."""
+"""Placement of segments by a scheme, with one cumulative sum over segments and no loop."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def place(
     [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15]]
 
     Args:
-        segments: the documents.
-        scheme: a name from mmpos.SCHEMES or a scheme object.
-        start: id of each document's first token, one integer or (documents,); to go on with a document,
-            the next position of what came before.
-        strict: whether two grids without text between are an error; None asks the scheme.
+        segments: segments of the documents.
+        scheme: name from mmpos.SCHEMES or a scheme object.
+        start: id of each document's first token, an integer or (documents,); to continue a document, pass the next
+            position of its earlier part.
+        strict: whether two grids without text between them are an error; with None the scheme decides.
 
     Returns:
-        a PositionTable.
+        A PositionTable.
 
     Raises:
-        InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme takes no frames, text, audio, row separators, clips, thumbnails or tiles, and there
-            are some.
-        LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
+        InvalidInputError: the scheme is unknown, the start is wrong, or grids touch although the scheme forbids it.
+        UnsupportedError: the scheme does not support frames, text, audio, row separators, clips, thumbnails or tiles
+            that the segments have.
+        LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
@@ -115,7 +115,7 @@ def _place(segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict:
 
 
 def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, strict: bool) -> None:
-    """Raise for the first segment that the scheme does not take."""
+    """Raise an error for the first segment that the scheme does not support."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
     if not (scheme.text and scheme.audio):
@@ -130,7 +130,7 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, 
             if kind not in scheme.kinds:
                 _refuse(scheme, segments, segments.kind == kind, f"a {NOUNS[kind]}", want)
     if not scheme.frames:
-        # Where the axes are a parameter, three of them take frames.
+        # If axes is a parameter, axes=3 supports frames.
         want = "one grid per frame, or axes=3" if vars(scheme).get("axes") == 2 else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
@@ -160,17 +160,17 @@ def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
 
 
 class TextsAndGrids(NamedTuple):
-    """A batch split into its texts, audio among them, and its grids, all with patches among them.
+    """A batch split into text segments, including audio, and grids, including all segments with patches.
 
     Args:
         start: (documents,) first id.
         document: (segments,) document of each segment.
-        lengths: (segments,) tokens.
+        lengths: (segments,) number of tokens.
         text: indices of the text segments.
         runs: the text segments, for schemes.
         grid: indices of the grids.
         grids: the grids, for schemes.
-        units: (documents,) denominators of cursors, or None where they are whole.
+        units: (documents,) denominators of cursors, or None if they are integers.
     """
 
     start: IntArray
@@ -197,13 +197,13 @@ def _split(segments: SegmentTable, start: IntArray) -> TextsAndGrids:
 
 
 def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
-    """Find the common denominator of the ids that the grids of each document consume; none where all are whole."""
+    """Return the common denominator of the ids that each document's grids consume, or None if all are integers."""
     unit = scheme.unit(split.grids)
     if unit is None or unit.max() <= 1:
         return split
     units, owner = np.ones(split.start.size, np.int64), split.document[split.grid]
     np.lcm.at(units, owner, unit)
-    # A least common multiple that has wrapped around is none; one below 2**31 has not, as no part of it is larger.
+    # An overflowed result is not a common multiple; a result below 2**31 cannot have overflowed.
     beyond = (units < 1) | (units > INT32_MAX)
     np.logical_or.at(beyond, owner, units[owner] % unit != 0)
     if beyond.any():
@@ -214,10 +214,10 @@ def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
 
 
 def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tuple[IntArray, IntArray, IntArray]:
-    """Sum up how far segments move the cursor, as the scheme says.
+    """Sum the steps by which the scheme's segments move the cursor.
 
     Returns:
-        the cursor before each text, before each grid, and after each document, over the units of their documents.
+        The cursor before each text, before each grid, and after each document, in units of their documents.
     """
     offsets, start, units = segments.segment_offsets, split.start, split.units
     of_text = scheme.advance_text(split.runs)
@@ -235,7 +235,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
     base = start - (after - advance)[offsets[:-1]]
     before = after - advance + base[split.document]
     if units is None:
-        # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
+        # Beyond int32 the columns raise the error; until then products must not overflow.
         before = before.clip(INT32_MIN - 1, INT32_MAX + 1)
     before_text = before[split.text]
     cleared = scheme.cleared(split.grids) if split.grid.size else None
@@ -247,7 +247,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
 
 
 def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:
-    """Check that a scheme gave integers."""
+    """Check that a scheme returned integers."""
     if isinstance(values, int) or (isinstance(values, np.ndarray) and values.dtype.kind in "iu"):
         return values
     got = values.dtype if isinstance(values, np.ndarray) else repr(values)
@@ -257,7 +257,7 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
 def _grids(
     extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray, text: IntArray
 ) -> Grids:
-    """Make the grids with these indices, for schemes; start and text are (documents,) first ids and tokens of text."""
+    """Select the grids for schemes; start and text are (documents,) first ids and numbers of text tokens."""
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
@@ -274,7 +274,7 @@ def _placed(
     scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, before_text: IntArray, before_grid: IntArray,
     end: IntArray,
 ) -> PositionTable:  # fmt: skip
-    """Build the table from what the scheme says of texts and grids."""
+    """Build the table from the scheme's placements of texts and grids."""
     of_text = scheme.place_text(split.runs, before_text)
     of_grids = scheme.place(split.grids, before_grid) if split.grid.size else None
     if scheme.resumable and of_grids is not None:
@@ -286,7 +286,7 @@ def _placed(
     if scheme.resumable:
         whole = np.ones(end.size, np.bool_)
         if split.units is not None:
-            # A next position is one integer: a document that ends between two ids has none.
+            # A next position is an integer, so a document that ends at a fraction has none.
             end, rest = np.divmod(end, split.units)
             whole = rest == 0
         header[0, whole] = end[whole]
@@ -302,12 +302,12 @@ def _placed(
 def _columns(
     scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, of_text: Placement, of_grids: Placement | None
 ) -> tuple[IntArray, IntArray]:
-    """Make the columns of the table, with lengths in the OFFSET row, and the document of each."""
+    """Build the columns of the table, with lengths in the OFFSET row, and the document of each column."""
     columns = np.zeros((AXES + 4 * scheme.axes, split.document.size), np.int64)
     columns[HEIGHT] = columns[DENOMINATOR] = 1
     columns[OFFSET] = columns[WIDTH] = split.lengths
     _put(columns, scheme, split.text, of_text)
-    # Padding alone has origin and steps 0: what else is still gets a step that no token takes.
+    # Only padding has origin and steps 0: other constant segments get a step that no token uses.
     still = split.text[~columns[AXES:, split.text].any(axis=0)]
     columns[WIDTH, still] = columns[_STEP_COL, still] = 1
     if of_grids is None:
@@ -349,7 +349,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
 
 
 def _check_columns(columns: IntArray, lengths: IntArray, document: IntArray, scheme: Scheme) -> None:
-    """Raise for the first denominator or id beyond its limit, in floats since integers could wrap."""
+    """Raise an error for the first denominator or id beyond its limit, in floats, since integers could overflow."""
     denominator = columns[DENOMINATOR]
     if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
         s = int(denominator.argmax())
@@ -367,28 +367,28 @@ def _check_columns(columns: IntArray, lengths: IntArray, document: IntArray, sch
 
 
 def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:
-    """Word the document of a segment, and its tokens there."""
+    """Describe the document of a segment and its tokens there."""
     d = document[segment]
     first = lengths[:segment][document[:segment] == d].sum()
     return f"documents[{d}], tokens {first} to {first + lengths[segment] - 1}"
 
 
 def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
-    """Count the ids that each grid consumes under a scheme: how far it moves the text after it.
+    """Count the ids that each grid consumes under a scheme, which is how far it moves the text after it.
 
     >>> from mmpos.segments.kinds import Grid
     >>> ids_consumed("rope-tie", [Grid(24, 24), Grid(1, 576)]).tolist()
     [624, 1153]
 
     Args:
-        scheme: a name from mmpos.SCHEMES or a scheme object.
-        grids: each is placed in a document of its own, between two tokens of text where the scheme takes text.
+        scheme: name from mmpos.SCHEMES or a scheme object.
+        grids: grids, each placed alone in a document, between two text tokens if the scheme supports text.
 
     Returns:
-        (grids,) int64, new.
+        A new (grids,) int64 array.
 
     Raises:
-        UnsupportedError: the scheme has no next position, or takes no frames and there are some.
+        UnsupportedError: the scheme has no next position, or does not support frames that a grid has.
     """
     scheme = get_scheme(scheme)
     text = [Text(1)] if scheme.text else []

@@ -1,4 +1,4 @@
-"""Plans: what a scheme says of each shape of grid, kept, so that one pass in C places a batch by looking it up."""
+"""Plans: cached placements of each grid shape under a scheme, so that one C pass places a batch by lookup."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mmpos.support.checks import IntArray
 __all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan", "plan_of"]
 
 MAX_SHAPES = 4096
-"""Most shapes of grids that the plan of a scheme keeps; with more, it begins anew."""
+"""Maximum number of grid shapes in a plan; a plan with more starts over."""
 
 _SHAPE, _ROW, _PER_AXIS = 4, 8, 8
-"""Numbers of a shape; those of a row before its axes, and of each axis, as csrc/plan.c has them."""
+"""Number of values per shape, per row before its axes, and per axis, as in csrc/plan.c."""
 _CLEARED, _PER_TEXT = 6, 4
-"""Two of these."""
+"""Two of these columns."""
 
 _CURSOR, _START, _NUMBER, _TEXT = range(4)
 _ASKED = np.array(
@@ -32,26 +32,26 @@ _ASKED = np.array(
      (4099, 1009, 0, 257), (4099, 1009, 1, 257)],
     np.int64,
 )  # fmt: skip
-"""Cursor, first id of the document, grids before in it, and its tokens of text, for which a scheme is asked: some say
-how its ids follow each, and the others that they are linear."""
+"""Probe values of cursor, first id of the document, grids before and text tokens in it: some determine the slopes of
+the ids, the others verify that the ids are linear."""
 _DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 4, 4])
-"""The document of each."""
+"""Document of each probe."""
 _UNITS = np.array([4, 5, 1, 6])
-"""Where one of the four is 1 and the others are 0."""
+"""Probes in which one of the four values is 1 and the others are 0."""
 _ANY_CLEARS, _ANY_COUNTS = 1, 2
-"""What the row of text says of grids: that some keep ids free before text, and that some count it."""
+"""Flags in the row of text: some grids keep ids free before text, and some grids count text."""
 
 _NONE = np.iinfo(np.int64).min
 
 
 class Plan:
-    """What a scheme says of text and of each shape of grid so far: a hash table that is never changed, but replaced.
+    """Placements of text and of each known grid shape under a scheme, in a hash table that is replaced, never changed.
 
-    The first row is that of text.
+    The first row describes text.
 
     Args:
-        scheme: a scheme with ``by_shape``.
-        seconds: numerator and denominator of the seconds per frame of all grids; None where they have none.
+        scheme: scheme with ``by_shape``.
+        seconds: numerator and denominator of the seconds per frame of all grids, or None.
     """
 
     def __init__(self, scheme: Scheme, seconds: tuple[int, int] | None = None) -> None:
@@ -62,10 +62,10 @@ class Plan:
         self.table[0, _SHAPE:] = _row_of_text(scheme)
 
     def add(self, shapes: IntArray) -> None:
-        """Ask the scheme for shapes that are not in the plan yet.
+        """Add shapes that are not in the plan yet.
 
         Args:
-            shapes: (4, shapes) frames, height, width, and whether rows end in a separator; each once.
+            shapes: (4, shapes) frames, height, width, and whether rows end in a separator; all different.
         """
         rows = _rows(self.scheme, shapes, self.seconds)
         text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
@@ -77,16 +77,16 @@ class Plan:
             table[0, _CLEARED] |= _ANY_COUNTS
         assert native.core is not None
         native.core.enter(table, rows)
-        self.table = table  # at once, for threads that read the one before
+        self.table = table  # atomic, for threads that read the previous table
 
 
 def plan_of(scheme: Scheme, seconds: tuple[int, int] | None = None) -> Plan | None:
-    """Return the plan of a scheme and a time, one for all that are equal; None for a scheme without one."""
+    """Return the plan of a scheme and a time, shared by equal ones; None if the scheme has no plan."""
     if not vars(type(scheme)).get("by_shape"):
         return None
     try:
         return _plan_of(scheme, seconds)
-    except TypeError:  # a scheme of somebody's own that cannot be hashed
+    except TypeError:  # a user-defined scheme that cannot be hashed
         return None
 
 
@@ -96,24 +96,24 @@ def _plan_of(scheme: Scheme, seconds: tuple[int, int] | None) -> Plan:
 
 
 def forget_plans() -> None:
-    """Forget all plans, which changes no result."""
+    """Drop all plans; this changes no result."""
     _plan_of.cache_clear()
 
 
 def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, strict: bool) -> PositionTable | None:
-    """Place a batch by the plan of its scheme; None where the general way must place it, or say what is wrong.
+    """Place a batch by the plan of its scheme; return None if the general path must place it or raise the error.
 
     Args:
-        scheme: the scheme.
-        segments: the documents.
-        start: as for ``place``, unchecked.
+        scheme: scheme of the plan.
+        segments: segments of the documents.
+        start: unchecked start; see ``place``.
         strict: whether grids must not touch.
     """
     core, seconds, timed = native.core, None, scheme.timed and segments.seconds_per_frame is not None
     if timed:
         seconds = _one_time(segments)
         timed = seconds is None
-        if timed and scheme.fractional:  # even the denominator of one frame follows its time
+        if timed and scheme.fractional:  # even the denominator of a single frame depends on its time
             return None
     plan = plan_of(scheme, seconds)
     if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
@@ -131,7 +131,7 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         if shapes.shape[1] > MAX_SHAPES:
             return None
         plan.add(shapes)
-    return None  # another thread has begun the plan anew
+    return None  # another thread has restarted the plan
 
 
 def _one_time(segments: SegmentTable) -> tuple[int, int] | None:
@@ -143,7 +143,7 @@ def _one_time(segments: SegmentTable) -> tuple[int, int] | None:
 
 
 def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
-    """Return the shapes of the grids of a batch that a plan does not have, (4, shapes), each once."""
+    """Return the distinct grid shapes of a batch that a plan lacks, (4, shapes)."""
     grid = segments.kind == GRID
     separator = np.zeros(grid.size, np.int64) if segments.row_separator is None else segments.row_separator
     shapes = np.unique(np.concatenate([segments.extents[:, grid], separator[None, grid]]), axis=1)
@@ -151,28 +151,28 @@ def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
         return shapes
     known = {tuple(row) for row in plan.table[1:, :_SHAPE].tolist()}
     new = [i for i, shape in enumerate(shapes.T.tolist()) if tuple(shape) not in known]
-    # A plan that is full begins anew, with all shapes of the batch.
+    # A full plan starts over with all shapes of the batch.
     return shapes if len(known) + len(new) > MAX_SHAPES else shapes[:, new]
 
 
 def _rows(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
-    """Make the rows of shapes: what the scheme says of each, or no denominator where that is not affine."""
+    """Build the rows of shapes from the scheme; a row without a denominator marks a shape that is not affine."""
     rows = np.zeros((shapes.shape[1], _ROW + _PER_AXIS * scheme.axes), np.int64)
     rows[:, :_SHAPE] = shapes.T
     try:
         rows[:, _SHAPE:] = _numbers(scheme, shapes, seconds)
     except (MmposError, _NotAffineError):
-        if len(rows) > 1:  # which of them it is
+        if len(rows) > 1:  # find the shape that failed
             return np.concatenate([_rows(scheme, shapes[:, i : i + 1], seconds) for i in range(len(rows))])
     return rows
 
 
 class _NotAffineError(Exception):
-    """The general way must place these grids."""
+    """The ids of these grids are not affine, so the general path must place them."""
 
 
 def _row_of_text(scheme: Scheme) -> IntArray:
-    """Ask a scheme for the numbers of text, those of a row after the shape; 0 where the general way must place it."""
+    """Compute the row of text without its shape; all 0 if the general path must place text."""
     grids = Grids(np.ones((3, 1), np.int64), *np.zeros((2, 1), np.int64))
     count = len(_ASKED)
     runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6, 7], _START])
@@ -189,11 +189,11 @@ def _row_of_text(scheme: Scheme) -> IntArray:
 
 
 def _numbers(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
-    """Ask a scheme for the numbers of shapes, (shapes, numbers of a row after the shape).
+    """Compute the rows of shapes without the shapes, (shapes, values).
 
     Raises:
-        _NotAffineError: ids that are not linear in what a plan follows, cut into pieces, or no integers.
-        MmposError: what the scheme refuses.
+        _NotAffineError: the ids are not linear in the probed values, the grid is split, or values are not integers.
+        MmposError: the scheme refuses a shape.
     """
     count, asked = shapes.shape[1], len(_ASKED)
     of_shape = np.repeat(shapes, asked, axis=1)
@@ -218,7 +218,7 @@ def _numbers(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) 
 
 
 def _axes(scheme: Scheme, placement: Placement, count: int = 1) -> IntArray:
-    """Make the columns of a plan from the denominator on."""
+    """Build the columns of a plan from the denominator on."""
     denominator = _constant(placement.denominator, count)
     if not scheme.fractional and (denominator != 1).any():
         raise _NotAffineError
@@ -241,7 +241,7 @@ def _of_axis(scheme: Scheme, placement: Placement, name: str, axis: int) -> IntA
 
 
 def _constant(values: IntArray | int, count: int) -> IntArray:
-    """Return values, (count,), that follow nothing that is asked."""
+    """Return values, (count,), that do not depend on the probes."""
     zero, slopes = _linear(values, count)
     if slopes.any():
         raise _NotAffineError

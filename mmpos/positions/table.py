@@ -1,4 +1,4 @@
-"""PositionTable: the placed table of a packed batch, and all that follows from it."""
+"""PositionTable, the placed table of a packed batch, and everything derived from it."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ Side = Literal["left", "right"]
 Layout = Literal["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"]
 
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence")
-"""Layouts of context-parallel shards: the first two cut every document, the others all of them as one sequence."""
+"""Layouts of context-parallel shards: the first two split every document, the others the batch as one sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class PositionTable:
-    """Positions of a packed batch: O(segments) integers that hold every token's id exactly.
+    """Positions of a packed batch as O(segments) integers, from which every token's id follows exactly.
 
-    Token g lies in segment s, the last with offset <= g. With i = skip + g − offset, col = i mod width,
+    Token g lies in the last segment with offset <= g. With i = skip + g − offset, col = i mod width,
     row = i div width mod height and frame = i div width div height, its id on each axis is
     (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
 
     Args:
         table: (5 + 4·axes, segments) int64 rows: offset, skip, height, width, denominator, then for each
-            axis origin, step_frame, step_row, step_col. Padding, and nothing else, has origin and steps 0 on every
-            axis: text whose tokens are all at id 0 has width 1 and a step_col of 1 that no token takes, and a grid
-            whose tokens are all at one id has its rows in one frame and a step_frame of 1.
+            axis origin, step_frame, step_row, step_col. Only padding has origin and steps 0 on every axis: text whose
+            tokens are all at id 0 has width 1 and an unused step_col of 1, and a grid whose tokens share one id has
+            its rows in one frame and an unused step_frame of 1.
         documents: (4, documents) int64 rows: first segment, first token, next position, delta.
-        num_tokens: tokens in all, padding included.
+        num_tokens: number of tokens, including padding.
         fractional: whether ids may be fractions; a property of the scheme, not of the batch.
         scheme: name of the scheme with its parameters, as in ``Scheme.label``; no id depends on it.
     """
@@ -98,18 +98,18 @@ class PositionTable:
     def from_arrays(
         cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
     ) -> PositionTable:
-        """Make the table from arrays as its fields describe them, and check them; the constructor trusts them.
+        """Build the table from arrays and check them, unlike the constructor; see the fields of the class.
 
         Args:
             table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
-            documents: (4, documents) integers, likewise.
-            num_tokens: tokens in all.
+            documents: (4, documents) integers; kept, not copied, if they are int64.
+            num_tokens: number of tokens.
             fractional: whether ids may be fractions.
-            scheme: name of the scheme, for people.
+            scheme: name of the scheme, for display.
 
         Raises:
-            InvalidInputError: naming the row and the segment or document that does not fit.
-            LimitExceededError: ids or next positions outside int32, numerators or deltas beyond 2**62.
+            InvalidInputError: a value is inconsistent; the message names its row and its segment or document.
+            LimitExceededError: ids or next positions are outside int32, or numerators or deltas beyond 2**62.
         """
         table = int_array("table", table, (None, None))
         documents = int_array("documents", documents, (4, None))
@@ -121,13 +121,13 @@ class PositionTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[PositionTable]) -> PositionTable:
-        """Concatenate the documents of several tables to one packed batch.
+        """Concatenate the documents of several tables into one packed batch.
 
         Args:
-            tables: at least one, all with the same axes; ids may be fractions if any table's may.
+            tables: at least one table, all with the same number of axes; ids may be fractions if any table's may.
 
         Raises:
-            InvalidInputError: no tables, something else, or tables with different axes.
+            InvalidInputError: there are no tables, a value is not a table, or the numbers of axes differ.
         """
         core = native.core
         joined = core and core.concatenate(tables, PositionTable, _READ)
@@ -153,7 +153,7 @@ class PositionTable:
 
     @property
     def axes(self) -> int:
-        """Numbers in a position."""
+        """Number of ids per token."""
         return (self.table.shape[0] - AXES) // 4
 
     @property
@@ -163,7 +163,7 @@ class PositionTable:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return self.documents.shape[1]
 
     @property
@@ -183,7 +183,7 @@ class PositionTable:
 
     @property
     def width(self) -> IntArray:
-        """(segments,) tokens in a row of each grid."""
+        """(segments,) number of tokens in a row of each grid."""
         return self.table[WIDTH]
 
     @property
@@ -224,17 +224,17 @@ class PositionTable:
 
     @property
     def segment_lengths(self) -> IntArray:
-        """(segments,) tokens of each segment."""
+        """(segments,) number of tokens of each segment."""
         return _gaps(self.offset, self.num_tokens)
 
     @property
     def lengths(self) -> IntArray:
-        """(documents,) tokens of each document, padding included."""
+        """(documents,) number of tokens of each document, including padding."""
         return _gaps(self.documents[FIRST_TOKEN], self.num_tokens)
 
     @property
     def real_lengths(self) -> IntArray:
-        """(documents,) tokens of each document, padding not included."""
+        """(documents,) number of tokens of each document, excluding padding."""
         before = np.zeros(self.num_segments + 1, np.int64)
         np.cumsum(self.segment_lengths * ~self.is_padding, out=before[1:])
         first = before[self.documents[FIRST_SEGMENT]]
@@ -242,10 +242,10 @@ class PositionTable:
 
     @property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:
-        """(documents + 1,) int32 first token of each document, then the total, as varlen attention takes it.
+        """(documents + 1,) int32 first token of each document, then the total, for varlen attention.
 
         Raises:
-            LimitExceededError: 2**31 tokens or more.
+            LimitExceededError: the table has 2**31 tokens or more.
         """
         if self.num_tokens > INT32_MAX:
             raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
@@ -255,18 +255,18 @@ class PositionTable:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest document; 0 without documents."""
+        """Number of tokens of the longest document; 0 without documents."""
         lengths = self.lengths
         return int(lengths[lengths.argmax()]) if lengths.size else 0
 
     @property
     def resumable(self) -> npt.NDArray[np.bool_]:
-        """(documents,) whether there is a next position, with which documents go on."""
+        """(documents,) whether a document has a next position and can be continued."""
         return np.not_equal(self.documents[NEXT_POSITION], NO_POSITION)
 
     @property
     def next_positions(self) -> IntArray:
-        """(documents,) the id, equal on all axes, of the token that comes after each document.
+        """(documents,) id, equal on all axes, of the token after each document.
 
         Raises:
             UnsupportedError: the scheme's state is more than one integer, or a document ends between two ids.
@@ -275,7 +275,7 @@ class PositionTable:
 
     @property
     def deltas(self) -> IntArray:
-        """(documents,) next position − start − tokens without padding; slices and decoding keep it.
+        """(documents,) next position − start − tokens without padding; slices and decoding preserve it.
 
         Raises:
             UnsupportedError: the scheme's state is more than one integer, or a document ends between two ids.
@@ -293,7 +293,7 @@ class PositionTable:
         Args:
             out: (axes, tokens) array to write into, with any strides.
             dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
-            axes: which axes, in which order, repeats allowed: (0, 0, 1) gives three rows. Default: all.
+            axes: axes in the order of the rows; repeats are allowed: (0, 0, 1) gives three rows. None gives all axes.
 
         Returns:
             (axes, tokens) ids: ``out`` if given, else a new array.
@@ -302,7 +302,7 @@ class PositionTable:
             InvalidInputError: out, dtype or axes do not fit.
         """
         core = native.core
-        # What fits as it is needs no check, which costs more than writing thousands of ids.
+        # Arguments that fit skip the check, which costs more than writing thousands of ids.
         if axes is None and dtype is None and core is not None:
             ids = out
             if ids is None:
@@ -327,28 +327,28 @@ class PositionTable:
         return numerators, self.denominator.repeat(self.segment_lengths)
 
     def token_types(self, segments: SegmentTable) -> npt.NDArray[np.uint8]:
-        """Give the type of every token: (tokens,) 1 for patches, 3 for audio, 0 for text, markers and row separators.
+        """Return the (tokens,) type of each token: 1 for patches, 3 for audio, 0 for text, markers and row separators.
 
         Args:
-            segments: the documents that are placed here, whole; of a clip the table tells in which order patches and
-                audio take turns.
+            segments: segments of the same whole documents; this table determines the order of patches and audio in a
+                clip.
 
         Raises:
-            InvalidInputError: the table is of other documents.
+            InvalidInputError: the segments belong to other documents.
         """
         self._check_segments(segments)
         clips = (segments.kind == CLIP).any()
         return token_types(segments, self.is_grid.repeat(self.segment_lengths) if clips else None)
 
     def take(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> PositionTable:
-        """Take the tokens of several ranges, in that order; documents stay, and may become empty.
+        """Take the tokens of several ranges in order; all documents remain, and may become empty.
 
         Args:
             starts: (ranges,) first token of each range.
             stops: (ranges,) one past the last token; equal to the start for an empty range.
 
         Raises:
-            InvalidInputError: a range leaves the table, runs backwards, or returns to an earlier document.
+            InvalidInputError: a range exceeds the table, runs backwards, or returns to an earlier document.
         """
         taken = self._cut(TAKE, starts, stops)
         if taken is not None:
@@ -376,17 +376,17 @@ class PositionTable:
         return self._assembled(columns, self.documents[NEXT_POSITION:])
 
     def keep(self, mask: npt.ArrayLike) -> PositionTable:
-        """Keep the tokens of a mask, with their ids, and prune the others for good; documents stay.
+        """Keep the tokens of a mask with their ids and prune the others permanently; all documents remain.
 
-        Next positions stay, so what is generated goes on as if nothing were missing. Each delta grows by the tokens
-        that its document has lost: next position = start + delta + tokens holds for what is left. (``take`` leaves
-        deltas, since its pieces are those of a sequence that stays whole.)
+        Next positions do not change, so generation continues as if no token were missing. Each delta grows by the
+        number of pruned tokens of its document, so that next position = start + delta + tokens still holds. (``take``
+        does not change deltas, since its ranges are parts of a sequence that stays whole.)
 
         Args:
-            mask: (tokens,) bool, True for a token that is kept; it selects from input_ids and labels likewise.
+            mask: (tokens,) bool, True for a token to keep; apply it to input_ids and labels as well.
 
         Raises:
-            InvalidInputError: anything else than a bool for every token.
+            InvalidInputError: the mask is not one bool per token.
         """
         mask = host_array("mask", mask)
         if (mask.dtype != np.bool_ and mask.size) or mask.shape != (self.num_tokens,):
@@ -399,17 +399,17 @@ class PositionTable:
         return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
-        """Take tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
+        """Take tokens start to stop; concatenated slices equal the whole, even if they cut an image."""
         start = integer("start", start, minimum=0, maximum=self.num_tokens)
         return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
 
     def window(self, documents: npt.ArrayLike, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> PositionTable:
-        """Take a window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
+        """Take windows of tokens, each as a separate document: for chunked prefill, decoding and drafts.
 
         Args:
             documents: (windows,) the document of each window, in any order.
             starts: (windows,) first token, counted from the document's first token.
-            lengths: (windows,) tokens; those past the document's end are text at its next position.
+            lengths: (windows,) number of tokens; tokens past the document's end are text at its next position.
 
         Raises:
             UnsupportedError: a window passes the end of a document without a next position.
@@ -442,13 +442,13 @@ class PositionTable:
         return self._assembled(columns, header)
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
-        """Place the next tokens of every document, grouped per document: all text, ids equal on all axes.
+        """Place the next text tokens of every document, grouped by document; their ids are equal on all axes.
 
         Args:
-            steps: tokens per document, one integer for all or (documents,).
+            steps: number of tokens per document, an integer for all or (documents,).
 
         Raises:
-            UnsupportedError: tokens for a document without a next position.
+            UnsupportedError: a document with steps has no next position.
         """
         decoded = self._cut(DECODE, steps)
         if decoded is not None:
@@ -457,28 +457,29 @@ class PositionTable:
         return self._cut(DECODE, steps) or self._window(np.arange(self.num_documents), self.lengths, steps)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
-        """Take the tokens of one context-parallel rank; documents stay, and may become empty.
+        """Take the tokens of one context-parallel rank; all documents remain, and may become empty.
 
         Args:
             rank: 0 to world_size − 1.
             world_size: context-parallel ranks C.
             layout: "zigzag" gives rank r the blocks r and 2C−1−r of 2C of every document, which balances causal
-                attention; "contiguous" gives it block r of C. "zigzag-sequence" and "contiguous-sequence" cut all
-                tokens as one sequence instead, wherever documents end.
+                attention; "contiguous" gives it block r of C. "zigzag-sequence" and "contiguous-sequence" split the
+                batch as one sequence instead, regardless of documents.
 
         Raises:
-            InvalidInputError: a document, or all tokens for "…-sequence", are no multiple of 2C (zigzag) or C.
+            InvalidInputError: the length of a document, or of the batch for "…-sequence", is not a multiple of 2C
+                (zigzag) or C.
         """
         one_of("layout", layout, LAYOUTS)
         sharded = self._cut(SHARD, rank, world_size, LAYOUTS.index(layout))
         return sharded or self.take(*self.shard_ranges(rank, world_size, layout))
 
     def shard_ranges(self, rank: int, world_size: int, layout: Layout = "zigzag") -> tuple[IntArray, IntArray]:
-        """Give starts and stops of the token ranges that ``shard`` takes, ascending; they may be empty."""
+        """Return the ascending starts and stops of the token ranges that ``shard`` takes; ranges may be empty."""
         one_of("layout", layout, LAYOUTS)
         world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
         rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
-        # One rank alone holds everything, in any layout.
+        # A single rank holds everything, in any layout.
         blocks = [rank, 2 * world_size - 1 - rank] if layout.startswith("zigzag") and world_size > 1 else [rank]
         multiple = world_size * len(blocks)
         whole = layout.endswith("sequence")
@@ -489,15 +490,15 @@ class PositionTable:
         return starts, starts + np.repeat(block, len(blocks))
 
     def shard_indices(self, rank: int, world_size: int, layout: Layout = "zigzag") -> IntArray:
-        """Give the (tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
+        """Return the (tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
         starts, stops = self.shard_ranges(rank, world_size, layout)
         return ragged_arange(stops - starts, starts)[1]
 
     def pad(self, length: npt.ArrayLike | None = None, side: Side = "right") -> PositionTable:
-        """Pad every document with id 0, which moves no other id.
+        """Pad every document with id 0; other ids do not change.
 
         Args:
-            length: tokens of every document, or (documents,); None is the longest document.
+            length: number of tokens of every document, or (documents,); None is the longest document.
             side: "left" or "right".
 
         Raises:
@@ -530,9 +531,9 @@ class PositionTable:
         """Expand the ids of a padded batch.
 
         Args:
-            length: tokens of every document; None is the longest document.
+            length: number of tokens of every document; None is the longest document.
             side: "left" or "right".
-            dtype: as for ``dense``.
+            dtype: see ``dense``.
 
         Returns:
             (axes, batch, length) ids and (batch, length) int64 attention_mask, 0 on padding; new arrays.
@@ -547,10 +548,11 @@ class PositionTable:
         return table.dense(dtype=dtype).reshape(self.axes, *shape), mask
 
     def explain(self, token: int, segments: SegmentTable | None = None) -> str:
-        """Explain in one sentence where a token lies and why its position is what it is.
+        """Explain in one sentence where a token lies and how its position is computed.
 
-        A table alone knows text and grids: audio is text to it, and a clip, a thumbnail or a grid in pieces is several
-        segments. The documents tell kinds, markers and frames, and their own segments, counted over the batch.
+        The table alone only distinguishes text and grids: audio counts as text, and a clip, a thumbnail or a split
+        grid is several segments. With ``segments``, the sentence also names kinds, markers and frames, and counts
+        segments as the documents do.
 
         >>> from mmpos import Grid, SegmentTable, Text, place
         >>> place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).explain(4)

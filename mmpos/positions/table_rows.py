@@ -21,7 +21,7 @@ TAKE, SHARD, WINDOW, DECODE, LENGTHEN = range(5)
 """Rules by which C cuts a table from another, see csrc/cut.c."""
 
 NO_POSITION = int(np.iinfo(np.int64).min)
-"""Stands for the next position and the delta of schemes that have none."""
+"""Value of the next position and the delta under schemes that do not define them."""
 
 MAX_AXES = 16
 """Most axes of a table from outside."""
@@ -230,7 +230,7 @@ def _check_documents(table: IntArray, documents: IntArray, num_tokens: int) -> N
             raise InvalidInputError(f"documents: got none, want the documents of {segments} segments")
         return
     if first[0] != 0 or (np.diff(first) < 0).any():
-        raise InvalidInputError("documents.first_segment: got other than ascending from 0, want ascending from 0")
+        raise InvalidInputError("documents.first_segment must ascend from 0")
     tokens = np.append(table[OFFSET], num_tokens)[first]
     wrong = documents[FIRST_TOKEN] != tokens
     if wrong.any():

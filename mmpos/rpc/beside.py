@@ -1,7 +1,8 @@
-"""Large tensors beside their messages: protobuf would copy their bytes several times, and all others would wait for it.
+"""Large tensors beside their messages: protobuf would copy their bytes several times while holding the GIL.
 
-On the wire there is nothing new. A message is written with marks where large tensors go, which then take their places
-in its bytes; and one that came is parsed with marks in place of its large tensors, which are read where they lie.
+The wire format is unchanged. To send a message, protobuf serializes it with marks in place of the large tensors, and
+the bytes of the tensors then replace the marks. To read one, large tensors are replaced by marks before parsing and
+read directly from the received bytes.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_BYTES", "Beside", "WithOutput", "parsed"]
 
 LEAST_BYTES = 2**16
-"""Least size of a large tensor."""
+"""Minimum size of a large tensor in bytes."""
 
 Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview
 Paths = Mapping[int, "Paths | None"]
-"""Fields by number: those of messages that lead to the data of a tensor, and None for the data."""
+"""Fields by number: nested paths for messages that contain tensors, None for the data of a tensor."""
 
 M = TypeVar("M", bound=Message)
 
-# Stands in a message for a tensor, with its place and size; random, so that nobody else can send it.
+# Replaces a tensor in a message, followed by its position and size; random, so that nobody can forge it.
 _MARK = secrets.token_bytes(16)
 _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
 
 _MOST_FIELDS = 64
-"""Most fields of one message among which large tensors are looked for; those of a tensor's own are few."""
+"""Maximum number of fields of a message that are searched for large tensors; a tensor itself has few."""
 
 _MOST_BYTES = 2**31 - 1
-"""Most bytes of a message."""
+"""Maximum size of a message in bytes."""
 
 
 class WithOutput(Protocol):
-    """A request that says where the tensors of its answer go."""
+    """Request that names the memory for the tensors of its answer."""
 
     @property
     def output(self) -> pb.SharedMemory:
-        """The region for them."""
+        """Region for the tensors of the answer."""
 
 
 class Beside:
-    """Large tensors of one message to be written, and of one that was read; implements ``mmpos.rpc.tensors.Memory``.
+    """Large tensors of a message to write and of a message that was read; implements ``mmpos.rpc.tensors.Memory``.
 
     Args:
-        raw: the bytes of the message that was read by ``parsed``.
+        raw: bytes of the message that ``parsed`` has read.
     """
 
     def __init__(self, raw: bytes = b"") -> None:
@@ -74,7 +75,7 @@ class Beside:
         return sum(data.size for data in self._large)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a large tensor for ``serialize``, until which nobody may write to them."""
+        """Keep the bytes of a large tensor for ``serialize``; they must not change until then."""
         if data.size < LEAST_BYTES:
             return False
         message.data = _MARK + _PLACE.pack(len(self._large), data.size)
@@ -82,7 +83,7 @@ class Beside:
         return True
 
     def holds(self, message: pb.Tensor) -> int:
-        """Return the bytes that a tensor that was read claims to have, in its message or in shared memory."""
+        """Return the number of bytes that a received tensor claims, in its message or in shared memory."""
         return int(message.shared.byte_size) if message.HasField("shared") else len(self.data(message))
 
     def get(self, name: str, shared: pb.SharedMemory) -> Data:
@@ -94,30 +95,30 @@ class Beside:
         raise UnsupportedError(f"{name}: got shared memory, want data")
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
-        """Return the bytes of a tensor that was read, from its message or where they lie."""
-        data = message.data  # once: every look at it is a copy
+        """Return the bytes of a received tensor, from its message or from the raw bytes."""
+        data = message.data  # read once: every access copies
         if len(data) != _MARK_BYTES or not data.startswith(_MARK) or not self._raw:
             return data
         begin, size = _PLACE.unpack_from(data, len(_MARK))
         return memoryview(self._raw)[begin : begin + size]
 
     def answer(self, request: WithOutput, size: int | None = None) -> None:
-        """Leave the tensors of the answer, of so many bytes, to its message."""
+        """Do nothing: the tensors of the answer travel in its message."""
 
     def parse(self, kind: type[M], raw: bytes) -> M:
-        """Parse a message, whose large tensors are read from its bytes.
+        """Parse a message; its large tensors are read from the raw bytes.
 
         Raises:
-            DecodeError: the bytes are no such message.
+            DecodeError: the bytes are not a message of this kind.
         """
         self._raw = raw
         return parsed(kind, raw)
 
     def serialize(self, message: Message) -> bytes:
-        """Serialize a message with its large tensors; other threads run meanwhile.
+        """Serialize a message with its large tensors; the GIL is released meanwhile.
 
         Raises:
-            EncodeError: 2 GiB or more.
+            EncodeError: the message has 2 GiB or more.
         """
         raw = message.SerializeToString()
         if not self._large:
@@ -135,10 +136,10 @@ class Beside:
 
 
 def parsed(kind: type[M], raw: bytes) -> M:
-    """Parse a message with marks in place of its large tensors, which ``Beside(raw).data`` reads.
+    """Parse a message with marks in place of its large tensors; ``Beside(raw).data`` then reads the tensors.
 
     Raises:
-        DecodeError: the bytes are no such message.
+        DecodeError: the bytes are not a message of this kind.
     """
     paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
     places = _large_of(raw, 0, len(raw), paths) if paths else []
@@ -156,7 +157,7 @@ def _joined(pieces: Iterable[Piece]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _paths(kind: Descriptor) -> Paths:
-    """Return the fields of a message that lead to tensors, without those of which there may be many."""
+    """Return the fields of a message that contain tensors, except repeated ones."""
     if kind is pb.Tensor.DESCRIPTOR:
         return {kind.fields_by_name["data"].number: None}
     inner = {
@@ -171,7 +172,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
 
 
 def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
-    """Find large tensors of a message: where their bytes begin, and how many they are; none where it is not plain."""
+    """Find the large tensors of a message as (offset, size) pairs; return none if the message is unusual."""
     places: list[tuple[int, int]] = []
     at = begin
     try:
@@ -201,7 +202,7 @@ def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int,
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:
-    """Return the pieces of a message, with other bytes for the fields that begin at some places, and its size."""
+    """Replace the fields that begin at given offsets by other bytes; return the pieces of the message and its size."""
     pieces: list[Piece] = []
     inner: list[Piece]
     size, kept, at = 0, begin, begin
@@ -231,11 +232,11 @@ def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]])
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Parse a varint; returns its value and its end.
+    """Parse a varint; return its value and its end.
 
     Raises:
-        IndexError: the bytes end before it does.
-        OverflowError: it has more bytes than 64 bits take.
+        IndexError: the bytes end inside the varint.
+        OverflowError: the varint is longer than 64 bits need.
     """
     value = shift = 0
     while shift < 70:

@@ -1,4 +1,4 @@
-"""Count the elements of a message before a parser, which cannot be stopped, makes an object of each."""
+"""Count the elements of a message before a parser, which cannot be interrupted, creates an object for each."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mmpos.support import native
 __all__ = ["count_elements"]
 
 Schema = npt.NDArray[np.int32]
-"""(types, field numbers): what the bytes of a field are; row 0 is of the message itself.
+"""(types, field numbers) kind of each field; row 0 describes the message itself.
 
-0 is anything without fields and numbers of its own, 1 + row a submessage; packed numbers are -1 varints, or -4 or -8
-bytes each.
+0 stands for a field without nested elements and 1 + row for a submessage; packed numbers are -1 for varints, and -4 or
+-8 for that many bytes each.
 """
 
 _VARINT, _FIXED64, _BYTES, _BEGIN_GROUP, _END_GROUP, _FIXED32 = range(6)
 _VARINTS = -1
 _MAX_DEPTH = 100
-"""Most messages and groups in each other, as in protobuf's own parsers."""
+"""Maximum nesting of messages and groups, the same as in protobuf's parsers."""
 
 _LONGEST = 10
-"""Most bytes of a varint."""
+"""Maximum size of a varint in bytes."""
 
 _FIXED = {
     FieldDescriptor.TYPE_DOUBLE: -8,
@@ -40,17 +40,17 @@ _NO_NUMBERS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
-    """Count the fields and the packed numbers of a message, those of messages in it included.
+    """Count the fields and the packed numbers of a message, including nested messages.
 
-    It takes a time that follows from ``most``, however many bytes there are, and other threads run meanwhile.
+    The time is bounded by ``most``, whatever the number of bytes, and the GIL is released meanwhile.
 
     Args:
-        kind: of message.
-        raw: its bytes.
-        most: where counting stops; a larger count is returned as one more.
+        kind: type of the message.
+        raw: bytes of the message.
+        most: limit of the count; larger counts return ``most + 1``.
 
     Raises:
-        DecodeError: the bytes are no message; a text in it may still be none.
+        DecodeError: the bytes are not a message. Texts are not checked.
     """
     schema = _schema(kind.DESCRIPTOR)
     count = _count(raw, schema, most) if native.core is None else native.core.elements(raw, schema, most)
@@ -63,7 +63,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
 @lru_cache(maxsize=256)
 def _schema(kind: Descriptor) -> Schema:
     kinds: list[Descriptor] = [kind]
-    for message in kinds:  # grows on the way
+    for message in kinds:  # grows during the loop
         inner = [field.message_type for field in message.fields if field.message_type is not None]
         kinds.extend(dict.fromkeys(kind for kind in inner if kind not in kinds))
     width = 1 + max((field.number for message in kinds for field in message.fields), default=0)
@@ -83,10 +83,10 @@ def _entry(field: FieldDescriptor, kinds: list[Descriptor]) -> int:
 
 
 def _count(raw: bytes, schema: Schema, most: int) -> int:
-    """Count as ``elements`` of the extension does; -1 for bytes that are no message."""
+    """Count like ``elements`` of the extension; return -1 for bytes that are not a message."""
     try:
         return _walk(raw, schema.tolist(), most)
-    except IndexError:  # they end in a number
+    except IndexError:  # the bytes end inside a number
         return -1
 
 
@@ -145,10 +145,10 @@ def _walk(raw: bytes, schema: list[list[int]], most: int) -> int:
 
 
 def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
-    """Read a number of at most so many bytes, and where it ends: behind everything, if it is longer.
+    """Read a varint of at most ``most`` bytes and return it with its end; a longer one ends after all bytes.
 
     Raises:
-        IndexError: the bytes end before.
+        IndexError: the bytes end inside the varint.
     """
     value = 0
     for shift in range(0, 7 * most, 7):
@@ -161,7 +161,7 @@ def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
 
 
 def _packed(raw: bytes, at: int, size: int, entry: int, room: int) -> int:
-    """Count the numbers in these bytes, -1 if they are broken; anything beyond the room if there are more."""
+    """Count packed numbers; return -1 if they are broken, or any number above ``room`` if there are more."""
     if entry != _VARINTS:
         return -1 if size % -entry else size // -entry
     if size // _LONGEST > room:

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses and messages and back, and the bearer tokens of calls."""
+"""Conversion of errors to gRPC statuses and messages and back, and the bearer tokens of calls."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ STATUS: dict[type[MmposError], str] = {
     ServiceUnauthenticatedError: "UNAUTHENTICATED",
     ServiceError: "INTERNAL",
 }
-"""The gRPC status of each error; the first error of a status is what the status means."""
+"""gRPC status of each error; a status converts back to its first error."""
 
 RETRY_AFTER = "grpc-retry-pushback-ms"
-"""Trailing metadata of a refusal for overload: milliseconds after which to try again."""
+"""Trailing metadata of an overloaded server: milliseconds after which to try again."""
 
 OUTPUT_BYTES = "mmpos-output-bytes"
-"""Trailing metadata of a refusal because the tensors of the answer do not fit their region: the bytes they need."""
+"""Trailing metadata if the tensors of the answer do not fit their region: the bytes that they need."""
 
 RETRIED = "mmpos-previous-attempts"
-"""Trailing metadata of an answer to a request that was sent before: how often. An earlier attempt may still be at work,
-and use the shared memory that the request named."""
+"""Trailing metadata of an answer to a retried request: the number of earlier attempts. An earlier attempt may still be
+at work and use the shared memory that the request names."""
 
 LONGEST = 1500
-"""Most bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
+"""Maximum bytes of a message: statuses travel percent-encoded in headers, and clients refuse headers above 8 KiB."""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
-# Of proxies in front of a server; ours knows whom it lets in, and lets them do everything.
+# Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do everything.
 _MEANING["PERMISSION_DENIED"] = ServiceUnauthenticatedError
 
 _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
@@ -58,11 +58,11 @@ _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
 
 
 class OutputError(InvalidInputError):
-    """Error of an answer whose tensors do not fit their region of shared memory.
+    """The tensors of an answer do not fit their region of shared memory.
 
     Args:
-        message: what, got and want.
-        needed: the bytes they need.
+        message: name, value and expected value.
+        needed: number of bytes that the tensors need.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -71,7 +71,7 @@ class OutputError(InvalidInputError):
 
 
 def to_status(error: MmposError) -> tuple[str, str]:
-    """Convert an error to the name of its status and details."""
+    """Convert an error to the name and details of its status."""
     return next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error)
 
 
@@ -80,8 +80,8 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
     Args:
         status: name of the gRPC status.
-        message: its details.
-        retry_after: seconds, if the server said when to come back.
+        message: details of the status.
+        retry_after: seconds after which to retry, if the server sent them.
     """
     if status == "RESOURCE_EXHAUSTED" and retry_after is not None:
         return ServiceOverloadedError(message, retry_after)
@@ -91,7 +91,7 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
 
 def shortened(message: str) -> str:
-    """Shorten a message to what can be sent: errors may repeat a caller's words at length."""
+    """Shorten a message to the size that can be sent, since errors may quote long input."""
     raw = message.encode(errors="backslashreplace")  # half a character cannot be sent
     return raw.decode() if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
 
@@ -103,42 +103,41 @@ def put_error(message: pb.Error, error: MmposError) -> None:
 
 
 def get_error(message: pb.Error) -> MmposError:
-    """Read the error of one item; one of a kind that is not known here is a ServiceError."""
+    """Read the error of one item; an unknown kind becomes a ServiceError."""
     kind = next((kind for kind, code in _CODES.items() if code == message.code), ServiceError)
     return kind(message.message)
 
 
 AUTHORIZATION = "authorization"
-"""Metadata in which a token travels, as "Bearer TOKEN"."""
+"""Metadata key of the token; the value is "Bearer TOKEN"."""
 
 TOKEN_CHARACTERS = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
-"""Characters of a token, in words for errors."""
+"""Characters of a token, for error messages."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 _SCHEME = "bearer "
 
 
 def is_token(text: str) -> bool:
-    """Check whether the text has the alphabet of tokens (RFC 6750, section 2.1), which is TOKEN_CHARACTERS."""
+    """Return whether a text uses only the characters of tokens (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def file_version(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Version of a file of tokens, which changes when the file does.
+    """Return a version of a file that changes when the file does.
 
-    The inode is part of it: a secret of Kubernetes changes with its symbolic link, perhaps to a file of the same
-    age.
+    It includes the inode: a Kubernetes secret changes with its symbolic link, possibly to a file of the same age.
     """
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def put_token(token: str) -> tuple[str, str]:
-    """Make the pair of metadata that carries a token."""
+    """Return the metadata pair that carries a token."""
     return AUTHORIZATION, f"Bearer {token}"
 
 
 def get_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Read the token of a call; None if there is none, or more than one."""
+    """Read the token of a call; return None unless there is exactly one."""
     values = [value for key, value in metadata if key == AUTHORIZATION]
     if len(values) != 1 or not isinstance(values[0], str) or not values[0].lower().startswith(_SCHEME):
         return None
@@ -146,7 +145,7 @@ def get_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Check whether what is sent to this host stays on this machine."""
+    """Return whether traffic to this host stays on this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

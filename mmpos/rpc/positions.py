@@ -1,4 +1,4 @@
-"""Schemes, segment tables, position tables, queries about positions and their results as messages, and back."""
+"""Conversion of schemes, segment tables, position tables, queries and results to messages and back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 
 def parameters(scheme: type[Scheme]) -> list[str]:
-    """List the names of a scheme's parameters, which are fields of the message too."""
+    """List the names of a scheme's parameters, which are also fields of its message."""
     return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
 
 
@@ -85,13 +85,13 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
     """Fill a message with a scheme.
 
     Raises:
-        UnsupportedError: a scheme of the caller's own, which no server knows.
+        UnsupportedError: the scheme is a class of the caller, which no server knows.
     """
     if isinstance(scheme, str):
         message.name = scheme
         return
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
-        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES in a call of a service")
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service only knows mmpos.SCHEMES")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
         if name in RATIONAL_PARAMETERS:
@@ -104,17 +104,17 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     """Read the scheme of a message.
 
     Raises:
-        InvalidInputError: an unknown name, or a parameter that is wrong or not of this scheme.
-        UnsupportedError: a layout that no scheme can hold.
+        InvalidInputError: the name is unknown, or a parameter is wrong or belongs to another scheme.
+        UnsupportedError: no scheme can represent the layout.
     """
     if message.name not in SCHEMES:
-        return named_scheme(message.name)  # which says why there is none
+        return named_scheme(message.name)  # raises an error for an unknown name
     scheme = SCHEMES[message.name]
-    if message.ByteSize() == len(message.name) + 2:  # nothing but the name
+    if message.ByteSize() == len(message.name) + 2:  # only the name
         return _default(scheme)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
-        raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
+        raise InvalidInputError(f"{path(name, parameter)}: scheme {message.name!r} has no such parameter")
     for parameter in values.keys() & RATIONAL_PARAMETERS:
         rate = get_rational(path(name, parameter), values[parameter])
         values[parameter] = rate if rate.denominator > 1 else int(rate)
@@ -123,7 +123,7 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
 
 @lru_cache(maxsize=64)
 def _default(scheme: type[Scheme]) -> Scheme:
-    """Return a scheme without parameters, one for all requests."""
+    """Return a scheme without parameters, shared by all requests."""
     return scheme()
 
 
@@ -152,7 +152,7 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
     """Read the segment table of a message.
 
     Raises:
-        InvalidInputError: lists of different lengths, or what SegmentTable refuses.
+        InvalidInputError: the lists differ in length, or SegmentTable refuses them.
     """
     plain = None if native.core is None else native.core.segments(message.SerializeToString())
     if plain is not None:
@@ -173,7 +173,7 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
             extents[axis] = values
         elif values.size or axis > 0:
             field = path(name, _LISTS[1 + axis])
-            raise InvalidInputError(f"{field}: got {values.size} numbers, want {kind.size} like kind")
+            raise InvalidInputError(f"{field}: got {values.size} numbers, want {kind.size}, one for each segment")
     offsets = np.zeros(per_document.size + 1, np.int64)
     np.cumsum(per_document, out=offsets[1:])
     return SegmentTable(
@@ -191,7 +191,9 @@ def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntAr
     if not times:
         return None
     if len(times) != segments:
-        raise InvalidInputError(f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments} like kind")
+        raise InvalidInputError(
+            f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments}, one for each segment"
+        )
     return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
 
 
@@ -227,11 +229,11 @@ def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> Non
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
-    """Read the position table of a message; it shares the bytes of the message.
+    """Read the position table of a message, sharing the bytes of the message.
 
     Raises:
-        InvalidInputError: bytes that do not fit the axes, or what PositionTable.from_arrays refuses.
-        LimitExceededError: more tokens than cu_seqlens can count, or ids outside int32.
+        InvalidInputError: the bytes do not fit the axes, or PositionTable.from_arrays refuses them.
+        LimitExceededError: the table has more tokens than cu_seqlens can count, or ids outside int32.
     """
     if not 1 <= message.axes <= MAX_AXES:
         raise InvalidInputError(f"{path(name, 'axes')}: got {message.axes}, want 1 to {MAX_AXES}")
@@ -255,7 +257,7 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
 def put_source(
     message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
 ) -> None:
-    """Fill the source of a query; memory: as for ``put_tensor``."""
+    """Fill the source of a query; see ``put_tensor`` for memory."""
     if isinstance(source, SegmentTable):
         message.segments.SetInParent()
         put_segments(message.segments, source)
@@ -266,7 +268,7 @@ def put_source(
 
 
 def get_source(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> SegmentTable | Spans | InputIds:
-    """Read the source of a query; memory: as for ``get_tensor``."""
+    """Read the source of a query; see ``get_tensor`` for memory."""
     source = chosen(path(name, "source"), message, "source")
     if source == "input_ids":
         return _get_input_ids(message.input_ids, memory)
@@ -341,8 +343,8 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
 
 def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders) -> None:
     """Write placeholders into a message."""
-    given = {name: value for name, value in asdict(placeholders).items() if value is not None}
-    message.CopyFrom(table_pb2.Placeholders(**given))
+    values = {name: value for name, value in asdict(placeholders).items() if value is not None}
+    message.CopyFrom(table_pb2.Placeholders(**values))
 
 
 def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
@@ -357,7 +359,7 @@ def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
-    """Cast integers to a type that can be sent; leave anything else to be refused where it is used."""
+    """Cast integers to a type that can be sent; leave other values unchanged, to be refused at their use."""
     array = host_array(name, values)
     if array.dtype.kind == "b":
         return array.astype(np.uint8)
@@ -382,7 +384,7 @@ _IDS = {tensor_pb2.DATA_TYPE_UNSPECIFIED: None} | {DATA_TYPES[name]: name for na
 def put_query(
     message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None, memory: Memory | None = None
 ) -> None:
-    """Fill a message with a query; memory: as for ``put_tensor``."""
+    """Fill a message with a query; see ``put_tensor`` for memory."""
     put_source(message, query.source, memory)
     if profile is not None:
         message.profile = profile
@@ -401,11 +403,11 @@ def put_query(
 
 
 def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
-    """Read the query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
+    """Read the query of a message; fields left to a profile are None; see ``get_tensor`` for memory.
 
     Raises:
-        InvalidInputError: naming the field that is missing, unknown or wrong.
-        UnsupportedError: likewise.
+        InvalidInputError: a field is missing, unknown or wrong; the message names it.
+        UnsupportedError: a field has an unsupported value; the message names it.
     """
     dense = optional(message, "dense")
     return PositionsQuery(
@@ -419,7 +421,7 @@ def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = Non
 
 
 def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | None = None) -> None:
-    """Fill a message with a result; memory: as for ``put_tensor``."""
+    """Fill a message with a result; see ``put_tensor`` for memory."""
     if result.table is not None:
         put_table(message.table, result.table)
     if result.dense is not None:
@@ -431,9 +433,9 @@ def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | 
 
 
 def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
-    """Read the result of a message; its arrays may share the bytes of the message; memory: as for ``get_tensor``."""
+    """Read the result of a message; arrays may share the bytes of the message; see ``get_tensor`` for memory."""
     if not message.HasField("table") and not message.HasField("dense"):
-        raise InvalidInputError(f"{name}: got neither table nor dense, want one of them")
+        raise InvalidInputError(f"{name}: got neither table nor dense, want one")
     documents = len(message.cu_seqlens) - 1
     known = len(message.next_positions) == documents
     return PositionsResult(
@@ -463,7 +465,7 @@ def _put_view(message: pb.View, view: View) -> None:
 
 
 def get_view(name: str, message: pb.View) -> View:
-    """Read the verb of a message."""
+    """Read the view of a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)
     name = path(name, kind)
@@ -501,11 +503,11 @@ def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None
 def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
     each: IntArray = integers(getattr(message, f"{field}_per_document"))
     if each.size and message.HasField(field):
-        raise InvalidInputError(f"{path(name, field)}: got it and {field}_per_document, want one of them")
+        raise InvalidInputError(f"{path(name, field)} cannot be combined with {field}_per_document")
     return each if each.size else default if not message.HasField(field) else getattr(message, field)
 
 
 def _number(name: str, meanings: Mapping[E, T], meaning: T) -> E:
-    """Look up the enum value of a meaning."""
+    """Look up the enum value with this meaning."""
     numbers = {value: number for number, value in meanings.items() if value is not None}
     return numbers[one_of(name, meaning, numbers)]

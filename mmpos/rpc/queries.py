@@ -1,4 +1,4 @@
-"""Queries about positions as data: which documents, which scheme, which verbs of the table; sent, or run in process."""
+"""Queries about positions as data (documents, scheme, views of the table), to send or to run in process."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Take:
-    """Token ranges to take: PositionTable.take as data."""
+    """Token ranges to take; the arguments of PositionTable.take."""
 
     starts: npt.ArrayLike
     stops: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Take the tokens of these ranges."""
+        """Take the tokens of the ranges."""
         return positions.take(self.starts, self.stops)
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Windows of documents: PositionTable.window as data."""
+    """Windows of documents; the arguments of PositionTable.window."""
 
     documents: npt.ArrayLike
     starts: npt.ArrayLike
     lengths: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Cut out these windows, each a document."""
+        """Return a table with a document for each window."""
         return positions.window(self.documents, self.starts, self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Decode:
-    """Tokens to decode: PositionTable.decode as data."""
+    """Number of tokens to decode; the argument of PositionTable.decode."""
 
     steps: npt.ArrayLike = 1
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Make the next tokens of every document."""
+        """Return the next tokens of every document."""
         return positions.decode(self.steps)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Shard of a rank: PositionTable.shard as data."""
+    """Shard of a rank; the arguments of PositionTable.shard."""
 
     rank: int
     world_size: int
@@ -85,7 +85,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Pad:
-    """Padding of documents: PositionTable.pad as data."""
+    """Padding of documents; the arguments of PositionTable.pad."""
 
     length: npt.ArrayLike | None = None
     side: Side = "right"
@@ -96,7 +96,7 @@ class Pad:
 
 
 View = Take | Window | Decode | Shard | Pad
-"""Verb of a position table with its arguments; the field ``views`` of the protocol holds a list of them."""
+"""Method of a position table with its arguments; field ``views`` of the protocol holds a list of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class Spans:
     extra_tokens: npt.ArrayLike | None = None
 
     def segments(self) -> SegmentTable:
-        """Make the segments of these documents."""
+        """Build the segments of the documents."""
         return SegmentTable.from_spans(**vars(self))
 
 
@@ -122,8 +122,7 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    Where a profile is at hand, a spatial_merge_size of None is the profile's, and placeholders without an image are
-    filled with the profile's.
+    On a server, a profile replaces a spatial_merge_size of None and placeholders without an image token.
     """
 
     input_ids: npt.ArrayLike
@@ -139,7 +138,7 @@ class InputIds:
     audio_lengths: npt.ArrayLike | None = None
 
     def segments(self) -> SegmentTable:
-        """Make the segments of these documents."""
+        """Build the segments of the documents."""
         merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
         return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 
@@ -158,8 +157,8 @@ class Dense:
             raise InvalidInputError(f"dtype: got {self.dtype!r}, want int32, int64, float64 or None") from None
         if self.axes is not None:
             object.__setattr__(self, "axes", tuple(int_array("axes", self.axes, (None,)).tolist()))
-            if not self.axes:  # a message without axes asks for all
-                raise InvalidInputError("axes: got none, want at least one, or None for all")
+            if not self.axes:  # a message without axes asks for all axes
+                raise InvalidInputError("axes: got an empty list, want at least one axis, or None for all")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +166,10 @@ class PositionsResult:
     """Result of a PositionsQuery.
 
     Args:
-        table: the positions, unless ids were asked for.
-        dense: (axes, tokens) ids, if they were asked for.
-        next_positions: (documents,) int64 id of the token after each document; None where the scheme has none.
-        deltas: (documents,) int64 next position − start − tokens without padding; None where the scheme has none.
+        table: position table, unless the query asks for ids.
+        dense: (axes, tokens) ids, if the query asks for them.
+        next_positions: (documents,) int64 id of the token after each document; None if the scheme defines none.
+        deltas: (documents,) int64 next position − start − tokens without padding; None if the scheme defines none.
         cu_seqlens: (documents + 1,) int32 first token of each document, then the total.
     """
 
@@ -182,10 +181,10 @@ class PositionsResult:
 
     @classmethod
     def of(cls, positions: PositionTable, dense: Dense | None = None) -> PositionsResult:
-        """Collect the result for these positions.
+        """Build the result for a position table.
 
         Raises:
-            LimitExceededError: 2**31 tokens or more.
+            LimitExceededError: the table has 2**31 tokens or more.
         """
         next_positions, deltas = positions.documents[NEXT_POSITION], positions.documents[DELTA]
         resumable = not (next_positions == NO_POSITION).any()
@@ -200,17 +199,17 @@ class PositionsResult:
 
 @dataclass(frozen=True, eq=False)
 class PositionsQuery:
-    """Query about positions: documents, scheme, verbs of the table, and table or ids.
+    """Query about positions: documents, scheme, views of the table, and whether to return the table or ids.
 
     >>> PositionsQuery(Spans([11], [3], [[1, 2, 3]]), views=[Decode()]).run().table.dense().tolist()
     [[16], [16]]
 
     Args:
-        source: the documents.
-        scheme: as for ``mmpos.place``; None is the one of the profile at hand, else "rope-tie".
-        start: as for ``mmpos.place``.
-        strict: as for ``mmpos.place``.
-        views: what to make of the placed table, in this order.
+        source: documents.
+        scheme: see ``mmpos.place``; None is the scheme of the server's profile, or "rope-tie" without a profile.
+        start: see ``mmpos.place``.
+        strict: see ``mmpos.place``.
+        views: methods to apply to the placed table, in this order.
         dense: set for ids instead of the table.
     """
 
@@ -230,18 +229,18 @@ class PositionsQuery:
                 raise InvalidInputError(f"views[{i}]: got {kind.__name__}, want Take, Window, Decode, Shard or Pad")
 
     def segments(self) -> SegmentTable:
-        """Make the documents' segments."""
+        """Build the segments of the documents."""
         return self.source if isinstance(self.source, SegmentTable) else self.source.segments()
 
     def place(self, segments: SegmentTable) -> PositionTable:
-        """Place these segments, before any view."""
+        """Place the segments, without applying views."""
         return place(segments, "rope-tie" if self.scheme is None else self.scheme, self.start, self.strict)
 
     def run(self) -> PositionsResult:
         """Run the query in this process.
 
         Raises:
-            MmposError: whatever the calls raise that the query stands for.
+            MmposError: any error of the calls that the query describes.
         """
         positions = self.place(self.segments())
         for view in self.views:

@@ -1,4 +1,4 @@
-"""Rotations, and the positions to rotate by, as messages and back."""
+"""Conversion of rotations, and of the positions to rotate by, to messages and back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
     """Read the rotation of a message.
 
     Raises:
-        InvalidInputError: naming the field that is unknown, or the argument of Rotary that is wrong.
+        InvalidInputError: a field is unknown or an argument of Rotary is wrong; the message names it.
     """
     values: dict[str, Any] = {"head_dim": message.head_dim}
     _check_lists(name, message)
@@ -71,7 +71,7 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
     if message.theta:
         values["theta"] = message.theta[0] if len(message.theta) == 1 else list(message.theta)
     if message.HasField("allocation") and message.pair_axis:
-        raise InvalidInputError(f"{path(name, 'allocation')}: got it and pair_axis, want one of them")
+        raise InvalidInputError(f"{path(name, 'allocation')} cannot be combined with pair_axis")
     if message.HasField("allocation"):
         values["allocation"] = message.allocation
     elif message.pair_axis:
@@ -79,7 +79,7 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
     values["pairing"] = enum(name, message, "pairing", _PAIRINGS)
     values["precision"] = enum(name, message, "precision", _PRECISIONS)
     if message.HasField("scaling") and message.axis_scaling:
-        raise InvalidInputError(f"{path(name, 'scaling')}: got it and axis_scaling, want one of them")
+        raise InvalidInputError(f"{path(name, 'scaling')} cannot be combined with axis_scaling")
     if message.HasField("scaling"):
         values["scaling"] = _get_scaling(message.scaling)
     elif message.axis_scaling:
@@ -95,7 +95,7 @@ def _get_scaling(message: pb.Scaling) -> dict[str, Any]:
 
 
 def _check_lists(name: str, message: pb.Rotary) -> None:
-    """Refuse lists that no rotation of this size has, before anything is made of them."""
+    """Refuse lists that are too long for a rotation of this size, before they are used."""
     most = max(message.head_dim, 2)
     if message.kv_heads > 1:
         most = min(most * message.kv_heads, MAX_HEAD_DIM)
@@ -112,21 +112,21 @@ def _check_lists(name: str, message: pb.Rotary) -> None:
 def put_rotary_positions(
     message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[np.generic]
 ) -> None:
-    """Fill a message with a PositionTable, or with a torch tensor or an array of ids."""
+    """Fill a message with a PositionTable, or with ids in a torch tensor or an array."""
     if isinstance(positions, PositionTable):
         put_table(message.table, positions)
     elif hasattr(positions, "dtype") and hasattr(positions, "shape"):
         put_tensor(message.ids, positions)
     else:
         raise InvalidInputError(
-            f"positions: got {type(positions).__name__}, want a PositionTable or a tensor of ids in a call of a service"
+            f"positions: got {type(positions).__name__}, want a PositionTable or a tensor of ids for a service"
         )
 
 
 def get_rotary_positions(
     name: str, message: pb.RotaryPositions, memory: Memory | None = None
 ) -> PositionTable | Tensor:
-    """Read the positions of a message, ids as a torch tensor; memory: as for ``get_tensor``."""
+    """Read the positions of a message, ids as a torch tensor; see ``get_tensor`` for memory."""
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)

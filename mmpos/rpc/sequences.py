@@ -1,4 +1,4 @@
-"""Documents of text, token ids and images, and the sequences built of them, as messages, and back."""
+"""Conversion of documents (text, token ids, images) and the sequences built from them to messages and back."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """Record of how a document was sent; its answer is read with it.
+    """Record of how a document was sent, needed to read its answer.
 
     Args:
-        hashes: content hashes of those images, by index among the images of the document, whose pixels alone do not
-            give it.
-        origins: index of the caller's part that each part sent is of: a Video is sent as texts and images.
-        names: what errors call each part sent.
-        error: of the part after those sent, which cannot be; those before it may have faults that only a server knows.
+        hashes: content hashes by index among the images of the document, for images whose pixels do not determine it.
+        origins: index of the caller's part for each sent part, since a Video is sent as texts and images.
+        names: name of each sent part in errors.
+        error: error of the first part that cannot be sent; a server may still find errors in the parts before it.
     """
 
     hashes: dict[int, str] = field(default_factory=dict)
@@ -58,10 +57,11 @@ class Sent:
 
 
 def put_parts(message: pb.Document, parts: object, memory: Memory | None = None) -> Sent:
-    """Fill a message with the parts of a document, as SequenceBuilder.build takes them, up to one that cannot be sent.
+    """Fill a message with the parts of a document, up to the first part that cannot be sent.
 
-    A path travels as the bytes of its file, an image without a file as its upright pixels, and a Video as its plain
-    parts; memory: as for ``put_tensor``. The error of the part that cannot be sent is that of SequenceBuilder.build.
+    The parts are those of SequenceBuilder.build. A path is sent as the bytes of its file, an image without a file as
+    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. A part that cannot be sent
+    raises the error of SequenceBuilder.build.
     """
     if not isinstance(parts, list | tuple):
         return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
@@ -83,12 +83,12 @@ def put_parts(message: pb.Document, parts: object, memory: Memory | None = None)
 
 
 def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[object]:
-    """Read the parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
+    """Read the parts of a document for SequenceBuilder.build; see ``get_tensor`` for memory."""
     return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
 
 
 def _put_part(name: str, entry: pb.Part, part: object, memory: Memory | None) -> tuple[bool, str | None]:
-    """Fill a part; return whether it is an image, and its content hash if the pixels alone do not give it."""
+    """Fill a part; return whether it is an image, and its content hash if its pixels do not determine it."""
     if isinstance(part, str):
         entry.text = text(name, part)
         return False, None
@@ -116,7 +116,7 @@ def _put_image(entry: pb.Part, image: object, memory: Memory | None) -> str | No
         entry.image = _file(image)
     else:
         with open_source(image) as source:
-            _ = source.size  # refuses an image without pixels
+            _ = source.size  # raises an error for an image without pixels
             samples, content_hash = source.read("pillow")
         put_tensor(entry.pixels, np.asarray(samples), memory)
         return content_hash
@@ -187,7 +187,7 @@ def _side(name: str, value: int) -> int:
 
 
 def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Memory | None = None) -> None:
-    """Fill a message with a sequence; memory: as for ``put_tensor``."""
+    """Fill a message with a sequence; see ``put_tensor`` for memory."""
     narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
     put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, memory)
     put_segments(message.segments, sequence.segments)
@@ -211,13 +211,13 @@ def get_sequence(
     """Read the sequence of a message.
 
     Args:
-        name: of the field, for errors.
-        message: the sequence.
-        hashes: content hashes that are known better here, by index of the image.
-        memory: as for ``get_tensor``.
+        name: name of the field, for errors.
+        message: message of the sequence.
+        hashes: content hashes that replace those of the message, by index of the image.
+        memory: see ``get_tensor``.
 
     Raises:
-        InvalidInputError: parts of the message do not fit each other.
+        InvalidInputError: the parts of the message do not fit together.
     """
     segments = get_segments(path(name, "segments"), required(name, message, "segments"))
     positions = get_result(path(name, "positions"), required(name, message, "positions")).table
@@ -226,7 +226,7 @@ def get_sequence(
         got = None if positions is None else positions.num_tokens
         raise InvalidInputError(
             f"{path(name, 'input_ids')}: got {counted(input_ids.size, 'token')}, {segments.num_tokens} in segments and "
-            f"{got} in positions, want the same"
+            f"{got} in positions, want equal numbers"
         )
     patches = None
     if message.HasField("patches"):
@@ -247,8 +247,8 @@ def get_sequence(
 
 
 def _margins(name: str, numbers: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
-    """Read how many markers stand before and after an image or audio, each one or none."""
-    if not numbers:  # of a server that knows no others
+    """Read the numbers of markers before and after an image or audio, 0 or 1 each."""
+    if not numbers:  # from a server without this field
         return default
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):
         raise InvalidInputError(f"{name}: got {list(numbers)[:8]}, want two numbers of 0 and 1")

@@ -1,4 +1,4 @@
-"""Fields of messages: arrays and tensors as little-endian bytes, in the message or in shared memory, and numbers."""
+"""Fields of messages: numbers, and tensors as little-endian bytes in the message or in shared memory."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Tensors of an answer begin at multiples of so many bytes."""
+"""Alignment in bytes of the tensors of an answer."""
 
 
 class Memory(Protocol):
-    """Tensors of one call that are not in their messages."""
+    """Memory for the tensors of one call that are not in their messages."""
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of a tensor of the other side into memory that may be written to.
+        """Copy the bytes of a received tensor into writable memory.
 
         Args:
-            name: what errors call the field.
-            shared: where they lie; as many as are wanted.
+            name: name of the field in errors.
+            shared: location of the bytes, already of the right size.
         """
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
-        """Return the bytes of a tensor of the other side that are in its message, or beside it."""
+        """Return the bytes of a received tensor in its message, or beside it."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Take the bytes of a tensor, at least one, and write into its message where they are; False: it holds them."""
+        """Store the nonempty bytes of a tensor and note their place in its message; return False to keep them in it."""
 
 
 def process_space() -> str:
-    """Read which numbers of processes this one sees, as the link /proc/self/ns/pid; "" where there is none."""
+    """Read the pid namespace of this process from /proc/self/ns/pid; return "" if the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -56,7 +56,7 @@ def process_space() -> str:
 
 
 def aligned(size: int) -> int:
-    """Round a size up to where the next tensor may begin."""
+    """Round a size up to the offset at which the next tensor may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -87,7 +87,7 @@ def chosen(name: str, message: Message, oneof: str) -> str:
 
 
 def optional(message: Message, field: str) -> Any:
-    """Read the value of a field, or None if it is not set."""
+    """Read the value of a field, or return None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
 
 
@@ -104,24 +104,24 @@ def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
 
 
 def integers(values: Iterable[int], *, columns: int | None = None, name: str = "") -> IntArray:
-    """Read a repeated field: (n,) int64, or (n, columns) if its numbers stand in groups."""
+    """Read a repeated field as (n,) int64, or as (n, columns) if its numbers form groups."""
     array = np.array(list(values), np.int64)  # a list is read faster than a field
     return array if columns is None else in_columns(name, array, columns)
 
 
 def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
-    """Reshape numbers that stand in groups to (n, columns)."""
+    """Reshape grouped numbers to (n, columns)."""
     if array.size % columns:
-        raise InvalidInputError(f"{name}: got {array.size} numbers, want {columns} for each")
+        raise InvalidInputError(f"{name}: got {array.size} numbers, want groups of {columns}")
     return array.reshape(-1, columns)
 
 
 def integer_lists(message: Message, *fields: str) -> list[IntArray]:
-    """Read repeated fields, (n,) int64 each, off the bytes of the message: without an object per number.
+    """Read repeated fields, (n,) int64 each, from the bytes of the message, without an object per number.
 
     Args:
-        message: one without much else in it, which is written once more for this.
-        fields: their names.
+        message: message with little other content, since it is serialized again.
+        fields: names of the fields.
     """
     if native.core is not None:
         lists = native.core.integers(message.SerializeToString(), _numbers(message.DESCRIPTOR, fields))
@@ -144,27 +144,27 @@ def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
 
 
 def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
-    """Read times; None if the field is empty, and None for each of numerator 0."""
+    """Read times; return None if the field is empty, with None for each time of numerator 0."""
     if not values:
         return None
     return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def get_rational(name: str, value: Rational) -> Fraction:
-    """Read an exact number."""
+    """Read a fraction."""
     if value.denominator < 1:
         raise InvalidInputError(f"{path(name, 'denominator')}: got {value.denominator}, want >= 1")
     return Fraction(value.numerator, value.denominator)
 
 
 def put_rational(message: Rational, value: Fraction | int | None) -> None:
-    """Fill a message with an exact number, or 0 for None."""
+    """Fill a message with a fraction, or with 0 for None."""
     exact = Fraction(0 if value is None else value)
     message.numerator, message.denominator = exact.numerator, exact.denominator
 
 
 _MAX_NDIM = 8
-"""Most axes of a tensor."""
+"""Maximum number of axes of a tensor."""
 
 _NAMES = {
     pb.DATA_TYPE_UINT8: "uint8",
@@ -178,9 +178,9 @@ _NAMES = {
     pb.DATA_TYPE_UINT16: "uint16",
 }
 DATA_TYPES = {name: number for number, name in _NAMES.items()}
-"""Numbers of data types by the names that numpy and torch give them."""
+"""Enum numbers of data types by their names in numpy and torch."""
 
-# numpy has no bfloat16: its bits travel through numpy as uint16.
+# numpy has no bfloat16, so its bits pass through numpy as uint16.
 _LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
 
 
@@ -188,12 +188,12 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor
     """Fill a message with an array or a torch tensor on any device.
 
     Args:
-        message: the tensor.
-        array: its numbers.
-        memory: shared memory, which may take its bytes instead.
+        message: message of the tensor.
+        array: values of the tensor.
+        memory: shared memory that may hold the bytes instead of the message.
 
     Raises:
-        InvalidInputError: a type that does not travel.
+        InvalidInputError: the type cannot be sent.
     """
     if not isinstance(array, np.ndarray):
         name, array = _host(array)
@@ -215,20 +215,20 @@ def get_tensor(
     ndim: Collection[int] | None = None,
     memory: Memory | None = None,
 ) -> npt.NDArray[Any]:
-    """Read the array of a message: a read-only view of its bytes; bfloat16 comes as the uint16 of its bits.
+    """Read the array of a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
 
-    What lies in shared memory comes as an array of its own, which may be written to.
+    A tensor in shared memory becomes a new, writable array.
 
     Args:
-        name: of the field, for errors.
-        message: the tensor.
-        dtypes: names of the types to accept; None: all.
-        ndim: numbers of axes to accept; None: up to 8.
+        name: name of the field, for errors.
+        message: message of the tensor.
+        dtypes: names of the accepted types; None accepts all.
+        ndim: accepted numbers of axes; None accepts up to 8.
         memory: shared memory of tensors that are not in messages.
 
     Raises:
-        InvalidInputError: another type or number of axes, or bytes that are not what the shape says.
-        UnsupportedError: a tensor in shared memory, where nothing holds it.
+        InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
+        UnsupportedError: the tensor is in shared memory, but there is none here.
     """
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
     dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
@@ -238,16 +238,16 @@ def get_tensor(
         raise InvalidInputError(f"{path(name, 'shape')}: got {len(shape)} axes, want {want}")
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
-    wanted = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not wrap around
-    data = message.data if memory is None else memory.data(message)  # once: every look at it is a copy
+    size = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not overflow
+    data = message.data if memory is None else memory.data(message)  # read once: every access copies
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
-    if got != wanted:
+    if got != size:
         raise InvalidInputError(
-            f"{path(name, field)}: got {got} bytes, want {wanted} for shape {shape} of {dtype.itemsize}"
+            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} of {dtype.itemsize}"
         )
-    # No array has such axes, not even an empty one.
-    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
-        raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes that an array can have")
+    # numpy refuses such axes even for an empty array.
+    if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:
+        raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want a shape that an array can have")
     if message.HasField("shared"):
         array = _shared(name, message, memory).view(dtype).reshape(shape)
     else:
@@ -256,7 +256,7 @@ def get_tensor(
 
 
 def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> torch.Tensor:
-    """Read the torch tensor of a message, which may be written to; memory: as for ``get_tensor``."""
+    """Read a writable torch tensor from a message; see ``get_tensor`` for memory."""
     with needed_for("rotations", extra="all"):
         import torch
 
@@ -266,7 +266,7 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
 
 
 def owned(array: npt.NDArray[S]) -> npt.NDArray[S]:
-    """Copy an array unless it may be written to."""
+    """Return the array itself if it is writable, else a copy."""
     return array if array.flags.writeable else array.copy()
 
 
@@ -275,12 +275,12 @@ def _shared(name: str, message: pb.Tensor, memory: Memory | None) -> npt.NDArray
     if memory is None:
         raise UnsupportedError(f"{path(name, 'shared')}: got shared memory, want data")
     if message.data:
-        raise InvalidInputError(f"{path(name, 'shared')}: got it and data, want one of them")
+        raise InvalidInputError(f"{path(name, 'shared')} cannot be combined with data")
     return memory.get(path(name, "shared"), message.shared)
 
 
 def _host(tensor: object) -> tuple[str, npt.NDArray[Any]]:
-    """Convert a torch tensor to the name of its type and an array, bits of bfloat16 as uint16."""
+    """Convert a torch tensor to the name of its type and an array; bfloat16 becomes uint16 bits."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"tensor: got {type(tensor).__name__}, want a numpy array or a torch tensor")

@@ -1,4 +1,4 @@
-"""The layout of a packed batch, before any scheme: text, audio and grids of documents, spans or input_ids."""
+"""Layout of a packed batch, before any scheme: text, audio and grids, from documents, spans or input_ids."""
 
 from mmpos.segments.kinds import (
     AUDIO,

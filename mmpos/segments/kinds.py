@@ -1,4 +1,4 @@
-"""What documents are written of, Text, Audio, Grid, Clip, Thumbnail and Tile, and the kinds of their segments."""
+"""Parts of documents (Text, Audio, Grid, Clip, Thumbnail and Tile) and the kinds of their segments."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE = range(7)
 """Kinds of segments."""
 
 PATCH, AUDIO_TOKEN = 1, 3
-"""Token types of a patch and of a token of audio, as Transformers' mm_token_type_ids numbers images and audio (2 are
-videos there); text, markers and row separators have type 0."""
+"""Token types of patches and audio tokens, numbered like Transformers' mm_token_type_ids (2 is video there); text,
+markers and row separators have type 0."""
 
 NOUNS = {GRID: "grid", AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
-"""Words for segments with a content that their tokens do not tell."""
+"""Words for segments whose content their token ids do not determine."""
 
 CLIP_MARKERS = 2
-"""Markers before the merged tokens of a clip, and as many after them: those of the video and, inside, of its audio."""
+"""Number of markers before and after the merged tokens of a clip: the video's outside, the audio's inside."""
 
 CROP_MARKERS = 2
-"""Markers around a thumbnail or a tile: one before its patches, one after them."""
+"""Number of markers around a thumbnail or a tile: one before and one after its patches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Tokens one after the other."""
+    """Run of consecutive tokens."""
 
     length: int
 
@@ -86,7 +86,7 @@ class Text(_Run):
 
 @dataclass(frozen=True, slots=True)
 class Audio(_Run):
-    """A run of audio tokens, as many as the model's audio encoder makes; their ids are those of text.
+    """A run of audio tokens, one for each output of the model's audio encoder; they get the same positions as text.
 
     Args:
         length: number of tokens, at least 1.
@@ -103,9 +103,9 @@ class Grid:
         height: rows of patches after spatial merging, as the language model sees them.
         width: columns of patches after spatial merging.
         frames: frames of a video; 1 for a still image.
-        row_separator: every row ends in one more token, as models that generate patch by patch want.
+        row_separator: whether every row ends in one more token, for models that generate patch by patch.
         seconds_per_frame: time between two frames in seconds, for schemes that place frames in time;
-            a float is taken as the nearest fraction with a denominator up to 1,000,000.
+            a float is rounded to the nearest fraction with a denominator up to 1,000,000.
     """
 
     height: int
@@ -155,17 +155,17 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Clip:
-    """A video with its sound: patches and audio tokens on one clock, which a scheme merges by time.
+    """A video with its sound: patches and audio tokens that a scheme merges by time.
 
-    The segment holds two markers before the merged tokens and two after them, those of the video around those of its
-    audio. How video and audio take turns is known to the scheme, not to the segment.
+    The segment includes two markers before the merged tokens and two after them; the video's markers enclose the
+    audio's. The scheme, not the segment, decides how video and audio tokens alternate.
 
     Args:
         height: rows of patches after spatial merging.
         width: columns of patches after spatial merging.
         frames: frames of the video, after temporal merging.
-        audio: tokens of its audio, at least 1.
-        seconds_per_frame: time between two frames in seconds, as of Grid.
+        audio: number of audio tokens, at least 1.
+        seconds_per_frame: time between two frames in seconds; see Grid.
     """
 
     height: int
@@ -191,13 +191,13 @@ class Clip:
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens beside patches and markers."""
+        """Number of tokens other than patches and markers."""
         return self.audio
 
 
 @dataclass(frozen=True, slots=True)
 class _Crop:
-    """The patches of one crop of a picture, between the two markers of its own that the segment holds, too."""
+    """The patches of one crop of a picture, with its two markers."""
 
     height: int
     width: int
@@ -215,18 +215,18 @@ class _Crop:
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens beside patches and markers."""
+        """Number of tokens other than patches and markers."""
         return self.tokens_after
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail(_Crop):
-    """A whole picture, small, between two markers; tiles that follow it are the same picture at a higher resolution.
+    """A downscaled picture between two markers; the tiles after it show the same picture at a higher resolution.
 
     Args:
         height: rows of patches after spatial merging.
         width: columns of patches after spatial merging.
-        tokens_after: markers and newlines after the one that closes it, up to its first tile or what else follows.
+        tokens_after: number of markers and newlines after its end marker, up to its first tile or the next content.
     """
 
     kind: ClassVar[int] = THUMBNAIL
@@ -234,19 +234,19 @@ class Thumbnail(_Crop):
 
 @dataclass(frozen=True, slots=True)
 class Tile(_Crop):
-    """A part of the picture of the thumbnail before it, between two markers (a slice of MiniCPM-V).
+    """A part of the preceding thumbnail's picture, between two markers (a slice of MiniCPM-V).
 
     Args:
         height: rows of patches after spatial merging.
         width: columns of patches after spatial merging.
-        tokens_after: as of Thumbnail; between two tiles they end a row of tiles.
+        tokens_after: see Thumbnail; between two tiles, these tokens end a row of tiles.
     """
 
     kind: ClassVar[int] = TILE
 
 
 Segment: TypeAlias = Text | Audio | Grid | Clip | Thumbnail | Tile
-"""What documents are written of."""
+"""Part of a document."""
 
 
 def rational(name: str, value: Fraction | float | None) -> Fraction | None:
@@ -262,7 +262,7 @@ def rational(name: str, value: Fraction | float | None) -> Fraction | None:
 
 
 def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> list[Fraction | None]:
-    """Convert the times of a list, an array or a tensor; an empty list for None."""
+    """Convert a list, an array or a tensor of times to fractions; None becomes an empty list."""
     if values is None:
         return []
     try:

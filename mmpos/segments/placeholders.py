@@ -1,4 +1,4 @@
-"""Placeholders in input ids: which tokens they are, and their runs matched with the grids in order."""
+"""Placeholders in input ids: their token ids, and the matching of their runs with grids in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mmpos.support.ragged import ragged_arange, true_runs
 BoolArray = npt.NDArray[np.bool_]
 
 ABSENT = int(np.iinfo(np.int64).min)
-"""In the place of tokens that a model does not have."""
+"""Id that replaces tokens that a model does not have."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class CropMarkers:
     """Ids of the tokens around thumbnails and tiles in input ids.
 
     Args:
-        thumbnail_start: before the patches of a thumbnail.
-        thumbnail_end: after them.
-        tile_start: before the patches of a tile.
-        tile_end: after them.
-        newline: between two rows of tiles; after a picture, newlines and markers right behind it belong to it.
+        thumbnail_start: token before the patches of a thumbnail.
+        thumbnail_end: token after the patches of a thumbnail.
+        tile_start: token before the patches of a tile.
+        tile_end: token after the patches of a tile.
+        newline: token between two rows of tiles; newlines and markers directly after a picture belong to it.
     """
 
     thumbnail_start: int
@@ -59,26 +59,26 @@ class CropMarkers:
             token = integer(f"CropMarkers.{field.name}", getattr(self, field.name), minimum=0, maximum=INT32_MAX)
             object.__setattr__(self, field.name, token)
         if self.thumbnail_start == self.tile_start:
-            raise InvalidInputError(f"CropMarkers.tile_start: got {self.tile_start}, want another than thumbnail_start")
+            raise InvalidInputError(f"CropMarkers.tile_start must differ from thumbnail_start, got {self.tile_start}")
 
 
 @dataclass(frozen=True)
 class Placeholders:
-    """Ids of the tokens in input ids that stand for patches and audio, end rows of patches, or surround crops.
+    """Ids of the tokens that stand for patches and audio, end rows of patches, or surround crops.
 
     Qwen-VL has ``Placeholders(151655, 151656)``, Pixtral ``Placeholders(10, rows=(12, 13))``.
 
     Args:
-        image: stands for every patch of an image; None where there are none.
-        video: stands for every patch of a video; likewise.
-        audio: stands for every token of audio; None counts audio as text, which has the same positions. Where tokens of
-            audio and of a video follow each other without text, they are a clip, with two markers before and two after.
-        rows: the token after every row of a grid but the last, and the one after the last row: Pixtral's [IMG_BREAK]
-            and [IMG_END]. Twice the id of patches where every row ends in one more of them: one more may then stand
-            before the grid and one after it, which become text, and every grid has a run of placeholders of its own
-            (HunYuan-VL). None where rows follow each other.
-        crops: the tokens around thumbnails and tiles, where pictures are such (MiniCPM-V 4.7): every grid is one of
-            them then, of one frame, with a run of placeholders of its own between its markers; else None.
+        image: token for each patch of an image, or None.
+        video: token for each patch of a video, or None.
+        audio: token for each audio token; None counts audio as text, which has the same positions. Audio and video
+            tokens without text between them form a clip, with two markers before it and two after it.
+        rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
+            [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL): then each
+            grid needs its own run, and one more patch token before and after the grid counts as text. None if nothing
+            stands between rows.
+        crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
+            of one frame, with its own run of placeholders between its markers.
     """
 
     image: int | None = None
@@ -94,7 +94,7 @@ class Placeholders:
             if value is not None:
                 token = integer(f"Placeholders.{name}", value, minimum=INT32_MIN, maximum=INT32_MAX)
                 if token in patches:
-                    raise InvalidInputError(f"Placeholders.{name}: got {token}, want another than {patches[token]}")
+                    raise InvalidInputError(f"Placeholders.{name} must differ from {patches[token]}, got {token}")
                 object.__setattr__(self, name, token)
                 patches[token] = name
         if self.rows is not None:
@@ -103,20 +103,22 @@ class Placeholders:
                 raise InvalidInputError(f"Placeholders.rows: got {rows}, want the ids after a row and after the last")
             object.__setattr__(self, "rows", rows)
             if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
-                raise InvalidInputError(f"Placeholders.rows: got {rows}, want others, or twice the id of patches")
+                raise InvalidInputError(
+                    f"Placeholders.rows must differ from the other ids, or be twice the id of patches, got {rows}"
+                )
         if self.crops is not None:
             if not isinstance(self.crops, CropMarkers):
                 raise InvalidInputError(
                     f"Placeholders.crops: got {type(self.crops).__name__}, want CropMarkers or None"
                 )
             if self.rows is not None or self.audio is not None:
-                raise InvalidInputError("Placeholders.crops: got them beside ends of rows or audio, want None")
+                raise InvalidInputError("Placeholders.crops cannot be combined with rows or audio")
             if not patches.keys().isdisjoint(astuple(self.crops)):
-                raise InvalidInputError(f"Placeholders.crops: got {self.crops}, want other ids than those of patches")
+                raise InvalidInputError(f"Placeholders.crops must differ from the ids of patches, got {self.crops}")
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """All ids in the order of csrc/placeholders.c, ABSENT in the place of those that there are not."""
+        """All ids in the order of csrc/placeholders.c; ABSENT replaces None."""
         crops = (None,) * 5 if self.crops is None else astuple(self.crops)
         every = (self.image, self.video, self.audio, *(self.rows or (None, None)), *crops, None, None)
         return tuple(ABSENT if token is None else token for token in every)
@@ -128,14 +130,14 @@ class Placeholders:
 
 
 class Merging(NamedTuple):
-    """How grids are read, in the order of csrc/placeholders.c.
+    """Settings for reading grids, in the order of csrc/placeholders.c.
 
     Args:
-        frames: frames of a video merged into one; 0 makes one frame of any number, of images as well.
+        frames: number of frames of a video that merge into one; 0 merges all frames, of images as well.
         sides: patches merged along each side.
-        frames_apart: whether every frame of a video is a grid of its own.
-        lenient: whether merging rounds down, and grids that no token is left for are passed over.
-        types: whether tokens are types: 0, 1 and 2.
+        frames_apart: whether each frame of a video is a separate grid.
+        lenient: whether merging rounds down and grids without tokens are skipped.
+        types: whether tokens are token types 0, 1 and 2.
     """
 
     frames: int
@@ -149,12 +151,12 @@ class FoundSpans(NamedTuple):
     """Spans of placeholders in token order.
 
     Args:
-        first: (spans,) first token in the batch, that of a marker where markers belong to the span.
+        first: (spans,) first token in the batch, including markers that belong to the span.
         document: (spans,) index of the document.
         grid_thw: (spans, 3) frames, height, width after merging.
-        video: (spans,) index of the video; -1 of images and audio.
-        kind: (spans,) as of SegmentTable.
-        extra_tokens: (spans,) likewise.
+        video: (spans,) index of the video; -1 for images and audio.
+        kind: (spans,) see SegmentTable.
+        extra_tokens: (spans,) see SegmentTable.
     """
 
     first: IntArray
@@ -168,10 +170,10 @@ class FoundSpans(NamedTuple):
 def times_of_videos(
     videos: IntArray | None, seconds_per_frame: Iterable[Fraction | float | None]
 ) -> list[Fraction | None]:
-    """Give everything the time of its video.
+    """Assign to each entry the time of its video.
 
     Args:
-        videos: (entries,) index of the video of each entry, -1 for none; None where there is no video.
+        videos: (entries,) index of the video of each entry, -1 for none; None without videos.
         seconds_per_frame: one per video.
     """
     times = rationals("seconds_per_frame", seconds_per_frame)
@@ -197,11 +199,11 @@ def find_spans(
         raise InvalidInputError(f"placeholders: got {type(placeholders).__name__}, want Placeholders")
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
     grids, tokens = {"image": image_grid_thw, "video": video_grid_thw}, {}
-    for kind, given in grids.items():
+    for kind, grid_thw in grids.items():
         token = getattr(placeholders, kind)
         if token is not None:
             tokens[kind] = token
-        elif given is not None:
+        elif grid_thw is not None:
             raise InvalidInputError(f"placeholders.{kind}: got None, want the placeholder id of {kind}_grid_thw")
     runs = {kind: batch.runs(token) for kind, token in tokens.items()}
     if placeholders.rows is not None and not placeholders.framed:
@@ -217,10 +219,10 @@ def find_spans(
         spans.append(_match(batch, kind, grids[kind], own, placeholders, merge, apart))
     if sound is not None:
         spans.append(_audio_spans(sound))
-    found = spans[0] if len(spans) == 1 else _joined(spans)
+    joined = spans[0] if len(spans) == 1 else _joined(spans)
     if audio_lengths is not None:
-        _check_audio_lengths(found, audio_lengths, sound)
-    return found if placeholders.crops is None else _crops(batch, found, placeholders.crops)
+        _check_audio_lengths(joined, audio_lengths, sound)
+    return joined if placeholders.crops is None else _crops(batch, joined, placeholders.crops)
 
 
 def _match(
@@ -275,7 +277,7 @@ def _match(
 def _match_framed(
     batch: PackedIds, runs: PlaceholderRuns, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Match grids whose rows end in a placeholder with one run each, which one more may begin and end."""
+    """Match grids whose rows end in a placeholder with one run each; a run may have one more token at both ends."""
     count = min(runs.tokens.size, tokens.size)
     frame = runs.tokens[:count] - tokens[:count]
     fits = (frame == 0) | (frame == 2)
@@ -293,7 +295,7 @@ def _match_framed(
 
 
 def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int]) -> PlaceholderRuns:
-    """Join runs that are rows of grids by the tokens that end these."""
+    """Join the runs of the rows of a grid across the tokens that end the rows."""
     stop = runs.first + runs.tokens
     inside = stop < batch.stops[runs.document]
     ended = inside & np.isin(batch.ids[np.where(inside, stop, 0)], ends)
@@ -306,7 +308,7 @@ def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int
 def _check_row_ends(
     batch: PackedIds, row_ends: IntArray, name: str, spans: FoundSpans, owner: IntArray, ends: tuple[int, int]
 ) -> None:
-    """Raise for the first row of a grid that does not end where it should, in the token that ends it."""
+    """Raise an error for the first row of a grid that does not end in its end token at the right place."""
     frames, height, width = spans.grid_thw.T
     grid, row = ragged_arange(frames * height)
     want = np.where(row == (frames * height)[grid] - 1, ends[1], ends[0])
@@ -326,7 +328,7 @@ def _check_row_ends(
 def _misfit(
     batch: PackedIds, runs: PlaceholderRuns, name: str, grids: IntArray, owner: IntArray, merge: int, separators: int
 ) -> str:
-    """Word the error of the first grid that does not fit its run, or of placeholders without a grid."""
+    """Return the error for the first grid that does not fit its run, or for placeholders without a grid."""
     merged = grids // np.array([1, merge, merge])
     tokens = span_tokens(name, merged, separators)
     fits, first, document = runs.fit(tokens)
@@ -368,7 +370,7 @@ def _sides(merged: IntArray) -> str:
 
 
 def _merged_runs(video: PlaceholderRuns, sound: PlaceholderRuns) -> tuple[PlaceholderRuns, PlaceholderRuns]:
-    """Join runs of video and audio that touch: runs of video, some with audio in them, and runs of audio alone."""
+    """Join adjacent runs of video and audio; return the runs with video and the runs of audio alone."""
     order = np.concatenate([video.first, sound.first]).argsort()
     document, first, tokens = (
         np.concatenate([getattr(video, name), getattr(sound, name)])[order] for name in ("document", "first", "tokens")
@@ -386,13 +388,13 @@ def _merged_runs(video: PlaceholderRuns, sound: PlaceholderRuns) -> tuple[Placeh
 
 
 def _starts(document: IntArray, first: IntArray, tokens: IntArray) -> IntArray:
-    """Find the runs that do not go on where the run before them ends."""
+    """Return whether each run begins after a gap, not where the previous run ends."""
     apart = (first[1:] != first[:-1] + tokens[:-1]) | (document[1:] != document[:-1])
     return np.append(True, apart)[: first.size].nonzero()[0]
 
 
 def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray, runs: PlaceholderRuns) -> IntArray:
-    """Move the first token of each clip to its markers, whose run must hold it alone, with room for them."""
+    """Move the first token of each clip to its first marker; check that its run holds no other video."""
     assert runs.audio is not None
     clip = runs.audio > 0
     first, length = runs.first - CLIP_MARKERS * clip, runs.tokens + runs.audio + 2 * CLIP_MARKERS
@@ -415,7 +417,7 @@ def _audio_spans(sound: PlaceholderRuns) -> FoundSpans:
 
 
 def _check_audio_lengths(spans: FoundSpans, audio_lengths: object, sound: PlaceholderRuns | None) -> None:
-    """Compare the tokens of all audio, in clips and alone, with those that the caller counts on."""
+    """Compare the audio tokens, in clips and alone, with the lengths that the caller expects."""
     if sound is None:
         raise InvalidInputError("placeholders.audio: got None, want the placeholder id of audio")
     wanted = int_array("audio_lengths", audio_lengths, (None,))
@@ -442,7 +444,7 @@ def _joined(spans: Sequence[FoundSpans]) -> FoundSpans:
 
 
 def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSpans:
-    """Make thumbnails and tiles of grids: the markers around each, and those that follow, belong to its span."""
+    """Turn grids into thumbnails and tiles; the markers around and after each belong to its span."""
     document, begin = spans.document, spans.first - 1
     end = spans.first + spans.grid_thw.prod(axis=1)
     inside = (begin >= batch.starts[document]) & (end < batch.stops[document])
@@ -459,7 +461,7 @@ def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSp
         raise InvalidInputError(f"placeholders.crops: got {got} the placeholders at {at}, want {want}")
     others = np.append(np.flatnonzero(~np.isin(batch.ids, astuple(markers))), batch.ids.size)
     stop = np.minimum(others[others.searchsorted(end)], batch.stops[document])
-    # Of the markers up to the next crop, the last one opens that.
+    # The last marker before the next crop is the start of that crop.
     stop[:-1] = np.minimum(stop[:-1], begin[1:])
     joined = stop <= end
     if joined.any():
@@ -473,14 +475,14 @@ def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSp
 
 
 class PlaceholderRuns:
-    """Runs of a placeholder, none of which passes the end of a document; its tokens are ranked in order.
+    """Runs of a placeholder within documents; the rank of a token is its index among all placeholders.
 
     Args:
         document: (runs,) document of each run.
-        first: (runs,) its first token in the batch.
-        tokens: (runs,) how many there are.
-        audio: (runs,) audio tokens between them; None where there are none.
-        row_ends: the tokens among them that end rows, ascending; likewise.
+        first: (runs,) first token in the batch.
+        tokens: (runs,) number of tokens.
+        audio: (runs,) number of audio tokens in the run, or None.
+        row_ends: ascending tokens that end rows, or None.
     """
 
     def __init__(
@@ -497,7 +499,7 @@ class PlaceholderRuns:
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-        """Tell whether each grid of so many tokens lies in one run, its first token, and its document."""
+        """Return whether each grid of ``tokens`` tokens lies in one run, its first token, and its document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops
@@ -512,8 +514,8 @@ class PackedIds:
     Args:
         ids: (tokens,) of any integer type.
         starts: (documents,) first token of each document that is not padding.
-        stops: (documents,) one past its last one.
-        padding: (documents,) tokens of padding before each document, and after it; None without a mask.
+        stops: (documents,) end of each document, one past its last token.
+        padding: (documents,) padding tokens before and after each document; None without a mask.
     """
 
     ids: IntArray
@@ -530,7 +532,7 @@ class PackedIds:
                 f"input_ids: got {ids.dtype} of shape {ids.shape}, want integers (tokens,) or (batch, seq)"
             )
         if attention_mask is not None and cu_seqlens is not None:
-            raise InvalidInputError("cu_seqlens: got both cu_seqlens and attention_mask, want at most one")
+            raise InvalidInputError("cu_seqlens cannot be combined with attention_mask")
         if cu_seqlens is not None:
             cu = _cu_seqlens(cu_seqlens, ids)
             return cls(ids.ravel(), cu[:-1], cu[1:])
@@ -553,7 +555,7 @@ class PackedIds:
         return PlaceholderRuns(document[inside], first[inside], (stop - first)[inside])
 
     def name(self, document: int, token: int) -> str:
-        """Name a token of the batch, for errors."""
+        """Name a token of the batch for errors."""
         return f"document {document}, token {token - self.starts[document]}"
 
 

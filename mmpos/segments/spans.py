@@ -1,4 +1,4 @@
-"""Make segments from placeholder spans: the gaps between the spans of a document are its text."""
+"""Segments from placeholder spans; the gaps between the spans of a document are its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 class SpanSegments(NamedTuple):
-    """Arrays of a segment table, and the segment that each span became."""
+    """Arrays of a segment table, and the segment of each span."""
 
     kind: npt.NDArray[np.uint8]
     extents: IntArray
@@ -36,7 +36,7 @@ def layout(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> SpanSegments:
-    """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
+    """Lay out the segments of documents with these spans; see SegmentTable.from_spans."""
     arrays = None
     if native.core is not None and kind is None:
         arrays = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
@@ -55,7 +55,7 @@ def layout(
     columns: list[tuple[int, ...]] = []  # kind, frames, height and width of every segment
     of_spans, first_segments = [], [0]
     for d, length in enumerate(lengths.tolist()):
-        end = 0  # of the span before
+        end = 0  # of the previous span
         for i in range(edges[d], edges[d + 1]):
             if starts[i] < end:
                 want = f">= {end}, the end of the span before it"
@@ -83,7 +83,7 @@ def span_tokens(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Count the tokens of each span, (spans,), and check the limit of one segment; grids where no kind is given."""
+    """Count the tokens of each span, (spans,), and check the limit of one segment; without kinds all are grids."""
     frames, height, width = extents = grid_thw.T.astype(np.float64)
     if kind is None:
         exact = frames * height * (width + separators)
@@ -101,13 +101,13 @@ def segment_tokens(
     row_separator: npt.NDArray[np.bool_] | int | None,
     extra_tokens: IntArray | None,
 ) -> npt.NDArray[Number]:
-    """Count the tokens of segments, (segments,), in the numbers of extents: floats do not wrap around.
+    """Count the tokens of segments, (segments,), in the dtype of extents; floats do not overflow.
 
     Args:
-        kind: (segments,) as SegmentTable has them.
-        extents: (3, segments), likewise.
-        row_separator: (segments,), or one number for the rows of all grids.
-        extra_tokens: (segments,); None where all are 0.
+        kind: (segments,) see SegmentTable.
+        extents: (3, segments) see SegmentTable.
+        row_separator: (segments,), or one number for all grids.
+        extra_tokens: (segments,), or None if all are 0.
     """
     frames, height, width = extents
     ended = width if row_separator is None else width + row_separator * (kind == GRID)
@@ -121,7 +121,7 @@ def segment_tokens(
 
 
 def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:
-    """Make (2, segments) numerators and denominators of times; (0, 1) where there is none."""
+    """Return (2, segments) numerators and denominators of times; (0, 1) for segments without a time."""
     columns = np.array([[0], [1]], np.int64).repeat(segments, axis=1)
     for s, time in times:
         if time is not None:

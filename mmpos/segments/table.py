@@ -65,14 +65,14 @@ class SegmentTable:
     """The segments of a packed batch of documents, one column each, without positions.
 
     Args:
-        kind: (segments,) uint8: TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE, which follows one of the last two.
-        extents: (3, segments) int64: frames, height, width, of a clip those of its video; text, audio and padding: 1,
-            1, length.
-        segment_offsets: (documents + 1,) int64: the first segment of each document, then the total.
-        seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) where none is given; or None.
-        row_separator: (segments,) bool: the rows of this grid end in one more token; or None.
-        extra_tokens: (segments,) int64 tokens beside patches and markers: the audio of a clip; those after a thumbnail
-            or a tile that belong to its picture; 0 elsewhere; or None.
+        kind: (segments,) uint8 TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE; a TILE follows a THUMBNAIL or a TILE.
+        extents: (3, segments) int64 frames, height, width; those of its video for a clip; 1, 1, length for text, audio
+            and padding.
+        segment_offsets: (documents + 1,) int64 first segment of each document, then the total.
+        seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) for segments without a time; or None.
+        row_separator: (segments,) bool, whether the rows of the grid end in one more token; or None.
+        extra_tokens: (segments,) int64 tokens other than patches and markers: audio of a clip, or tokens of the picture
+            after a thumbnail or a tile; 0 for other kinds; or None.
     """
 
     kind: npt.NDArray[np.uint8]
@@ -99,7 +99,7 @@ class SegmentTable:
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Segment]]) -> SegmentTable:
-        """Make the table of documents that are lists of Text, Audio, Grid, Clip, Thumbnail and Tile.
+        """Build the table from documents, which are lists of Text, Audio, Grid, Clip, Thumbnail and Tile.
 
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
@@ -140,7 +140,7 @@ class SegmentTable:
         row_separator: npt.ArrayLike | None = None,
         extra_tokens: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Make the table from arrays as its fields describe them; copies, so that they may change."""
+        """Build the table from copies of arrays; see the fields of the class."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
@@ -168,19 +168,19 @@ class SegmentTable:
         kind: npt.ArrayLike | None = None,
         extra_tokens: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Make the table from placeholder spans, as inference engines hold them: no token is read.
+        """Build the table from placeholder spans of an inference engine, without reading tokens.
 
         Args:
             lengths: (documents,) tokens of each document.
             offsets: (spans,) first token of each span, counted from its document's first token,
                 ascending within a document.
             grid_thw: (spans, 3) frames, height, width after spatial merging.
-            documents: (spans,) ascending document of each span; may be left out for one document.
+            documents: (spans,) ascending document of each span; optional for one document.
             seconds_per_frame: one per span, or None.
-            row_separator: whether the rows of all grids among these spans end in one more token.
-            kind: (spans,) GRID, AUDIO, CLIP, THUMBNAIL or TILE, the last three with their markers and extra tokens;
-                None: all are grids.
-            extra_tokens: (spans,) as the table has them; None: all 0.
+            row_separator: whether the rows of all grids end in one more token.
+            kind: (spans,) GRID, AUDIO, CLIP, THUMBNAIL or TILE; spans of the last three kinds include their markers
+                and extra tokens. None if all are grids.
+            extra_tokens: (spans,) extra tokens, as in the table; None if all are 0.
 
         Raises:
             InvalidInputError: a span overlaps the one before it or does not fit its document.
@@ -240,28 +240,28 @@ class SegmentTable:
         frames_apart: bool = False,
         audio_lengths: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
+        """Build the table of a tokenised batch by matching runs of placeholders with grids in order.
 
         >>> SegmentTable.from_input_ids([5, 9, 9, 6], Placeholders(image=9), [[1, 2, 4]], spatial_merge_size=2)
         SegmentTable(1 document, 3 segments (1 grid), 4 tokens)
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
-            placeholders: which tokens stand for patches and audio.
+            placeholders: token ids that stand for patches and audio.
             image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
-            video_grid_thw: (videos, 3) likewise.
+            video_grid_thw: (videos, 3) frames, height, width, also before merging.
             spatial_merge_size: patches merged along each side; divides heights and widths.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,
                 and a placeholder id under a 0 is padding.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
-            audio_lengths: (audios,) tokens of each audio after the encoder, those of clips included, to be compared
-                with the runs of placeholders; or None.
+            frames_apart: whether each frame of a video is a separate grid, with text between them (Qwen3-VL).
+            audio_lengths: (audios,) number of tokens of each audio after the encoder, including clips, to compare with
+                the runs of placeholders; or None.
 
         Raises:
-            InvalidInputError: the first grid that does not fit its run of placeholders, with both
-                counts; missing or surplus grids; a mask with holes.
+            InvalidInputError: a grid does not fit its run of placeholders (the message has both counts), grids are
+                missing or left over, or the mask has holes.
         """
         arguments = _Tokenised(
             input_ids, placeholders, image_grid_thw, video_grid_thw, spatial_merge_size, cu_seqlens, attention_mask,
@@ -276,30 +276,32 @@ class SegmentTable:
         return replace(table, seconds_per_frame=spans.seconds_columns(table.kind.size, enumerate(times)))
 
     @classmethod
-    def _matched(cls, given: _Tokenised, seconds_per_frame: Sequence[Fraction | float | None] | None) -> SegmentTable:
-        """Make the table by matching runs with grids, kind by kind: the reference of the pass in C, and its words."""
-        batch = PackedIds.of(given.input_ids, given.cu_seqlens, given.attention_mask)
-        found = find_spans(
+    def _matched(
+        cls, tokenised: _Tokenised, seconds_per_frame: Sequence[Fraction | float | None] | None
+    ) -> SegmentTable:
+        """Build the table by matching runs with grids, kind by kind. Reference of the C pass and its errors."""
+        batch = PackedIds.of(tokenised.input_ids, tokenised.cu_seqlens, tokenised.attention_mask)
+        matched = find_spans(
             batch,
-            given.placeholders,
-            given.image_grid_thw,
-            given.video_grid_thw,
-            spatial_merge_size=given.spatial_merge_size,
-            frames_apart=given.frames_apart,
-            audio_lengths=given.audio_lengths,
+            tokenised.placeholders,
+            tokenised.image_grid_thw,
+            tokenised.video_grid_thw,
+            spatial_merge_size=tokenised.spatial_merge_size,
+            frames_apart=tokenised.frames_apart,
+            audio_lengths=tokenised.audio_lengths,
         )
-        times = None if seconds_per_frame is None else times_of_videos(found.video, seconds_per_frame)
-        offsets = found.first - batch.starts[found.document]
-        kinds = (None, None) if (found.kind == GRID).all() else (found.kind, found.extra_tokens)
-        lengths, rows = batch.stops - batch.starts, given.placeholders.rows is not None
-        table = cls._of_spans(lengths, offsets, found.grid_thw, found.document, times, rows, *kinds)
+        times = None if seconds_per_frame is None else times_of_videos(matched.video, seconds_per_frame)
+        offsets = matched.first - batch.starts[matched.document]
+        kinds = (None, None) if (matched.kind == GRID).all() else (matched.kind, matched.extra_tokens)
+        lengths, rows = batch.stops - batch.starts, tokenised.placeholders.rows is not None
+        table = cls._of_spans(lengths, offsets, matched.grid_thw, matched.document, times, rows, *kinds)
         return table if batch.padding is None else table._with_padding(*batch.padding)
 
     @classmethod
     def _of_bytes(
         cls, kind: bytes, extents: bytes, offsets: bytes, separator: bytes | None = None, extra: bytes | None = None
     ) -> SegmentTable:
-        """Make the table of what C has made, which needs no check."""
+        """Build the table from the output of C, which needs no check."""
         table = object.__new__(cls)
         fields = vars(table)
         fields["kind"] = np.frombuffer(kind, _UINT8)
@@ -311,7 +313,7 @@ class SegmentTable:
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        # Right padding of one document stands before left padding of the next: interleave in document order.
+        # Right padding of a document comes before left padding of the next: interleave in document order.
         tokens = np.stack([left, right], axis=1)
         used = tokens > 0
         at = np.stack([self.segment_offsets[:-1], self.segment_offsets[1:]], axis=1)[used]
@@ -334,12 +336,12 @@ class SegmentTable:
 
     @property
     def lengths(self) -> IntArray:
-        """(segments,) tokens of each segment, row separators, markers and extra tokens included."""
+        """(segments,) number of tokens of each segment, including row separators, markers and extra tokens."""
         return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole batch, padding included."""
+        """Number of tokens of the batch, including padding."""
         return int(self.lengths.sum())
 
     def __repr__(self) -> str:
@@ -363,22 +365,22 @@ def scan(
     images_per_document: IntArray | None = None,
     marker_ids: Array | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
-    """Make the table of a tokenised batch in one pass in C; None where Python must make it, or say what is wrong.
+    """Build the table of a tokenised batch in one pass in C; return None if Python must build it or raise the error.
 
     Args:
         input_ids: (tokens,) or (batch, seq), contiguous.
-        tokens: as of ``Placeholders.tokens``.
-        merging: how grids are merged.
+        tokens: see ``Placeholders.tokens``.
+        merging: settings for reading grids.
         image_grid_thw: (images, 3) before merging.
-        video_grid_thw: (videos, 3) likewise.
+        video_grid_thw: (videos, 3) before merging.
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
-        audio_lengths: (audios,) tokens of each audio.
-        images_per_document: (documents,) how many of image_grid_thw belong to each, some of which may be left over.
-        marker_ids: the ids of the tokens around crops, where input_ids are types.
+        audio_lengths: (audios,) number of tokens of each audio.
+        images_per_document: (documents,) number of rows of image_grid_thw of each document; some may be left over.
+        marker_ids: ids of the tokens around crops, if input_ids are token types.
 
     Returns:
-        the table, and (segments,) index of the video of each segment, -1 for all else; None where no video is given.
+        The table, and (segments,) index of the video of each segment, -1 for other segments; None without videos.
     """
     core = native.core
     arrays = None
@@ -394,7 +396,7 @@ def scan(
 
 
 class _Tokenised(NamedTuple):
-    """What ``from_input_ids`` is given, unchecked."""
+    """Unchecked arguments of ``from_input_ids``."""
 
     input_ids: npt.ArrayLike
     placeholders: Placeholders
@@ -407,7 +409,7 @@ class _Tokenised(NamedTuple):
     audio_lengths: npt.ArrayLike | None
 
     def scanned(self) -> tuple[SegmentTable, IntArray | None] | None:
-        """Scan the tokens; None likewise."""
+        """Scan the tokens; return None if Python must build the table or raise the error."""
         exact = type(self.spatial_merge_size) is int and type(self.frames_apart) is bool
         if native.core is None or not exact or not isinstance(self.placeholders, Placeholders):
             return None
@@ -424,7 +426,7 @@ class _Tokenised(NamedTuple):
                 attention_mask=None if mask is None else host_array("attention_mask", mask),
                 audio_lengths=_integers("audio_lengths", self.audio_lengths),
             )
-        except InvalidInputError:  # whose turn it is to be said the way in Python knows
+        except InvalidInputError:  # the Python path raises errors in the right order
             return None
 
 
@@ -437,7 +439,7 @@ def _integers(name: str, values: object) -> IntArray | None:
 
 
 def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
-    """Make the error for the first thing that is not a list of segments."""
+    """Return the error for the first value that is not a list of segments."""
     for d, document in enumerate(documents if isinstance(documents, Sequence) else ()):
         if isinstance(document, (*_CLASSES, str)) or not isinstance(document, Sequence):
             return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of {_NAMES}")
@@ -450,10 +452,10 @@ def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
 def _span_kinds(
     kind: npt.ArrayLike | None, extra_tokens: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.uint8] | None, IntArray | None]:
-    """Check kinds and extra tokens of spans; no kinds where there are no extra tokens either."""
+    """Check kinds and extra tokens of spans; kinds are only optional without extra tokens."""
     if kind is None:
         if extra_tokens is not None:
-            raise InvalidInputError("kind: got None, want the kind of each span, which has extra_tokens")
+            raise InvalidInputError("extra_tokens requires kind")
         return None, None
     kinds = int_array("kind", kind, (None,))
     for pad in (TEXT, PAD):
@@ -469,7 +471,7 @@ def _span_kinds(
 
 
 def _check_segments(table: SegmentTable) -> None:
-    """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
+    """Raise an error for the first array that does not fit the description of SegmentTable."""
     kind, extents, offsets = table.kind, table.extents, table.segment_offsets
     seconds, separator, extra = table.seconds_per_frame, table.row_separator, table.extra_tokens
     if kind.ndim != 1 or extents.shape != (3, kind.size):
@@ -501,7 +503,7 @@ def _check_segments(table: SegmentTable) -> None:
 
 
 def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
-    """Raise for extra tokens of a segment that has none, and for a clip without audio."""
+    """Raise an error for extra tokens of other kinds of segments, and for a clip without audio."""
     first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
     surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
     for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):
@@ -511,7 +513,7 @@ def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
 
 
 def _check_tiles(kind: npt.NDArray[np.uint8], offsets: IntArray) -> None:
-    """Raise for the first tile without a thumbnail or a tile right before it in its document."""
+    """Raise an error for the first tile without a thumbnail or a tile directly before it in its document."""
     alone = kind == TILE
     if alone.any():
         follows = np.append(False, kind[:-1] >= THUMBNAIL)
@@ -547,7 +549,7 @@ def _check_extents(table: SegmentTable) -> None:
 
 
 def separator_tokens(segments: SegmentTable) -> IntArray:
-    """Find the tokens that end rows of grids: (separators,) counted over the table, ascending.
+    """Return the tokens that end rows of grids, as (separators,) ascending indices in the batch.
 
     >>> from mmpos.segments.kinds import Grid, Text
     >>> table = SegmentTable.from_documents([[Text(3), Grid(2, 3, row_separator=True)]])
@@ -570,15 +572,15 @@ _TYPES[[GRID, AUDIO, THUMBNAIL, TILE]] = PATCH, AUDIO_TOKEN, PATCH, PATCH
 
 
 def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.uint8]:
-    """Give the type of every token: (tokens,) PATCH, AUDIO_TOKEN, or 0 for text, markers, row separators and padding.
+    """Return the (tokens,) type of each token: PATCH, AUDIO_TOKEN, or 0 for text, markers, row separators and padding.
 
     Args:
-        segments: the documents.
-        patches: (tokens,) which tokens inside clips are patches, as ``PositionTable.token_types`` finds them.
+        segments: segments of the documents.
+        patches: (tokens,) whether each token inside a clip is a patch; see ``PositionTable.token_types``.
 
     Raises:
-        UnsupportedError: there is a clip and no patches, since its scheme alone knows how patches and audio take turns.
-        InvalidInputError: a clip with other numbers of patches and audio tokens.
+        UnsupportedError: there is a clip but no ``patches``: only a scheme knows how patches and audio alternate.
+        InvalidInputError: the number of patches or audio tokens of a clip is wrong.
     """
     lengths = segments.lengths
     types = _TYPES[segments.kind].repeat(lengths)
@@ -596,10 +598,10 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
 
 
 def _type_clips(types: npt.NDArray[np.uint8], segments: SegmentTable, patches: npt.NDArray[np.bool_] | None) -> None:
-    """Write the types of the tokens of clips, which have no others between their markers than patches and audio."""
+    """Write the types of the tokens of clips; between its markers, a clip has only patches and audio tokens."""
     (clip,) = (segments.kind == CLIP).nonzero()
     if patches is None:
-        raise UnsupportedError(f"segments: got a clip in segment {clip[0]}, want none: its order is that of a scheme")
+        raise UnsupportedError(f"segments: token types of the clip in segment {clip[0]} require a scheme")
     stops = segments.lengths.cumsum()[clip] - CLIP_MARKERS
     starts = stops - segments.lengths[clip] + 2 * CLIP_MARKERS
     owner, token = ragged_arange(stops - starts, starts)

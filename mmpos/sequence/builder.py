@@ -1,4 +1,4 @@
-"""SequenceBuilder: from interleaved parts to input_ids with [IMG] patches [/IMG], segments and positions."""
+"""SequenceBuilder, which turns interleaved parts into input_ids with [IMG] patches [/IMG], segments and positions."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from mmpos.support.info import cores
 __all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids", "join_patches"]
 
 MAX_CUTS = 10_000
-"""Most times that one text may spell markers which its tokenizer would make of it."""
+"""Maximum number of markers that a text may spell and the tokenizer would recognise."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
-"""Images that any thread may read: files and arrays."""
+"""Types of images that any thread may read: files and arrays."""
 
 
 class MarkerIds(NamedTuple):
-    """The ids of Markers; None for those that there are not."""
+    """Ids of Markers; None for absent ones."""
 
     begin: int | None
     end: int | None
@@ -66,29 +66,29 @@ class MarkerIds(NamedTuple):
 
     @property
     def margins(self) -> tuple[int, int]:
-        """Tokens before the patches of an image, and after them."""
+        """Number of tokens before and after the patches of an image."""
         return int(self.begin is not None), int(self.end is not None)
 
     @property
     def audio_margins(self) -> tuple[int, int]:
-        """Tokens before a run of audio, and after it."""
+        """Number of tokens before and after a run of audio."""
         return int(self.audio_begin is not None), int(self.audio_end is not None)
 
     @property
     def placeholders(self) -> Placeholders:
-        """The markers that stand for patches and audio, and those that end rows."""
+        """Markers for patches, audio and row ends."""
         last_row = self.row if self.last_row is None else self.last_row
         rows = None if self.row is None or last_row is None else (self.row, last_row)
         return Placeholders(self.patch, self.video, self.audio, rows)
 
     def around(self, segment: Grid | Audio | Clip) -> tuple[int, int]:
-        """Count the markers before a segment and after it; a clip holds its own."""
+        """Count the markers before and after a segment; a clip includes its own."""
         if isinstance(segment, Clip):
             return 0, 0
         return self.audio_margins if isinstance(segment, Audio) else self.margins
 
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
-        """Write the tokens of a segment with its markers; those of a clip that are audio are still patches."""
+        """Write the tokens of a segment with its markers; in a clip, audio tokens are still written as patches."""
         if isinstance(segment, Audio):
             assert self.audio is not None, "checked with the part"
             return _between(self.audio_begin, self.audio, segment.length, self.audio_end)
@@ -111,7 +111,7 @@ class MarkerIds(NamedTuple):
         return ids
 
     def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
-        """Put the markers around and between patches.
+        """Write the markers around and between patches.
 
         Args:
             input_ids: (tokens,), changed in place.
@@ -129,7 +129,7 @@ class MarkerIds(NamedTuple):
 
 
 def _between(begin: int | None, token_id: int, count: int, end: int | None) -> IntArray:
-    """Write a token so many times, between two others where there are some."""
+    """Repeat a token ``count`` times, between the begin and end tokens that are not None."""
     ids = np.full(count + (begin is not None) + (end is not None), token_id, np.int64)
     if begin is not None:
         ids[0] = begin
@@ -140,23 +140,23 @@ def _between(begin: int | None, token_id: int, count: int, end: int | None) -> I
 
 @dataclass(frozen=True)
 class Markers:
-    """The special tokens around and inside images, videos and audio, by name or by id.
+    """Special tokens around and inside images, videos and audio, by name or by id.
 
     Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``, Qwen2.5-Omni
     ``Markers("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", video="<|VIDEO|>", audio="<|AUDIO|>",
     audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
 
     Args:
-        begin: stands before the patches of an image; None where nothing does.
-        end: stands after them, and after the row marker of the last row; None likewise.
-        patch: stands for every patch in input_ids, where its embedding will go.
-        row: stands after the patches of every row, for models that generate patch by patch or read rows of any length;
+        begin: token before the patches of an image, or None.
+        end: token after the patches of an image and after its last row marker, or None.
+        patch: token for each patch in input_ids; its embedding goes there.
+        row: token after the patches of every row, for models that generate patch by patch or read rows of any length;
             None where rows follow each other. With it every image has row separators.
-        last_row: stands after the last row instead of row; None is row.
-        video: stands for every patch of a Clip and of a Grid with several frames; None is patch.
-        audio: stands for every token of audio; None for a builder that takes no audio.
-        audio_begin: stands before a run of audio; None where nothing does.
-        audio_end: stands after it; None likewise.
+        last_row: token after the last row instead of row; None uses row.
+        video: token for each patch of a Clip and of a Grid with several frames; None uses patch.
+        audio: token for each audio token; None if the builder does not support audio.
+        audio_begin: token before a run of audio, or None.
+        audio_end: token after a run of audio, or None.
     """
 
     begin: str | int | None = "[IMG]"
@@ -176,10 +176,10 @@ class Markers:
             InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
         """
         if self.last_row is not None and self.row is None:
-            raise InvalidInputError(f"markers.last_row: got {self.last_row!r}, want markers.row, too")
+            raise InvalidInputError("markers.last_row requires markers.row")
         for name in ("audio_begin", "audio_end"):
             if getattr(self, name) is not None and self.audio is None:
-                raise InvalidInputError(f"markers.{name}: got {getattr(self, name)!r}, want markers.audio, too")
+                raise InvalidInputError(f"markers.{name} requires markers.audio")
         marker_ids = MarkerIds(*(self._id(field.name, tokenizer) for field in fields(self)))
         ids = [token_id for token_id in marker_ids if token_id is not None]
         if len(set(ids)) < len(ids):
@@ -199,7 +199,7 @@ class Markers:
 
 @dataclass(frozen=True)
 class SequenceBuilder:
-    """Builds sequences from parts: str, token ids, images of any sort that the ImageProcessor takes, Videos, audio.
+    """Builder of sequences from parts: str, token ids, images of any kind that ImageProcessor accepts, Videos, audio.
 
     A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known only by its
     size; a Video is its frames, each an image after its time in text; an Audio is a number of audio tokens, and a Clip
@@ -214,7 +214,7 @@ class SequenceBuilder:
 
     Args:
         tokenizer: a tokenizers or transformers object, or anything with encode and decode.
-        images: how images become patches; may be left out when every image is a Grid.
+        images: processor that turns images into patches; optional if every image is a Grid.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         markers: the special tokens of images and audio; with Markers(row=…) every image has row separators.
         start: id of the first token.
@@ -255,12 +255,13 @@ class SequenceBuilder:
     def build_batch(
         self, documents: Sequence[Sequence[object]], *, threads: int | None = None
     ) -> list[InterleavedSequence]:
-        """Build the sequences of several documents, the same whatever the threads.
+        """Build the sequences of several documents; the number of threads does not change the result.
 
         Args:
-            documents: the parts of each.
-            threads: that decode files and arrays, at most one per image; None is one per core, 1 the caller's own,
-                which encodes texts meanwhile. Pillow images, which threads must not share, are left to it, too.
+            documents: parts of each document.
+            threads: number of threads that decode files and arrays, at most one per image; None is one per core, 1 the
+                calling thread, which encodes texts meanwhile. It also handles Pillow images, which threads must not
+                share.
 
         Raises:
             MmposError: as ``build``, of the first document that has a fault; the message names
@@ -278,7 +279,7 @@ class SequenceBuilder:
         ]
         ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
         with ThreadPoolExecutor(most, "mmpos-images") as pool:
-            # Once the main thread has ended, pools take no more.
+            # Pools accept no work after the main thread has ended.
             if self.images is not None and min(most, len(images)) > 1 and threading.main_thread().is_alive():
                 for d, n, image in images:
                     ahead[d][n] = pool.submit(self.images.process, image)
@@ -292,7 +293,7 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """Build a sequence, of whose plain parts some images are decoded ahead."""
+        """Build a sequence; some images of its plain parts are already decoded."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         contents = _Contents(self.marker_ids)
@@ -315,7 +316,7 @@ class SequenceBuilder:
         return contents.sequence(self.scheme, self.start)
 
     def _checked(self, name: str, part: object) -> IntArray:
-        """Check token ids, which may hold any marker but those that stand for patches and audio."""
+        """Check token ids; they may contain any marker except those for patches and audio."""
         ids = _token_ids(name, part)
         for marker in ("patch", "video", "audio"):
             token_id = getattr(self.marker_ids, marker)
@@ -325,7 +326,7 @@ class SequenceBuilder:
         return ids
 
     def check_components(self, name: str, part: object) -> None:
-        """Check that the builder has the ImageProcessor and the Markers that a part needs, whatever the part holds.
+        """Check that the builder has the ImageProcessor and the Markers that a kind of part needs.
 
         Args:
             name: of the part, in errors.
@@ -352,14 +353,14 @@ class SequenceBuilder:
                 raise UnsupportedError(f"{name}: got {type(part).__name__}, want {want}")
 
     def _encode(self, name: str, text: str) -> IntArray:
-        """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
+        """Encode user text, split after the first character of each spelled marker, so that the marker stays text."""
         encoder, markers = f"{name}: tokenizer.encode", self._all_markers
         text = checks.text(name, text)
         if type(self.tokenizer) is ByteTokenizer:
             ids = self.tokenizer.encode_array(text)
         else:
             ids = _token_ids(encoder, self.tokenizer.encode(text) if text else [])
-        # As is usual, special tokens come last.
+        # Special tokens usually come last.
         if not ids.size or ids.max() < markers[0] or not np.isin(ids, markers).any():
             return ids
         ids = np.concatenate([_token_ids(encoder, self.tokenizer.encode(p)) for p in self._pieces(name, text)])
@@ -372,7 +373,7 @@ class SequenceBuilder:
         markers = (getattr(self.markers, field.name) for field in fields(self.markers))
         names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
-        # Looked for at every character, since occurrences may overlap.
+        # Searched at every character, since occurrences may overlap.
         matches = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
         for count, match in enumerate(matches):
             if count == MAX_CUTS:
@@ -384,7 +385,7 @@ class SequenceBuilder:
 
 
 def is_ids(part: object) -> bool:
-    """Tell whether a part is token ids."""
+    """Return whether a part is token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
 
@@ -399,13 +400,13 @@ def _token_ids(name: str, ids: object) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class InterleavedSequence:
-    """Text, images and audio as one sequence of tokens, as a model reads them.
+    """Text, images and audio as one sequence of tokens for a model.
 
     Args:
         input_ids: (tokens,) int64; patches and tokens of audio are the ids of their markers.
         token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches, 3 for audio.
-        segments: the shape of the sequence, one document.
-        positions: its position table.
+        segments: segment table of the sequence, one document.
+        positions: position table of the sequence.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
             the images are known only by size.
         grid_thw: (images, 3) int64 frames, height, width after merging; a clip is an image here.
@@ -414,8 +415,8 @@ class InterleavedSequence:
         image_hashes: content hash of each image; None where only the size is known.
         part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
             Video is one part.
-        image_margins: tokens before and after those of every image in image_spans: its markers.
-        audio_margins: likewise of every run in audio_spans.
+        image_margins: number of markers before and after the patches of each image in image_spans.
+        audio_margins: number of markers before and after the tokens of each run in audio_spans.
     """
 
     input_ids: IntArray
@@ -447,7 +448,7 @@ class InterleavedSequence:
         before, after = self.image_margins
         images = self.image_spans + np.array([-before, after])
         kind = self.segments.kind
-        if kind.max(initial=0) < AUDIO:  # packers ask often
+        if kind.max(initial=0) < AUDIO:  # fast path, since packers call this often
             return images
         lengths = self.segments.lengths
         stops = lengths.cumsum()
@@ -461,7 +462,7 @@ class InterleavedSequence:
         return spans[spans[:, 0].argsort()]
 
     def span_name(self, span: int) -> str:
-        """Name an entry of marked_spans for errors: image 0, audio 2 …"""
+        """Name an entry of marked_spans for errors: image 0, audio 2 …."""
         first, stop = self.marked_spans[span].tolist()
         for name, spans in (("image", self.image_spans), ("audio", self.audio_spans)):
             (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()
@@ -527,7 +528,7 @@ class InterleavedSequence:
 
 @dataclass
 class _Contents:
-    """The contents of a sequence that is being built.
+    """Contents of a sequence under construction.
 
     Args:
         markers: ids of the tokens around and inside images and audio.
@@ -561,14 +562,14 @@ class _Contents:
         self.text = after
 
     def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
-        """Make the arrays, the segments and the positions of the contents."""
+        """Build the arrays, the segments and the positions of the contents."""
         document = [*self.document, Text(self.text)] if self.text else self.document
         if not document:
             raise InvalidInputError("parts: got no tokens, want at least one")
         segments = SegmentTable.from_documents([document])
         patches = join_patches("parts", self.images)
         positions, markers = place(segments, scheme, start), self.markers
-        # Only now, since there may be no room for what is beyond a limit.
+        # Only after the limit checks, since the arrays may not fit into memory.
         pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
         input_ids, offsets = np.concatenate(pieces), [0, *accumulate(piece.size for piece in pieces)]
         spans, grids = [], []
@@ -603,7 +604,7 @@ class _Contents:
 
 
 def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | None:
-    """Concatenate the patches of images; None where only their sizes are known. One image's are not copied.
+    """Concatenate the patches of images, without a copy for a single image; return None if only sizes are known.
 
     Args:
         name: of the images, for errors.

@@ -1,4 +1,4 @@
-"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame …"""
+"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame …."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Plain(NamedTuple):
 
 
 def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
-    """Yield the parts one by one, every video as text, image, text, image …"""
+    """Yield the parts one by one, every video as text, image, text, image …."""
     for i, part in enumerate(parts):
         if not isinstance(part, Video):
             yield Plain(i, f"parts[{i}]", part)

@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class cached_property(Generic[Value]):  # noqa: N801  # the name that readers know
-    """Decorator of a method whose value is computed at the first access and kept in the instance.
+    """Decorator for a method whose value is computed at the first access and stored in the instance.
 
     It takes no lock. That of ``functools`` in Python 3.11 is one for all instances: a process that forks while a thread
     holds it leaves a child in which nobody releases it. Threads that ask at the same time may each compute the value;

@@ -1,4 +1,4 @@
-"""Check arguments: each function returns the checked value or raises an error with name, got and want."""
+"""Argument checks: each function returns the checked value or raises an error with name, value and expectation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def integer(name: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Check an integer, of any type but bool and float, within bounds."""
+    """Check an integer within bounds, of any type except bool and float."""
     if type(value) is not int:
         try:
             if isinstance(value, bool | np.bool_):
@@ -40,7 +40,7 @@ def integer(name: str, value: object, *, minimum: int | None = None, maximum: in
 
 @contextmanager
 def naming(name: str, joint: str = ": ") -> Iterator[None]:
-    """Put a name before the message of every error of mmpos raised in this block.
+    """Prefix the message of every error of mmpos raised in this block with a name.
 
     A ServiceError passes as it is, since it says nothing of the input.
 
@@ -58,7 +58,7 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
 
 
 def written(value: object) -> str:
-    """Write a number as text, also one of more digits than Python writes."""
+    """Format a number, even one with more digits than Python formats."""
     try:
         return str(value)
     except ValueError:
@@ -66,14 +66,14 @@ def written(value: object) -> str:
 
 
 def boolean(name: str, value: object) -> bool:
-    """Check a bool, and nothing that merely is true or false."""
+    """Check that a value is a bool, not just truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidInputError(f"{name}: got {value!r}, want True or False")
     return bool(value)
 
 
 def text(name: str, value: str) -> str:
-    """Check that text is Unicode: lone surrogates have no bytes."""
+    """Check that text has no lone surrogates, which cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -84,7 +84,7 @@ def text(name: str, value: str) -> str:
 def host_array(name: str, value: object) -> Array:
     """Convert a list, an array or a tensor on the host to numpy, as a view or a copy."""
     if isinstance(value, np.ndarray):
-        if hasattr(value, "mask"):  # without importing numpy.ma, which import mmpos does not need
+        if hasattr(value, "mask"):  # avoids importing numpy.ma, which mmpos does not need
             raise InvalidInputError(f"{name}: got a masked array, want an array without a mask, which would be lost")
         return value
     try:
@@ -94,7 +94,7 @@ def host_array(name: str, value: object) -> Array:
 
 
 def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArray:
-    """Check an int64 array of this shape (None: any length), of integers only, never of floats or bools."""
+    """Check integers of this shape (None: any length), not floats or bools, and return them as int64."""
     array = host_array(name, value)
     if array.size == 0 and array.ndim == 1 and (None in shape or 0 in shape):
         array = array.reshape([n or 0 for n in shape])
@@ -112,7 +112,7 @@ def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArr
 
 
 def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None) -> None:
-    """Raise for the first element outside the bounds, with its index in the name."""
+    """Raise an error for the first element outside the bounds, with its index in the name."""
     if not values.size or (
         (minimum is None or values.min() >= minimum) and (maximum is None or values.max() <= maximum)
     ):
@@ -125,7 +125,7 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
 
 
 def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """Check (documents,) integers within bounds: one for all, or one for each document."""
+    """Check integers within bounds, one for all documents or one for each, and return (documents,)."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for a few
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))
@@ -136,7 +136,7 @@ def per_document(name: str, value: object, num_documents: int, *, minimum: int, 
 
 
 def finite(name: str, value: object, *, minimum: float | None = None, above: float | None = None) -> float:
-    """Check a finite real number of any type but bool, within bounds; gives a float."""
+    """Check a finite real number within bounds, of any type except bool, and return a float."""
     want = "a finite number"
     if minimum is not None or above is not None:
         want += f" >= {minimum:g}" if minimum is not None else f" > {above:g}"
@@ -161,13 +161,13 @@ def even(name: str, value: object, *, maximum: int | None = None) -> int:
 
 
 def integers(name: str, values: object, *, minimum: int = 0, maximum: int | None = None) -> tuple[int, ...]:
-    """Check integers >= 0, or another minimum, of any sequence of them."""
+    """Check a sequence of integers >= 0, or >= another minimum."""
     every = enumerate(_listed(name, values))
     return tuple(integer(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in every)
 
 
 def numbers(name: str, values: object, minimum: float) -> tuple[float, ...]:
-    """Check finite numbers, of any sequence of them."""
+    """Check a sequence of finite numbers."""
     return tuple(finite(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(_listed(name, values)))
 
 
@@ -179,14 +179,14 @@ def one_of(name: str, value: T, options: Collection[object]) -> T:
 
 
 def instance(name: str, value: object, kind: type[T], source: str) -> T:
-    """Check that a value is of this class; source is the call that gives one."""
+    """Check that a value is of this class; ``source`` is the call that returns one."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
     return value
 
 
 def counted(count: int, noun: str, style: str = "") -> str:
-    """Write a number in a style of ``format``, and its noun, in the plural unless it is one.
+    """Format a number and its noun, in the plural unless the number is 1.
 
     >>> counted(1, "document"), counted(0, "axis"), counted(2, "property"), counted(4096, "token", ",")
     ('1 document', '0 axes', '2 properties', '4,096 tokens')
@@ -199,7 +199,7 @@ def counted(count: int, noun: str, style: str = "") -> str:
 
 
 def shown(values: IntArray) -> str:
-    """Write the values as a list, shortened where there are many."""
+    """Format values as a list, shortened if there are many."""
     if values.size <= 8:
         return str(values.tolist())
     head, tail = ", ".join(map(str, values[:3].tolist())), values[-1]

@@ -1,4 +1,4 @@
-"""Optional packages: the pip commands that bring them, errors that name these commands, and lazy names of packages."""
+"""Optional packages: pip commands that install them, errors that name these commands, and lazy attributes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from importlib import import_module
 __all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
 
 DISTRIBUTION = "multimodal-positions"
-"""The name of this package on an index; ``mmpos`` there is a program of other people."""
+"""Name of this package on an index; the name ``mmpos`` belongs to another project there."""
 
 _OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 
 
 def pip_install(extra: str) -> str:
-    """Word the command that installs an extra, which leaves what is installed from a clone as it is.
+    """Return the command that installs an extra without replacing an installation from a clone.
 
     >>> pip_install("client")
     'pip install "multimodal-positions[client]"'
@@ -25,15 +25,15 @@ def pip_install(extra: str) -> str:
 
 
 def missing(what: str, package: str, *, extra: str | None) -> ImportError:
-    """Make the error for a package that is not installed.
+    """Return the error for a package that is not installed.
 
     >>> missing("rotations", "torch", extra="all")
     ImportError('rotations: torch is not installed, want pip install "multimodal-positions[all]"')
 
     Args:
-        what: the feature that needs the package; begins the message.
-        package: as it is imported; the ``name`` of the error.
-        extra: the one that installs the package; None if the package is installed by its own name.
+        what: feature that needs the package; begins the message.
+        package: import name of the package; the ``name`` of the error.
+        extra: extra that installs the package; None if the package is installed by its own name.
     """
     command = f"pip install {package}" if extra is None else pip_install(extra)
     return ImportError(f"{what}: {package} is not installed, want {command}", name=package)
@@ -47,8 +47,8 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
     there is a mistake of ours.
 
     Args:
-        what: the feature that needs the imports of the block; begins the message.
-        extra: the one that installs it.
+        what: feature that needs the imports of the block; begins the message.
+        extra: extra that installs it.
     """
     try:
         yield
@@ -61,13 +61,13 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
 def lazy_names(
     package: str, modules: Mapping[str, str], *, extra: str | None = None, what: str | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the ``__getattr__`` and ``__dir__`` of a package that imports some of its names when first asked for them.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports some of its names at their first use.
 
     Args:
-        package: its full name.
-        modules: the submodule that holds each name; a name that is its own submodule is that module.
-        extra: the one that installs what the submodules need; None where they need nothing.
-        what: the beginning of the error where that is missing; None is the package and the name.
+        package: full name of the package.
+        modules: submodule of each name; a name that equals its submodule is that module.
+        extra: extra that installs the requirements of the submodules, or None.
+        what: beginning of the error if these are missing; None uses the package and the name.
     """
 
     def get(name: str) -> object:
@@ -77,7 +77,7 @@ def lazy_names(
         with needs:
             module = import_module(f"{package}.{modules[name]}")
             value = module if modules[name] == name else getattr(module, name)
-        vars(sys.modules[package])[name] = value  # found there from now on, without a call of this function
+        vars(sys.modules[package])[name] = value  # later accesses do not call this function
         return value
 
     def names() -> list[str]:

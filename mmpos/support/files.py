@@ -1,4 +1,4 @@
-"""Write files wholly or not at all, with errors that name them."""
+"""Atomic writing of files, with errors that name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Check that a path is no URL: pathlib takes one for a folder of the name of its scheme, as ``./s3:/bucket`` is.
+    """Check that a path is not a URL, which pathlib would turn into a local path such as ``./s3:/bucket``.
 
     >>> local_path("folder", "s3://bucket/out")
     Traceback (most recent call last):
@@ -40,13 +40,13 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Write a file beside its path, and rename it when the block ends without an error.
+    """Write a temporary file beside the path, and rename it when the block ends without an error.
 
-    A reader finds the old file or the new one and never a part of either, after a crash or a loss of power, too. A
+    A reader finds the old file or the new one, never a part of either, even after a crash or a loss of power. A
     link stays a link, and a device or a pipe is written to directly.
 
     Args:
-        path: the file, which is replaced if it is there.
+        path: file to write; an existing file is replaced.
 
     Yields:
         A file to write bytes to. It has no descriptor, on which libraries would write without words for what fails.
@@ -74,12 +74,12 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                     shutil.copymode(target, written)
                 written.replace(target)
     except BaseException:
-        with suppress(OSError):  # what is left in the buffer cannot be written either
+        with suppress(OSError):  # the rest of the buffer cannot be written either
             file.close()
         if beside:
             written.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # some systems cannot open folders, where the name is kept
+    with suppress(OSError):  # some systems cannot open folders to sync the name
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -88,7 +88,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write text as UTF-8 by whole_file.
+    """Write text as UTF-8 with ``whole_file``.
 
     Raises:
         OSError: the file cannot be written; the error names the path.
@@ -98,14 +98,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
-    """List what killed writers left in a folder of files whose names are ours."""
+    """List the temporary files that killed writers left in a folder."""
     matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in folder.iterdir())
     return sorted(path for path, match in matches if match and is_ours(match[1]))
 
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors of the system, and of nothing else, name this path instead of another."""
+    """Replace the path in operating-system errors by this path."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Raw(io.FileIO):
-    """A file whose errors name the path that it will have."""
+    """File whose errors name its final path."""
 
     def __init__(self, written: Path, mode: str, path: str | os.PathLike[str]) -> None:
         super().__init__(written, mode)

@@ -1,4 +1,4 @@
-"""The installation and its machine, as a report of a mistake or of a measurement names them."""
+"""Description of the installation and the machine, for bug reports and measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def info() -> dict[str, str]:
         what is missing.
 
     Warns:
-        UserWarning: another distribution has an import ``mmpos``, too, and files of both may be mixed.
+        UserWarning: another distribution also provides ``mmpos``, and the files of both may be mixed.
     """
     from importlib.metadata import packages_distributions
 
@@ -48,13 +48,13 @@ def info() -> dict[str, str]:
 
 
 def print_info() -> None:
-    """Print what info reports, one entry per line."""
+    """Print the entries of ``info``, one per line."""
     for name, value in info().items():
         print(f"{name:12} {value}")
 
 
 def version() -> str:
-    """Read the version of mmpos that is installed; "unknown" where it runs from its source without being installed."""
+    """Return the installed version of mmpos, or "unknown" if it runs from its source without being installed."""
     return version_of(DISTRIBUTION) or "unknown"
 
 
@@ -62,12 +62,12 @@ def cores() -> int:
     """Count the cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
+    except AttributeError:  # missing on some systems
         return os.cpu_count() or 1
 
 
 def version_of(package: str) -> str | None:
-    """Read the version of an installed package; None where it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     from importlib import metadata
 
     try:

@@ -16,11 +16,11 @@ from mmpos.support.checks import IntArray
 __all__ = ["INT64", "core", "int64"]
 
 INT64 = np.dtype(np.int64)
-"""As a dtype, of which numpy makes an array in two thirds of the time that it takes with the class of its elements."""
+"""As a dtype object, since numpy creates arrays from it in two thirds of the time that the scalar class takes."""
 
 
 def int64(data: bytes) -> IntArray:
-    """Read int64 numbers from bytes; read-only, not copied."""
+    """View bytes as a read-only int64 array, without a copy."""
     return np.frombuffer(data, INT64)
 
 

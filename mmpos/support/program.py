@@ -1,4 +1,4 @@
-"""The frame of the programs ``mmpos`` and ``mmpos_server``: an error is one line on stderr, its kind the exit code."""
+"""Common frame of ``mmpos`` and ``mmpos_server``: an error is one line on stderr, and its kind sets the exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["DIFFERENT", "EXIT_CODES", "INTERRUPTED", "STDIN", "console", "read_input", "run_program", "write_output"]
 
 STDIN = "-"
-"""The name of standard input and standard output in place of a file's."""
+"""File name that stands for standard input and standard output."""
 
 _WIDTH = 100
 
@@ -40,28 +40,28 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
 
 
 class App(Protocol):
-    """A typer app as a command of click; its result is an exit code, or nothing for 0."""
+    """Typer app as a click command; it returns an exit code, or None for 0."""
 
     def __call__(self, *, args: Sequence[str] | None, prog_name: str, standalone_mode: bool) -> int | None:
-        """Run the command of these arguments."""
+        """Run the command with these arguments."""
 
 
 def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:
     """Run one command of a program.
 
     Args:
-        name: the program, as its messages call it.
-        load: imports the typer app; what it needs may be missing.
-        arguments: what follows the program's name; None is the process's own.
+        name: name of the program in its messages.
+        load: function that imports the typer app; its requirements may be missing.
+        arguments: command line after the program's name; None is the command line of the process.
 
     Returns:
         The exit code, one of EXIT_CODES.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by who started this
+        if getattr(sys, stream) is None:  # closed by the parent process
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal cannot show is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # do not fail on a dash that the terminal cannot show
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(name, "warning", str(message))
         return _run(name, load, arguments)
@@ -70,7 +70,7 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
 def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:
     try:
         code = int(load()(args=arguments, prog_name=name, standalone_mode=False) or 0)
-        sys.stdout.flush()  # a full disk, or a pipe that was closed, is met here and not after the last line of Python
+        sys.stdout.flush()  # detect a full disk or a closed pipe here, not at interpreter exit
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -92,7 +92,7 @@ def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) ->
         if type(error).__module__ == "google.protobuf.runtime_version":
             said = f"{error} Install what needs protobuf in one command, with {pip_install('server')}"
             return _fail(name, said, MISSING)
-        # Errors of usage have a message of their own, under whichever base class this typer gives them.
+        # Usage errors have their own message; their base class depends on the version of typer.
         if not hasattr(error, "format_message"):
             raise
         said = error.format_message().strip().rstrip(".")
@@ -107,12 +107,12 @@ def read_input() -> bytes:
         InvalidInputError: the process has none.
     """
     if sys.stdin is None:
-        raise InvalidInputError(f"{STDIN}: got no standard input, want one to read from")
+        raise InvalidInputError(f"{STDIN}: standard input is closed")
     return sys.stdin.buffer.read()
 
 
 def console() -> Console:
-    """Make a console for tables, at most 100 columns wide; plain text of that width where there is no terminal."""
+    """Return a console for tables, at most 100 columns wide; without a terminal it prints plain text of that width."""
     from rich.console import Console
 
     usual = Console()
@@ -127,13 +127,13 @@ def write_output(data: bytes) -> None:
         InvalidInputError: it is a terminal, which they would upset.
     """
     if sys.stdout.isatty():
-        raise InvalidInputError(f"{STDIN}: got a terminal as standard output, want a pipe or a file")
+        raise InvalidInputError(f"{STDIN}: standard output is a terminal, want a pipe or a file")
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def _settle_output() -> None:
-    """Write what is still to be written; where nobody can take it, send it nowhere, or Python complains at its end."""
+    """Flush the standard streams; discard output that cannot be written, since Python would complain at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -146,5 +146,5 @@ def _fail(name: str, message: str, code: int) -> int:
 
 
 def _say(name: str, kind: str, message: str) -> None:
-    with suppress(OSError):  # the exit code stays, where nobody can read why
+    with suppress(OSError):  # keep the exit code, even if the message cannot be written
         print(f"{name}: {kind}: {' '.join(message.split())}", file=sys.stderr)

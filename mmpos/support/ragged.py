@@ -1,4 +1,4 @@
-"""Arrays of rows of different lengths: numbers counted per owner, and runs of a mask."""
+"""Arrays of rows of different lengths: counting per owner, and runs of a mask."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ragged_arange", "true_runs"]
 
 
 def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArray, IntArray]:
-    """Count from every start as many numbers as its count, one owner after the other.
+    """Concatenate ``counts[i]`` consecutive integers from ``starts[i]`` for each owner i.
 
     >>> owner, number = ragged_arange(np.array([2, 0, 3]), np.array([10, 20, 30]))
     >>> owner.tolist(), number.tolist()
     ([0, 0, 2, 2, 2], [10, 11, 30, 31, 32])
 
     Args:
-        counts: (owners,) numbers of each owner, at least 0.
+        counts: (owners,) number of integers of each owner, at least 0.
         starts: (owners,) first number of each owner, or one integer for all.
 
     Returns:
@@ -29,14 +29,14 @@ def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArra
 
 
 def true_runs(mask: npt.NDArray[np.bool_], starts: IntArray | None = None) -> IntArray:
-    """Find the runs of True in a mask: (runs, 2) first index and one past the last, ascending.
+    """Find the runs of True in a mask, as (runs, 2) ascending first and one-past-last indices.
 
     >>> true_runs(np.array([False, True, True, True, False, True]), np.array([2])).tolist()
     [[1, 2], [2, 4], [5, 6]]
 
     Args:
         mask: (tokens,).
-        starts: indices at which a run begins even right after another; None for none.
+        starts: indices at which a run begins even directly after another, or None.
     """
     edge = np.ones(mask.size + 1, np.bool_)
     np.not_equal(mask[1:], mask[:-1], out=edge[1:-1])

@@ -1,4 +1,4 @@
-"""Tensors of one request that travel outside its messages: in shared memory, or beside them in their bytes."""
+"""Tensors of a request that travel outside its messages: in shared memory, or as raw bytes of the request."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _NONE = SharedMemory()
 
 
 class Exchange(Beside):
-    """Shared memory and large tensors of one request; implements ``mmpos.rpc.tensors.Memory``.
+    """Shared memory and large tensors of a request; implements ``mmpos.rpc.tensors.Memory``.
 
     Args:
         memory: access of the server to shared memory.
-        request: message that may name an object for the tensors of the answer; None names none.
-        raw: bytes of the request, where it was read by ``mmpos.rpc.beside.parsed``.
+        request: message that may name a shared memory object for the tensors of the answer, or None.
+        raw: bytes of the request if ``mmpos.rpc.beside.parsed`` has read it.
 
     Raises:
-        UnsupportedError: an object is named, and the server takes no shared memory.
-        InvalidInputError: the object does not exist, or is too small.
+        UnsupportedError: the request names an object, but shared memory is disabled.
+        InvalidInputError: the object does not exist or is too small.
     """
 
     def __init__(self, memory: SharedMemory | None = None, request: Message | None = None, raw: bytes = b"") -> None:
@@ -46,7 +46,7 @@ class Exchange(Beside):
         self._memory = memory or _NONE
         self._output: Region | None = None
         self._name, self._end = "", 0
-        self._mapped: Data | None = None  # first bytes of the output, where they are mapped
+        self._mapped: Data | None = None  # first bytes of the output, if they are mapped
         if request is not None and (output := _output(request)) is not None:
             self._name, shared = output
             self._output = self._memory.open(self._name, shared.key, shared.offset, shared.byte_size)
@@ -60,8 +60,8 @@ class Exchange(Beside):
         """Read a copy of the bytes of a tensor of the request.
 
         Raises:
-            UnsupportedError: the server takes no shared memory.
-            InvalidInputError: the object does not exist, or is too small.
+            UnsupportedError: shared memory is disabled.
+            InvalidInputError: the object does not exist or is too small.
         """
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
         try:
@@ -70,10 +70,10 @@ class Exchange(Beside):
             region.close()
 
     def view(self, name: str, shared: pb.SharedMemory) -> Data:
-        """Map the bytes of a tensor of the request, for reading them once: the client may change them; or copy them.
+        """Map or copy the bytes of a tensor of the request. Read them once only: the client may change mapped bytes.
 
         Raises:
-            UnsupportedError, InvalidInputError: as ``get`` does.
+            UnsupportedError, InvalidInputError: see ``get``.
         """
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
         try:
@@ -83,10 +83,10 @@ class Exchange(Beside):
             region.close()
 
     def room(self, sizes: Sequence[int]) -> list[Data] | None:
-        """Map where the client wants the first tensors of the answer, if that can be mapped; else return None.
+        """Map the memory that the client names for the first tensors of the answer; return None if that is impossible.
 
         Args:
-            sizes: bytes of each, which ``expect`` has seen.
+            sizes: bytes of each tensor, as passed to ``expect`` before.
         """
         if self._output is None or sum(sizes) < LEAST_BYTES or min(sizes) < 0:
             return None
@@ -97,10 +97,10 @@ class Exchange(Beside):
         return [mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.
+        """Append a tensor of the answer to the shared memory; return False if the message must hold it instead.
 
-        A tensor that does not fit is counted only, and ``serialize`` refuses the answer. A large tensor that does not
-        go to shared memory is kept for ``serialize``; nobody may write to its bytes afterwards.
+        A tensor that does not fit is only counted, and ``serialize`` then refuses the answer. A large tensor that does
+        not go to shared memory is kept for ``serialize``; its bytes must not change afterwards.
         """
         if self._output is None:
             return self is not NO_MEMORY and super().put(message, data)
@@ -114,10 +114,10 @@ class Exchange(Beside):
         return True
 
     def expect(self, sizes: Iterable[float]) -> None:
-        """Check that tensors of these sizes fit into shared memory, before they are made.
+        """Check that tensors of these sizes fit into the shared memory, before they are made.
 
         Raises:
-            OutputError: they do not fit.
+            OutputError: the tensors do not fit.
         """
         end = 0
         for size in sizes:
@@ -125,10 +125,10 @@ class Exchange(Beside):
         self._fit(end)
 
     def serialize(self, answer: Message) -> bytes:
-        """Serialize the answer with its large tensors; other threads run meanwhile.
+        """Serialize the answer with its large tensors; the GIL is released meanwhile.
 
         Raises:
-            OutputError: its tensors did not fit into shared memory; the error has the bytes they need.
+            OutputError: the tensors do not fit into the shared memory; the error carries the bytes that they need.
         """
         self._fit(self._end)
         return super().serialize(answer)
@@ -141,7 +141,7 @@ class Exchange(Beside):
 
 @dataclass(frozen=True)
 class Views:
-    """Memory of an exchange whose tensors come as ``view`` has them; implements ``mmpos.rpc.tensors.Memory``."""
+    """Memory of an exchange that returns views of tensors; implements ``mmpos.rpc.tensors.Memory``."""
 
     exchange: Exchange
 
@@ -154,17 +154,17 @@ class Views:
         return self.exchange.data(message)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Take a tensor of the answer."""
+        """Accept a tensor of the answer."""
         return self.exchange.put(message, data)
 
 
 NO_MEMORY = Exchange()
-"""Exchange of a call before its request is read and after its end, while a thread may be at work: it keeps nothing."""
+"""Empty exchange of a call before its request is read and after its end, while a thread may still be at work."""
 
 
 @lru_cache(maxsize=256)
 def _holder(kind: Descriptor) -> str | None:
-    """Return the field of a request whose message has ``output``: "query", "" for the request itself, or None."""
+    """Return the field whose message has ``output``: "query", "" for the request itself, or None for no field."""
     if "output" in kind.fields_by_name:
         return ""
     query = kind.fields_by_name.get("query")
@@ -173,7 +173,7 @@ def _holder(kind: Descriptor) -> str | None:
 
 
 def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
-    """Return the shared memory for the answer of a request, with its name in errors; None for none."""
+    """Return the shared memory for the answer and its name for errors, or None if the request names none."""
     holder = _holder(request.DESCRIPTOR)
     if holder is None:
         return None
@@ -182,7 +182,7 @@ def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
 
 
 def mentions(raw: bytes, memory: SharedMemory) -> bool:
-    """Check by its bytes whether a request may name shared memory: any key without the prefix is refused."""
+    """Return whether the bytes of a request may name shared memory: every valid key contains the prefix."""
     return memory.prefix is not None and b"/" + memory.prefix.encode() in raw
 
 
@@ -190,7 +190,7 @@ def claimed(message: Message, limits: Limits) -> int:
     """Sum the bytes of shared memory that a message names.
 
     Raises:
-        LimitExceededError: more documents and parts than the limits allow.
+        LimitExceededError: the message has more documents and parts than the limits allow.
     """
     size, entries, most = 0, 0, limits.documents + limits.segments
     waiting: list[Message] = [message]
@@ -213,7 +213,7 @@ def claimed(message: Message, limits: Limits) -> int:
 
 @lru_cache(maxsize=256)
 def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
-    """Return the fields of a message that may name shared memory, and whether each is repeated."""
+    """Return the fields of a message that may name shared memory, each with whether it is repeated."""
     target = pb.SharedMemory.DESCRIPTOR
     return tuple(
         (field.name, field.is_repeated)

@@ -1,4 +1,4 @@
-"""Flags of the command line, and what they make: addresses, settings, access to shared memory, the page of metrics."""
+"""Flags of the command line and the objects built from them: addresses, settings, shared memory, metrics page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Flags", "LogFormat", "LogLevel"]
 
 
 class LogLevel(StrEnum):
-    """Lowest level of log lines that are written."""
+    """Minimum level of the log lines that are written."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
-    """Describe a flag; default is text for the help where the value says little."""
+    """Describe a flag; ``default`` replaces the default value in the help text."""
     shown = True if default is None else default
     return typer.Option(*names, help=text, show_default=shown, **settings)
 
@@ -51,21 +51,21 @@ class Flags:
     """Flags of the command line, with their help.
 
     Raises:
-        InvalidInputError: a flag is wrong, or useless without another one.
+        InvalidInputError: a flag is wrong, or requires another one.
     """
 
     host: Annotated[str, _flag("Address to listen on; 0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
     port: Annotated[
         int | None,
-        _flag("Port to listen on; 0 picks a free one.", min=0, max=65535, default="50051, and none with --uds"),
+        _flag("Port to listen on; 0 picks a free one.", min=0, max=65535, default="50051, or no port with --uds"),
     ] = None
     uds: Annotated[Path | None, _flag("Unix socket to listen on; never encrypted.", metavar="PATH")] = None
     uds_mode: Annotated[str | None, _flag("Permissions of the unix socket.", metavar="OCTAL", default="0600")] = None
-    config: Annotated[Path | None, _flag("Settings file, TOML.", metavar="FILE", default="the embedded ones")] = None
+    config: Annotated[Path | None, _flag("Settings file, TOML.", metavar="FILE", default="embedded")] = None
     workers: Annotated[int, _flag("Worker processes that share the port.", min=1, max=1024)] = 1
-    metrics_host: Annotated[str | None, _flag("Address of the metrics page.", default="that of --host")] = None
+    metrics_host: Annotated[str | None, _flag("Address of the metrics page.", default="same as --host")] = None
     metrics_port: Annotated[
-        int, _flag("Port of the HTTP page with /metrics, /livez and /readyz; 0 for none.", min=0, max=65535)
+        int, _flag("Port of the HTTP page with /metrics, /livez and /readyz; 0 disables it.", min=0, max=65535)
     ] = 0
     tls_cert: Annotated[Path | None, _flag("Certificate chain, PEM.", metavar="FILE")] = None
     tls_key: Annotated[Path | None, _flag("Private key of the certificate, PEM.", metavar="FILE")] = None
@@ -74,7 +74,7 @@ class Flags:
     ] = None
     token_file: Annotated[
         Path | None,
-        _flag("Lines of NAME TOKEN, reread as they change; calls must then carry a token.", metavar="FILE"),
+        _flag("File with lines NAME TOKEN, read again when it changes; calls must then carry a token.", metavar="FILE"),
     ] = None
     shared_memory: Annotated[
         str | None,
@@ -85,20 +85,20 @@ class Flags:
         ),
     ] = None
     notice_seconds: Annotated[
-        float, _flag("Seconds to serve on as NOT_SERVING after SIGTERM, so that load balancers notice.", min=0)
+        float, _flag("Seconds to keep serving after SIGTERM as NOT_SERVING, so that load balancers notice.", min=0)
     ] = 0.0
     drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
-    log_level: Annotated[LogLevel, _flag("Lowest level of log lines that are written.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, _flag("Log lines as JSON, or as text for people.")] = LogFormat.JSON
+    log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
         bool, _flag("Export OpenTelemetry spans and metrics, as the environment variables OTEL_… say.", "--otel")
     ] = False
-    preload: Annotated[
-        bool, _flag("Import torch before listening, instead of with the first rotation.", "--preload")
-    ] = False
+    preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
-        assert self.listen  # whose errors are those of the flags
+        assert self.listen  # raises the errors of the flags
 
     @property
     def listen(self) -> Listen:
@@ -112,7 +112,7 @@ class Flags:
         return load(self.config)
 
     def memory(self) -> SharedMemory:
-        """Return the access to shared memory of clients.
+        """Return the access to the shared memory of clients.
 
         Raises:
             InvalidInputError: the prefix is wrong, or other machines can reach the server.
@@ -140,14 +140,14 @@ class Flags:
         for name in ("tls_cert", "tls_key", "tls_client_ca"):
             value = getattr(self, name)
             if value is not None:
-                raise InvalidInputError(f"--{name.replace('_', '-')}: got {value} alone, want --tls-cert and --tls-key")
+                raise InvalidInputError(f"--{name.replace('_', '-')} requires both --tls-cert and --tls-key")
         return None
 
     def _uds(self) -> Uds | None:
         path, mode = self.uds, self.uds_mode
         if path is None:
             if mode is not None:
-                raise InvalidInputError(f"--uds-mode: got {mode} alone, want --uds")
+                raise InvalidInputError("--uds-mode requires --uds")
             return None
         if mode is None:
             return Uds(path)

@@ -1,4 +1,4 @@
-"""Health and reflection, which are answered under any load, and the answer to calls of unknown methods."""
+"""Health and reflection, which the server answers under any load, and the refusal of unknown methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 """Full name of the health service."""
 
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
-"""Full names of the two versions of the reflection service, whose messages are the same."""
+"""Full names of the two versions of the reflection service; both have the same messages."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -38,8 +38,8 @@ _Status = health_pb2.HealthCheckResponse
 class Health:
     """Health of each service and, under the empty name, of the server.
 
-    The servicer of grpc_health keeps watchers until they leave by themselves, so that a server with one watcher would
-    not stop within its grace, and forgets all watchers of a service when one leaves.
+    The servicer of grpc_health does not fit: it keeps watchers until they leave, so a server with one watcher would
+    not stop within its grace, and it forgets all watchers of a service when one leaves.
 
     Args:
         services: full names of the services.
@@ -54,24 +54,24 @@ class Health:
         """Return the current status of one service.
 
         Raises:
-            DecodeError: the bytes are no request.
-            NotFoundError: there is no such service.
+            DecodeError: the bytes are not a request.
+            NotFoundError: the server has no service of this name.
         """
         service = health_pb2.HealthCheckRequest.FromString(raw).service
         if service not in self._services:
-            # Cut, since anybody may send it: health needs no token.
-            raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
+            # Truncated, since anybody may send it: health needs no token.
+            raise NotFoundError(f"service: got {service[:300]!r}, want a service of this server")
         return self._answer(service)
 
     def watch(self, raw: bytes, ended: Event) -> Iterator[bytes]:
-        """Yield the current status of one service, and the next one when the server drains.
+        """Yield the current status of one service, and a new status when the server drains.
 
         Args:
             raw: bytes of the request.
             ended: set when the call has ended.
 
         Raises:
-            DecodeError: the bytes are no request.
+            DecodeError: the bytes are not a request.
         """
         service = health_pb2.HealthCheckRequest.FromString(raw).service
         self._watchers.add(ended)
@@ -86,7 +86,7 @@ class Health:
             self._watchers.discard(ended)
 
     def stop(self) -> None:
-        """Report NOT_SERVING from now on."""
+        """Report NOT_SERVING for all services from now on."""
         self.stopping = True
         for watcher in list(self._watchers):
             watcher.set()
@@ -103,15 +103,15 @@ class Introspection:
 
     Args:
         health: health of the services.
-        services: full names of the services that reflection shows.
-        pool: their descriptors.
+        services: full names of the services that reflection lists.
+        pool: descriptors of these services.
         server: state that the methods share.
     """
 
     def __init__(self, health: Health, services: Iterable[str], pool: DescriptorPool, server: ServerContext) -> None:
         self._health, self.server = health, server
         self._servicer = reflection.ReflectionServicer(services, pool)
-        # Descriptors do not change, and a query costs 200 times as much as its answer from a table.
+        # Cached: descriptors do not change, and answering a query costs 200 times as much as a lookup.
         self._described = lru_cache(maxsize=1024)(self._describe)
 
     def check(self, requests: Iterator[bytes], context: Context) -> Answer:
@@ -143,7 +143,7 @@ class Introspection:
         """Refuse a call of a method that the server does not have."""
         try:
             self.server.client(context)
-            raise UnsupportedError("method: got a path that this server does not have")
+            raise UnsupportedError("method: this server has no method of this path")
         except MmposError as error:
             return self._failed(error, "unknown")
 
@@ -183,7 +183,7 @@ class Introspection:
 
 
 def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
-    """Build a pool of the files of these messages, their imports, and the files of health and reflection."""
+    """Build a descriptor pool with the files of these messages, their imports, and those of health and reflection."""
     pool, added = DescriptorPool(), set[str]()
 
     def add(file: Any) -> None:

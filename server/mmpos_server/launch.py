@@ -1,4 +1,4 @@
-"""One server process, from start to drain: signals, settings that are read again, and an end that comes in time."""
+"""A server process from start to drain: signals, settings that are read again, and an exit in time."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ __all__ = ["CUT_OFF", "Running", "SettingsReader", "leave", "prepare", "serve"]
 
 
 CUT_OFF = 3
-"""Exit status of a process whose threads were still at work when it ended."""
+"""Exit status of a process that ended while its threads were still at work."""
 
 LAST_SECONDS = 3.0
-"""Seconds after the drain for the process to exit; less than the supervisor waits."""
+"""Seconds after the drain in which the process must exit; less than the supervisor waits."""
 
 _LOOK_SECONDS = 0.5
-"""Longest time in which the main thread looks for signals once."""
+"""Maximum seconds between two looks of the main thread for signals."""
 
 _SWITCH_SECONDS = 0.001
-"""Longest time that a thread with much to compute keeps the others waiting."""
+"""Maximum seconds for which a computing thread keeps the others waiting."""
 
 
 def serve(options: Flags) -> None:
-    """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
+    """Serve until SIGTERM or SIGINT, then until no call is left; a second signal ends the process at once.
 
-    Threads that are still at work after the drain are cut off, with exit status CUT_OFF. One line for each address is
-    printed to stdout as soon as calls are answered.
+    If threads are still at work after the drain, the process exits with status CUT_OFF. It prints one line per address
+    to stdout as soon as it answers calls.
 
     Raises:
-        InvalidInputError: a setting is wrong, or an address is taken.
+        InvalidInputError: a setting is wrong, or an address is in use.
     """
     prepare()
     with logging_all(options.log_level, options.log_format) as logs:
@@ -73,21 +73,21 @@ def serve(options: Flags) -> None:
 
 
 def prepare() -> None:
-    """Set up the process, and keep SIGHUP from ending it before it reads settings again; for its entry point only."""
+    """Set up the process, and ignore SIGHUP until it can read settings again; for its entry point only."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
     give_back_at_rest()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # Each connection is an open file.
+    # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # more than this system takes
+    with suppress(ValueError, OSError):  # more than this system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def leave() -> NoReturn:
-    """Exit with status 0 at once, whatever threads do, and without the last garbage collection of Python.
+    """Exit with status 0 at once, without waiting for threads or Python's last garbage collection.
 
-    With torch it takes seconds.
+    That collection takes seconds when torch is loaded.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -96,7 +96,7 @@ def leave() -> NoReturn:
 
 
 class Running:
-    """One server from start to drain. The constructor builds it, so that errors of settings come first.
+    """A server from start to drain. The constructor builds it, so it raises the errors of settings.
 
     Args:
         options: flags of the command line.
@@ -114,26 +114,26 @@ class Running:
 
             preload()
         self.reading = SettingsReader(config, options.settings, self.server.renew, logs)
-        self._events: SimpleQueue[str] = SimpleQueue()  # whose put is safe in a signal handler
+        self._events: SimpleQueue[str] = SimpleQueue()  # its put is safe in a signal handler
         self._started = False
 
     @property
     def live(self) -> bool:
-        """Whether the server starts, or works; from any thread."""
+        """Whether the server is starting or at work. Thread-safe."""
         return self.server.live or not self._started
 
     def stop(self) -> None:
-        """Begin the drain, or with the second call end it; from any thread and signal handler."""
+        """Begin the drain; a second call ends it. Any thread or signal handler may call this."""
         self._events.put("stop")
 
     def run(self, started: Callable[[list[str]], None]) -> None:
         """Serve until ``stop`` is called, then drain.
 
         Args:
-            started: called with the addresses as soon as calls are answered.
+            started: function called with the addresses as soon as the server answers calls.
 
         Raises:
-            InvalidInputError: an address is taken.
+            InvalidInputError: an address is in use.
         """
         addresses = self.server.start()
         self._started = True
@@ -160,7 +160,7 @@ class Running:
     def _next(self, seconds: float) -> str | None:
         end = monotonic() + seconds
         while True:
-            # Not longer at once: a signal that comes just before the wait does not end it.
+            # In short waits: a signal that arrives just before a wait does not end it.
             try:
                 return self._events.get(timeout=min(max(0.0, end - monotonic()), _LOOK_SECONDS))
             except Empty:
@@ -168,7 +168,7 @@ class Running:
                     return None
 
     def _end(self, grace: float) -> None:
-        """Stop the server in a thread, so that nothing in it can hold up the end of the process."""
+        """Stop the server in a thread, so that it cannot delay the end of the process."""
 
         def end() -> None:
             try:
@@ -188,14 +188,14 @@ def _tracing() -> Tracing:
 
 
 def _at_work() -> list[Thread]:
-    """Return the threads of the pools that have not ended; pools number their threads."""
+    """Return the threads of the pools that have not ended; their names end in numbers."""
     return [each for each in all_threads() if re.fullmatch(r"mmpos-\w+_\d+", each.name)]
 
 
 def _cut_off(logs: Logs) -> NoReturn:
-    """Exit while threads are at work, since a thread of Python cannot be stopped; the log says where they are."""
+    """Exit while threads are at work, since Python cannot stop a thread; the log shows their tracebacks."""
     try:
-        with tempfile.TemporaryFile("w+") as file:  # and not stderr, which may be a pipe that nobody reads
+        with tempfile.TemporaryFile("w+") as file:  # not stderr, which may be a pipe that nobody reads
             faulthandler.dump_traceback(file)
             file.seek(0)
             logs.error("cut off", threads=[thread.name for thread in _at_work()], traceback=file.read())
@@ -205,13 +205,13 @@ def _cut_off(logs: Logs) -> NoReturn:
 
 
 class SettingsReader:
-    """Thread that reads the settings again whenever it is asked; wrong settings change nothing.
+    """Thread that reads the settings again on request; wrong settings change nothing.
 
     Args:
-        first: settings of the start, some of which stay.
-        read: returns the settings.
-        renew: applies settings, or raises an error.
-        logs: gets a line for each result.
+        first: settings at the start; some of them stay in force.
+        read: function that returns the settings.
+        renew: function that applies settings, or raises an error.
+        logs: log that gets a line for each result.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class SettingsReader:
         Thread(target=self._keep_reading, name="mmpos-settings", daemon=True).start()
 
     def ask(self, config: ServerConfig | None = None) -> None:
-        """Read the settings again, or take these; from any thread and signal handler."""
+        """Read the settings again, or apply ``config``. Any thread or signal handler may call this."""
         self._asked.put(config)
 
     def _keep_reading(self) -> None:
@@ -238,9 +238,9 @@ class SettingsReader:
                 config = config or self._read()
                 self._renew(config.model_copy(update={"concurrency": self._first.concurrency}))
             except (MmposError, ImportError) as error:
-                self._logs.error("settings stay as they were", reason=str(error))
-            except Exception as error:  # any error: the next version must be read
-                self._logs.error("settings stay as they were", error)
+                self._logs.error("settings not reloaded", reason=str(error))
+            except Exception as error:  # any error, so that the thread can read the next version
+                self._logs.error("settings not reloaded", error)
             else:
                 self._logs.info(
                     "settings read",
@@ -255,7 +255,7 @@ _FROM_NEXT_START = {
     "connections": ("max_connections", "age_seconds"),
     "clients": ("max_share",),
 }
-"""Settings that count from the next start on; None is all of the table."""
+"""Settings that apply from the next start on; None stands for a whole table."""
 
 
 def _later(first: ServerConfig, config: ServerConfig) -> list[str]:
@@ -266,7 +266,7 @@ def _later(first: ServerConfig, config: ServerConfig) -> list[str]:
         for field, value in getattr(config, table)
         if (fields is None or field in fields) and getattr(getattr(first, table), field) != value
     ]
-    # The transport has its limit from the start; only a lower one can be checked for each request.
+    # The transport keeps its first limit; only a lower one can be enforced for each request.
     if config.limits.request_bytes > first.limits.request_bytes:
         later.append("limits.request_bytes")
     return later

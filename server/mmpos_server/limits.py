@@ -1,4 +1,4 @@
-"""Limit checks made before work is done: claims of a request are counted and compared with the limits."""
+"""Limit checks before the work: count the contents that a request claims to have and compare them with the limits."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 MAX_VIEWS = 16
-"""Most views of a query."""
+"""Maximum number of views of a query."""
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
-"""Most fields and numbers of a part of a document or of a segment, rounded up; and of everything else."""
+"""Maximum number of fields and numbers per part or segment, rounded up, and of the rest of a message."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
     """Check a number against the limit of this name.
 
     Raises:
-        LimitExceededError: it is larger; the message names the limit.
+        LimitExceededError: the number is larger; the message names the limit.
     """
     most = getattr(limits, name)
     if got > most:
@@ -70,8 +70,8 @@ def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
     """Check the fields and numbers of a message against the limits, before it is parsed.
 
     Raises:
-        LimitExceededError: more fields and numbers than a request within the limits has.
-        DecodeError: the bytes are no message.
+        LimitExceededError: the message has more fields and numbers than any request within the limits.
+        DecodeError: the bytes are not a message.
     """
     most = _ELEMENTS * (limits.documents + limits.segments) + _MORE_ELEMENTS
     got = count_elements(kind, raw, most)
@@ -83,7 +83,7 @@ def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
 
 
 def check_message(message: PositionsQuery, limits: Limits) -> None:
-    """Check the lists of a query against the limits, before they become arrays."""
+    """Check the lists of a query against the limits before they become arrays."""
     source = message.WhichOneof("source")
     if source == "segments":
         check("segments", len(message.segments.kind), limits)
@@ -100,14 +100,14 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
-    """Check documents against the limits, except their tokens, before they are placed; returns their images."""
+    """Check documents against all limits but that of tokens, before they are placed; return the number of images."""
     kind = segments.kind
     counts = np.bincount(kind, minlength=TILE + 1).tolist()
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
     check("images", images, limits)
-    # Schemes may cut a grid at every frame, a clip also at every token of audio, thumbnails and tiles at their
-    # markers and at the tokens after these, and a thumbnail with tiles at every patch.
+    # A scheme may split a grid at every frame, a clip also at every audio token, thumbnails and tiles at their
+    # markers and the tokens after these, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
     detailed = counts[THUMBNAIL] + counts[TILE]
     if detailed:
@@ -126,7 +126,7 @@ def check_table(positions: PositionTable, limits: Limits) -> None:
 
 
 def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
-    """Check the size of a view before it is made: ranges may overlap, and multiply the table."""
+    """Check the size of a view before it is made: overlapping ranges may multiply the table."""
     tokens = positions.num_tokens
     if isinstance(view, Take):
         starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
@@ -145,13 +145,13 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
 
 
 def check_answer(size: float, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply against the limit, before they are made, and note them in the call."""
+    """Check the bytes of a reply against the limit before they are made, and record them in the call."""
     check("response_bytes", size, limits)
     call.answer_bytes += size
 
 
 def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Check the tensors of an answer, before they are made, against the client's memory or the limit of a reply.
+    """Check the tensors of an answer, before they are made, against the client's memory or the limit of replies.
 
     Args:
         sizes: bytes of each tensor.
@@ -165,7 +165,7 @@ def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
 
 
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply with positions against the limit, before they are made."""
+    """Check the bytes of a reply with positions against the limit before they are made."""
     if dense is None:
         check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:
@@ -179,7 +179,7 @@ def dense_bytes(positions: PositionTable, dense: Dense) -> int:
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:
-    """Count the segments in all of these token ranges together."""
+    """Count the segments in all of these token ranges."""
     first = np.searchsorted(positions.offset, starts, side="right") - 1
     last = np.searchsorted(positions.offset, stops, side="left")
     return int(np.maximum(last - first, 0)[stops > starts].sum())

@@ -1,4 +1,4 @@
-"""Listening addresses: TCP ports, unix sockets and those of systemd, and the options of the transport."""
+"""Listening addresses: TCP ports, unix sockets, sockets passed by systemd; and the options of the transport."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Listen:
     """Addresses that a server listens on, with TLS and tokens.
 
     Args:
-        host: address or name of this machine.
+        host: address or name of this machine to listen on.
         port: port of gRPC; 0 picks a free one.
-        tls: files of an encrypted port; None is plain text.
-        reuse_port: whether other processes may listen on the port too; set for workers only.
+        tls: files of an encrypted port; None leaves the port unencrypted.
+        reuse_port: whether other processes may listen on the same port; set for workers only.
         tcp: whether to listen on a port at all.
-        uds: unix socket to listen on as well, never encrypted.
-        token_file: file of client names and tokens; None admits everybody who can connect.
+        uds: additional unix socket, never encrypted.
+        token_file: file of client names and tokens; None admits every client that can connect.
 
     Raises:
-        InvalidInputError: tokens would cross a network without TLS, or certificates are given without a port.
+        InvalidInputError: tokens would cross a network without TLS, or there are certificates but no port.
     """
 
     host: str = "127.0.0.1"
@@ -66,34 +66,32 @@ class Listen:
 
     def __post_init__(self) -> None:
         if self.tls is not None and not self.tcp:
-            raise InvalidInputError(
-                f"tls-cert: got {self.tls.cert} with a unix socket alone, which is never encrypted, want --port, too"
-            )
+            raise InvalidInputError("tls-cert requires --port: a unix socket is never encrypted")
         if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
             raise InvalidInputError(
-                f"token-file: got {self.token_file} for {self.host} without TLS, where others could read the tokens, "
-                "want --tls-cert and --tls-key, or a loopback host"
+                "token-file requires --tls-cert and --tls-key, or a loopback host: "
+                f"others could read the tokens on {self.host}"
             )
 
 
 def address(host: str, port: int) -> str:
-    """Format HOST:PORT as clients write it."""
+    """Format HOST:PORT as clients expect it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def local(listen: Listen) -> bool:
-    """Check whether only clients on this machine can reach the addresses."""
+    """Return whether only clients on this machine can reach the addresses."""
     return not listen.tcp or is_loopback(listen.host)
 
 
 def warn(listen: Listen, logs: Logs) -> None:
-    """Log warnings: a port open to everybody, and secret files that every user of this machine can read."""
+    """Warn of a port that is open to everybody and of secret files that every user of this machine can read."""
     if not local(listen):
         target = address(listen.host, listen.port)
         if listen.tls is None:
-            logs.warning("anybody on the network may call, and read the traffic: no TLS, no tokens", address=target)
+            logs.warning("anybody on the network may call and read the traffic: no TLS, no tokens", address=target)
         elif listen.token_file is None and listen.tls.client_ca is None:
-            logs.warning("anybody on the network may call: no tokens, no certificates of clients", address=target)
+            logs.warning("anybody on the network may call: no tokens, no client certificates", address=target)
     for name, path in (("token-file", listen.token_file), ("tls-key", listen.tls.key if listen.tls else None)):
         if path is not None and path.exists() and path.stat().st_mode & stat.S_IROTH:
             logs.warning("every user of this machine may read a secret", setting=name, file=str(path))
@@ -103,7 +101,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Bind a socket to a port without listening, to check that the port is free or to reserve it.
 
     Raises:
-        InvalidInputError: the port is taken, or the host is not of this machine.
+        InvalidInputError: the port is in use, or the host is not on this machine.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -111,7 +109,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         raise InvalidInputError(f"host: got {host!r} ({error.strerror}), want an address of this machine") from None
     reserved = socket.socket(family, kind, protocol)
     try:
-        # As the transport does: otherwise the last connections of a server that just ended would hold the port.
+        # Same option as the transport: otherwise the last connections of a server that just ended would block the port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -119,18 +117,18 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     except OSError as error:
         reserved.close()
         if error.errno == errno.EADDRINUSE:
-            raise InvalidInputError(
-                f"port: got {port}, which is taken on {host}, want a free one (0 picks one)"
-            ) from None
-        raise InvalidInputError(f"port: got {address(host, port)} ({error.strerror}), want one to listen on") from None
+            raise InvalidInputError(f"port: {port} is in use on {host}, want a free port (0 picks one)") from None
+        raise InvalidInputError(
+            f"port: got {address(host, port)} ({error.strerror}), want an address to listen on"
+        ) from None
     return reserved
 
 
 IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
-"""Time of a connection without a call; and time of its calls after its client was asked for a new connection."""
+"""Seconds for which an idle connection stays open, and for which calls may last on a closing connection."""
 
 MAX_METADATA_BYTES = 16 * 1024
-"""Most bytes of the headers of a call."""
+"""Maximum bytes of the headers of a call."""
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:
@@ -138,31 +136,31 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
 
     Args:
         config: settings of the server.
-        reuse_port: whether other processes may listen on the port too.
+        reuse_port: whether other processes may listen on the same port.
     """
     connections = config.connections
     return [
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
-        # Identity only: a compressed message has no size limit that is known before it is unpacked.
+        # No compression: the size of a compressed message is unknown before it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # Equal, since the transport refuses some calls between the two by chance.
+        # Both equal, since the transport randomly refuses calls between the two.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        # On by default, so that a second server on the port would silently take half of the calls.
+        # gRPC enables this by default: a second server on the port would silently take half of the calls.
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_allowed_incoming_connections", min(connections.max_connections, _most_connections())),
         ("grpc.server_handshake_timeout_ms", _milliseconds(connections.receive_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
-        # Calls that Python has not taken yet: beyond these the core drops calls of anybody (by default 1000), so that
-        # one client that opens calls and ends them at once would shut out others.
+        # Calls that Python has not accepted yet: beyond these (by default 1000) the core drops calls of any client, so
+        # one client that opens calls and ends them at once could shut out the others.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
         # Per connection; further calls of a client wait until one ends.
         ("grpc.max_concurrent_streams", 256),
-        # Clients may ping every 10 s, also between calls; the server pings every minute.
+        # Clients may ping every 10 s, even between calls; the server pings every minute.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 60_000),
@@ -175,20 +173,20 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _most_connections() -> int:
-    """Return the most connections that leave some open files for everything else."""
+    """Return the maximum number of connections that leaves enough open files for other uses."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 - 1 if files == resource.RLIM_INFINITY else max(16, files - 128)
 
 
-_LONGEST = 107  # bytes of a path that sockaddr_un of Linux holds, without the zero after it
+_LONGEST = 107  # maximum path length in bytes of sockaddr_un on Linux, without the final zero
 
 
 @dataclass(frozen=True)
 class Uds:
-    """Unix socket to listen on: a file that is never open to more users than its mode allows.
+    """Unix socket to listen on; its file is never open to more users than its mode allows.
 
     Args:
-        path: path of the socket; a stale socket there is replaced.
+        path: path of the socket; a stale socket is replaced.
         mode: permissions of the socket; clients need write permission to connect.
 
     Raises:
@@ -207,14 +205,14 @@ class Uds:
 
     @property
     def address(self) -> str:
-        """Address as clients write it."""
+        """Address that clients use."""
         return f"unix:{self.path}"
 
     def check(self) -> None:
         """Check that a server can listen on the path.
 
         Raises:
-            InvalidInputError: a live server listens there, the path is no socket, or its folder does not exist.
+            InvalidInputError: a live server listens there, the path is not a socket, or its folder does not exist.
         """
         try:
             if not self.path.parent.is_dir():
@@ -225,7 +223,7 @@ class Uds:
         except OSError as error:
             raise InvalidInputError(f"uds: got {self.path} ({error.strerror}), want a path to listen on") from None
         if not stat.S_ISSOCK(kind):
-            raise InvalidInputError(f"uds: got {self.path}, which is no socket, want a free path")
+            raise InvalidInputError(f"uds: {self.path} is not a socket, want a free path")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             try:
@@ -234,14 +232,14 @@ class Uds:
                 return  # its server has ended
             except OSError:
                 pass  # a server listens, with a full queue or other permissions
-        raise InvalidInputError(f"uds: got {self.path}, which is taken, want a free one")
+        raise InvalidInputError(f"uds: {self.path} is in use, want a free path")
 
     def listen(self, add: Callable[[str], object]) -> Callable[[], None]:
         """Listen on the socket.
 
-        The socket is made in a folder that nobody else can enter, and moved to its path when its permissions are
-        right. So the umask of the process, which all threads share, stays unchanged; and gRPC, which at its end
-        deletes the path that it listened on, finds nothing there.
+        The socket is created in a folder that nobody else can enter and moved to its path once its permissions are
+        right. Therefore the umask, which all threads share, stays unchanged, and gRPC, which finally deletes the path
+        that it listened on, deletes nothing.
 
         Args:
             add: function that listens on an address of gRPC.
@@ -250,7 +248,7 @@ class Uds:
             Function that removes the socket, unless another file has replaced it.
 
         Raises:
-            InvalidInputError: as ``check`` does, or the folder cannot be written to.
+            InvalidInputError: ``check`` fails, or the folder is not writable.
         """
         self.check()
         try:
@@ -268,12 +266,12 @@ class Uds:
         return remove
 
     def _make(self, folder: str, add: Callable[[str], object]) -> tuple[int, int]:
-        """Make the socket in the folder and move it to its path; returns its device and inode."""
+        """Create the socket in the folder and move it to its path; return its device and inode."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # A unique name, in case the number of the folder is reused when gRPC deletes the path.
+            # A unique name, in case the descriptor of the folder is reused when gRPC deletes the path.
             name = Path(folder).name
-            # By the number of the folder, so that a long path of the folder does not make the address too long.
+            # By the descriptor of the folder, so that a long path does not make the address too long.
             add(f"unix:/proc/self/fd/{fd}/{name}")
             os.chmod(name, self.mode, dir_fd=fd)
             made = _identity(os.stat(name, dir_fd=fd))
@@ -291,12 +289,12 @@ _FIRST = 3  # the first descriptor that systemd passes
 
 
 def inherits() -> bool:
-    """Check whether systemd passes a listening socket to this process."""
+    """Return whether systemd passes a listening socket to this process."""
     return os.environ.get("LISTEN_PID") == str(os.getpid())
 
 
 def inherited() -> socket.socket | None:
-    """Return the listening socket that systemd passes; None without one."""
+    """Return the listening socket that systemd passes, or None."""
     return socket.socket(fileno=_FIRST) if inherits() else None
 
 

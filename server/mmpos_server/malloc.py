@@ -1,4 +1,4 @@
-"""Settings of the allocator, and memory that goes back to the system at rest."""
+"""Allocator settings, and the return of free memory to the system when the process is idle."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from time import process_time, sleep
 __all__ = ["give_back_at_rest", "keep_large_blocks"]
 
 
-# From malloc.h of glibc. Its largest allowed threshold on 64 bits is 32 MiB.
+# From glibc's malloc.h, which allows thresholds up to 32 MiB on 64 bits.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES, _TRIM_BYTES, _ARENAS = 32 * 2**20, 256 * 2**20, 4
 
 _REST_SECONDS, _REST_SHARE = 5.0, 0.05
-"""A process is at rest after so many seconds with at most this share of a processor."""
+"""A process is idle when it has used at most this share of a processor for this many seconds."""
 _GROWN_BYTES = 32 * 2**20
-"""Growth of memory above which it is given back."""
+"""Growth of resident memory, in bytes, above which free memory is returned."""
 
 
 def keep_large_blocks() -> bool:
     """Let malloc serve blocks up to 32 MiB from the heap and keep 256 MiB of it; for a process's entry point only.
 
-    Otherwise page faults dominate large replies. Each arena keeps as much, and there are eight per core by default;
-    the limit of four arenas bounds the memory that is kept.
+    Otherwise page faults dominate large replies. Each arena keeps this much, and glibc creates up to eight per core;
+    a limit of four arenas bounds the total.
 
     Returns:
-        Whether the settings were applied: only glibc has them.
+        Whether the settings were applied: they exist in glibc only.
     """
     library = _glibc()
     if library is None:
@@ -39,12 +39,12 @@ def keep_large_blocks() -> bool:
 
 
 def give_back_at_rest(seconds: float = _REST_SECONDS) -> bool:
-    """Start a thread that returns free memory to the system when the process rests; for its entry point only.
+    """Start a thread that returns free memory to the system when the process is idle; for its entry point only.
 
-    After a peak far more is free than the arenas may keep, since free blocks between others count for no threshold.
+    After a peak much more memory is free than the arenas may keep: free blocks between used ones do not count.
 
     Args:
-        seconds: length of a rest.
+        seconds: idle time after which memory is returned.
 
     Returns:
         Whether the thread was started: only glibc can return memory.
@@ -63,7 +63,7 @@ def _keep_giving_back(library: ctypes.CDLL, seconds: float) -> None:
             sleep(seconds)
             before, used = used, process_time()
             if used - before <= _REST_SHARE * seconds and _resident_bytes() > least + _GROWN_BYTES:
-                library.malloc_trim(0)  # without the lock of Python
+                library.malloc_trim(0)  # releases the GIL
                 least = _resident_bytes()
 
 

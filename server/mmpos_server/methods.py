@@ -51,15 +51,15 @@ Run = Callable[[Any, Any, "Call"], None]
 
 
 Plain = tuple[bytes, int, int, int]
-"""Answer of a plain request, and its numbers of documents, tokens and images."""
+"""Answer to a plain request, with its numbers of documents, tokens and images."""
 
 Answering = Callable[[bytes], Plain | None]
-"""Function from the bytes of a request to its answer; None where the request must be parsed."""
+"""Function from the bytes of a request to its answer; it returns None if the request must be parsed."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """The stream form of a method.
+    """Streaming form of a method.
 
     Args:
         name: name of the stream method.
@@ -67,8 +67,8 @@ class Twin:
         response: type of the answer to an item.
         run: function from an item to its answer.
         refuse: function from a failed item and its error to the answer.
-        side_by_side: whether several items of a stream are at work at once, since an item may take long.
-        plain: shorter way of plain items, if there is one.
+        side_by_side: whether items of one stream run in parallel; set if an item may take long.
+        plain: faster path for plain items, or None.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Twin:
 
 @dataclass(frozen=True)
 class Method:
-    """RPC method, with its stream form if it has one.
+    """RPC method with its optional streaming form.
 
     Args:
         service: full name of its service, such as "mmpos.rpc.v1.PositionService".
@@ -90,9 +90,9 @@ class Method:
         request: type of the request.
         response: type of the response.
         run: function from the request to the response.
-        twin: stream form of the method.
-        admitted: whether a call takes a slot; liveness and readiness are answered under any load.
-        plain: shorter way of plain requests, if there is one.
+        twin: streaming form of the method.
+        admitted: whether a call needs a slot; liveness and readiness do not.
+        plain: faster path for plain requests, or None.
     """
 
     service: str
@@ -106,7 +106,7 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """Wrap a function from a query to a field of the response as one from request to response."""
+    """Turn a function from a query to a field of the response into one from the request to the response."""
 
     def whole(request: Message, response: Message, call: Call) -> None:
         run(required("", request, "query"), answering(response, field), call)
@@ -115,7 +115,7 @@ def queried(run: Run, field: str) -> Run:
 
 
 class _Item(Protocol):
-    """Request of a stream."""
+    """Item of a stream."""
 
     id: int
 
@@ -133,7 +133,7 @@ class _ItemAnswer(Protocol):
 def streamed(
     name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
 ) -> Twin:
-    """Return the stream form of a method of mmpos, whose items have an id and may have an error of their own."""
+    """Return the streaming form of a method of mmpos; each item has an id and may fail alone."""
 
     def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
@@ -147,14 +147,14 @@ def streamed(
 
 
 def answering(response: Message, field: str) -> Message:
-    """Return a field of a response after setting it, so that it is present even if it stays empty."""
+    """Mark a field of a response as present, even if it stays empty, and return it."""
     target: Message = getattr(response, field)
     target.SetInParent()
     return target
 
 
 class NotFoundError(InvalidInputError):
-    """Unknown name in a request of a protocol that has the status NOT_FOUND for it."""
+    """Unknown name in a request of a protocol that reports it with the status NOT_FOUND."""
 
 
 _KNOWN = (
@@ -170,7 +170,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Status, details and metadata with which a call fails.
+    """Status, details and metadata of a failed call.
 
     Args:
         status: name of the gRPC status.
@@ -184,38 +184,38 @@ class Failure:
 
     @property
     def code(self) -> grpc.StatusCode:
-        """Status as grpc has it."""
+        """Status code of grpc."""
         return grpc.StatusCode[self.status]
 
 
 def public(error: Exception, request_id: str) -> MmposError:
-    """Return the error that a client may see: client errors as they are, internal ones by request id only."""
+    """Return the error to show to a client: its own errors unchanged, internal ones by request id only."""
     if isinstance(error, DecodeError):
-        return InvalidInputError("request: got bytes that are no message of this method, want valid protobuf")
+        return InvalidInputError("request: the bytes are not a protobuf message of this method")
     if isinstance(error, _KNOWN):
         return error
     return ServiceError(f"internal error, request {request_id}")
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """Return the status of an error, its message cut to the size of a header."""
-    seen = public(error, request_id)
-    status, message = to_status(seen)
-    if isinstance(seen, NotFoundError):
+    """Return the status of an error, with its message truncated to the size of a header."""
+    shown = public(error, request_id)
+    status, message = to_status(shown)
+    if isinstance(shown, NotFoundError):
         status = "NOT_FOUND"
     metadata: tuple[tuple[str, str], ...] = ()
-    if isinstance(seen, ServiceOverloadedError):
-        metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
-    if isinstance(seen, OutputError):
-        metadata = ((OUTPUT_BYTES, str(seen.needed)),)
+    if isinstance(shown, ServiceOverloadedError):
+        metadata = ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
+    if isinstance(shown, OutputError):
+        metadata = ((OUTPUT_BYTES, str(shown.needed)),)
     return Failure(status, shortened(message), metadata)
 
 
 def refused_by(error: Exception) -> str | None:
-    """Return the limit that refused a call, as metrics label it; None if the call was not refused."""
+    """Return the label in metrics of the limit that refused a call, or None for other errors."""
     if isinstance(error, ServiceUnauthenticatedError):
         return "unauthenticated"
-    if isinstance(error, ServiceUnavailableError):  # also the end of a stream through which nothing came
+    if isinstance(error, ServiceUnavailableError):  # also raised at the end of an idle stream
         return "stopping" if "about to stop" in str(error) else None
     if isinstance(error, ServiceOverloadedError):
         return str(error).partition(":")[0].partition(" of ")[0]

@@ -26,12 +26,12 @@ app = typer.Typer(
 def serve(**flags: Any) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health reports NOT_SERVING, calls that have arrived are answered, then the server exits.
-    A second signal ends the server at once. SIGHUP rereads the settings.
+    SIGTERM and SIGINT drain: health reports NOT_SERVING, the server answers the calls that have arrived, then exits.
+    A second signal ends the server at once. SIGHUP reads the settings again.
     """
     options = Flags(**flags)
     if options.otel:
-        # A missing package is reported once, and not by every worker.
+        # Report a missing package once instead of once per worker.
         import mmpos_server.tracing  # noqa: F401
     if options.workers == 1:
         serve_here(options)

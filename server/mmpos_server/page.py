@@ -1,4 +1,4 @@
-"""HTTP page of metrics, liveness and readiness."""
+"""HTTP endpoint for metrics, liveness and readiness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["exposed"]
 
 
 MOST_CONNECTIONS = 64
-"""Most connections of the page; further ones close the oldest, so that idle clients never keep a probe out."""
+"""Maximum number of connections; a new one closes the oldest, so that idle clients never keep a probe out."""
 
 SECONDS = 5.0
 """Seconds after which a connection of the page is closed."""
@@ -32,17 +32,17 @@ SECONDS = 5.0
 def exposed(
     registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool], host: str, port: int
 ) -> Iterator[int]:
-    """Serve the page in a thread while the context is open; yields the port.
+    """Serve the page in a thread while the context is open, and yield the port.
 
     Args:
         registry: metrics to show.
-        live: returns whether the server works; from any thread.
-        ready: returns whether the server takes calls; from any thread.
+        live: thread-safe function that returns whether the server works.
+        ready: thread-safe function that returns whether the server accepts calls.
         host: address to listen on, unless systemd passes a socket.
-        port: port to listen on, likewise; 0 picks a free one.
+        port: port to listen on, unless systemd passes a socket; 0 picks a free one.
 
     Raises:
-        InvalidInputError: the port is taken or the address is not of this machine.
+        InvalidInputError: the port is in use, or the address is not on this machine.
     """
     listening = inherited() or _listening(host, port)
     page = _Page(listening, registry, live, ready)
@@ -65,7 +65,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class _Page(ThreadingHTTPServer):
-    """HTTP server that closes connections which are old or too many, whatever they do."""
+    """HTTP server that closes old and excess connections, even busy ones."""
 
     daemon_threads, block_on_close = True, False
 
@@ -80,7 +80,7 @@ class _Page(ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; waits a moment where that fails for want of descriptors, which the caller ignores."""
+        """Accept a connection; pause if the process is out of descriptors, an error that the caller ignores."""
         try:
             return super().get_request()
         except OSError:
@@ -109,14 +109,14 @@ class _Page(ThreadingHTTPServer):
                     _end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, unless the client has gone."""
+        """Log an error, unless the client has disconnected."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             logging.getLogger(__name__).error("the page could not answer", exc_info=error)
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake the thread of a connection, which then closes it."""
+    """Wake the thread of a connection, so that the thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

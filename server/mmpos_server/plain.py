@@ -1,4 +1,4 @@
-"""Plain queries: documents as segments of text and grids, placed and answered from bytes to bytes in one pass in C."""
+"""Plain queries: C parses, places and answers documents of text and grids in one pass, from bytes to bytes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_ANSWER", "SMALL_BYTES", "SMALL_SEGMENTS", "PlainQueries"]
 
 SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
-"""Largest request, shared memory included, most segments and largest dense answer in bytes of small work, which is done
-where the call is; larger work waits for one of few threads."""
+"""Bounds of small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The thread of
+the call does small work itself; larger work waits for a thread of a pool."""
 
 _MOST_SETTINGS = 64
-"""Most schemes and profiles, as requests name them, that are remembered."""
+"""Maximum number of cached settings, one for each combination of scheme and profile in requests."""
 
 _Settings = tuple[Plan, bool, bool, bytes]
-"""Plan, whether grids must not touch, whether ids may be fractions, and label, as csrc/served.c reads them."""
+"""Settings read by csrc/served.c: plan, whether grids must not touch, whether ids may be fractions, and label."""
 
 
 class PlainQueries:
-    """Answers to plain queries, with the bytes that the way through messages gives.
+    """Answers to plain queries, byte for byte equal to those made through messages.
 
     Args:
         profiles: settings of models.
@@ -52,8 +52,8 @@ class PlainQueries:
         """Answer a request of Place, or of StreamPlace for an item.
 
         Returns:
-            None for a query that is not plain, small,
-            within the limits and right, of which the way through messages says what is wrong.
+            None for a query that is not plain, not small, above a limit, or wrong; the path through messages then
+            answers it or raises the error.
         """
         if self._core is None or len(raw) > self._most_bytes:
             return None
@@ -64,9 +64,9 @@ class PlainQueries:
         return None if served is None or isinstance(served, bytes) else served
 
     def _learn(self, key: bytes) -> None:
-        """Remember the settings of a query of these bytes, which has nothing but a profile and a scheme.
+        """Cache the settings of a query whose bytes hold only a profile and a scheme.
 
-        Again where a shape was not known: the plan may have been forgotten, and another one be in use.
+        Repeated when a shape is unknown: the plan may have been dropped from its cache and built again.
         """
         if len(self._known) >= _MOST_SETTINGS:
             self._known = {}

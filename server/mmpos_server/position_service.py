@@ -1,4 +1,4 @@
-"""PositionService: reads a query, places its documents and writes the positions."""
+"""PositionService, which reads a query, places its documents and writes the positions."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class PositionService:
     def answer(
         self, read: Callable[[], PositionsQuery], write: Callable[[PositionsQuery, PositionTable], None], call: Call
     ) -> None:
-        """Answer a query: here as long as its work is small, and the rest in a thread of the pool "place".
+        """Answer a query; small work runs in this thread, larger work in the pool "place".
 
         Args:
-            read: returns the query, with ``dense`` if ids are wanted.
-            write: writes the positions of the query into the answer.
+            read: function that returns the query, with ``dense`` set if it asks for ids.
+            write: function that writes the positions of the query into the answer.
             call: call that is answered.
         """
 
@@ -96,7 +96,7 @@ class PositionService:
             return complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
-        """Return the position table of a query and the number of images; limits are checked before each step."""
+        """Return the position table of a query and its number of images; check the limits before each step."""
         with call.stage("place"):
             segments = query.segments()
             images = check_segments(segments, self._limits)
@@ -112,24 +112,24 @@ class PositionService:
 
 
 def is_small(call: Call) -> bool:
-    """Check whether the request of a call has so few bytes that reading it is small work."""
+    """Return whether the request of a call is small enough to be read in this thread."""
     return max(call.request_bytes, call.held) <= SMALL_BYTES
 
 
 def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
-    """Fill what a query leaves open from a profile.
+    """Fill the unset fields of a query from a profile.
 
     Args:
         query: query of the client.
-        profile: settings that fill the rest.
-        named: whether the client named the profile; only then grids are merged by its spatial_merge_size.
+        profile: settings for the unset fields.
+        named: whether the client named the profile; its spatial_merge_size merges grids only then.
     """
     source = query.source
     if isinstance(source, InputIds):
         builder = profile.builder
         if source.placeholders.image is None and named:
-            given = {name: value for name, value in vars(source.placeholders).items() if value is not None}
-            source = replace(source, placeholders=replace(builder.marker_ids.placeholders, **given))
+            markers = {name: value for name, value in vars(source.placeholders).items() if value is not None}
+            source = replace(source, placeholders=replace(builder.marker_ids.placeholders, **markers))
         if source.spatial_merge_size is None and named and builder.images is not None:
             source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
     scheme = profile.builder.scheme if query.scheme is None else query.scheme
@@ -139,7 +139,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
 
 
 def segments_at_work(query: PositionsQuery) -> float:
-    """Bound the number of segments that a query makes, of its documents and all its views together."""
+    """Bound the number of segments in the documents and views of a query."""
     documents, segments = _source(query.source)
     total = segments
     for view in query.views:
@@ -158,7 +158,7 @@ def segments_at_work(query: PositionsQuery) -> float:
 
 
 def _source(source: SegmentTable | Spans | InputIds) -> tuple[int, float]:
-    """Count the documents, and bound the segments, with each frame of an image as one."""
+    """Count the documents and bound the segments, counting each frame of an image as a segment."""
     if isinstance(source, SegmentTable):
         return source.num_documents, source.extents[0].sum(dtype=np.float64)
     if isinstance(source, Spans):

@@ -1,4 +1,4 @@
-"""The services as a Ray Serve application: the same methods in every replica, behind the gRPC proxy of a cluster."""
+"""Ray Serve application with the services: every replica has all methods, behind the gRPC proxy of a cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["SERVICER", "Message", "Replica", "add_services", "answered", "answer
 
 
 SERVICER = "mmpos_server.ray_serve.add_services"
-"""Name for grpc_servicer_functions of Serve's gRPCOptions."""
+"""Entry for grpc_servicer_functions in Serve's gRPCOptions."""
 
 _ARGUMENTS = ("config", "num_replicas", "log_level")
 
@@ -54,21 +54,21 @@ class _ServeContext(Caller, Protocol):
         """Set the message of the status."""
 
     def set_trailing_metadata(self, metadata: list[tuple[str, str]], /) -> None:
-        """Set the metadata that end the call."""
+        """Set the trailing metadata of the call."""
 
 
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
-    """Yield each service and its methods, whose names are unique in all services: Serve routes by method name."""
+    """Yield each service and its methods. Method names are unique across services, since Serve routes by them."""
     for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield service, list(service.methods)
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    # No Watch, which would keep a replica alive as long as its client.
+    # Without Watch, which would keep a replica alive as long as its client.
     yield health, [health.methods_by_name["Check"]]
 
 
 def add_services(servicer: object, server: _Host) -> None:
-    """Add all services to a server, as generated code does for one service; messages stay bytes.
+    """Add all services to a server, like generated code for one service; messages stay bytes.
 
     Args:
         servicer: object with the methods of all services.
@@ -83,23 +83,23 @@ def add_services(servicer: object, server: _Host) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One at a time: Serve takes the first of a list only.
+        # One at a time: Serve takes only the first of a list.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 class Replica:
-    """Replica of a Ray Serve deployment: methods of all services, with gates, pools and profiles of its own.
+    """Replica of a Ray Serve deployment, with the methods of all services and its own gates, pools and profiles.
 
     Args:
         config: settings of the server.
-        log_level: lowest level of log lines that are written to stderr.
+        log_level: minimum level of the log lines written to stderr.
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
         malloc.keep_large_blocks()
-        # The server of a process without its port: Serve passes the calls.
+        # A server without a port: Serve passes the calls.
         self._server = Server(config, logs=Logs(log_level))
-        # One for each call, as in a server: an open stream has a thread of its own.
+        # One thread per call, as in a server: an open stream needs its own.
         self._threads = ThreadPoolExecutor(_most_calls(config), "mmpos-call")
 
     async def Check(self, request: bytes, grpc_context: _ServeContext) -> Message:  # noqa: N802 (the name in the protocol)
@@ -136,20 +136,20 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
     """Create an application of one deployment, "mmpos", for serve.run.
 
     Args:
-        config: settings of each replica; None is the embedded ones. Replicas read the files that profiles name.
-        log_level: lowest level that replicas write to stderr, a key of LEVELS.
+        config: settings of each replica; None uses the embedded ones. Replicas read the files that profiles name.
+        log_level: minimum level of the lines that replicas write to stderr, a key of LEVELS.
         options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 
     Raises:
         InvalidInputError: a profile or the level is wrong.
-        ImportError: Ray Serve is missing; the message has the command.
+        ImportError: Ray Serve is missing; the message names the pip command.
     """
     with needed_for("mmpos_server.ray_serve", extra="serve"):
         from ray import serve
     config = config or load()
     if log_level not in LEVELS:
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
-    # Errors are reported once, and not by every replica.
+    # Report errors once instead of once per replica.
     Profiles.from_config(config)
     options.setdefault("max_ongoing_requests", _most_calls(config))
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
@@ -157,7 +157,7 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
 
 
 def _most_calls(config: ServerConfig) -> int:
-    """Return as many calls as the gates admit, and one that they refuse; further calls wait in Serve's queue."""
+    """Return one call more than the gates admit, so that they can refuse it; further calls wait in Serve's queue."""
     return config.concurrency.max_in_flight + config.concurrency.max_streams + 1
 
 
@@ -168,7 +168,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
         arguments: "config", the path of a file of settings; "num_replicas", a number or "auto"; "log_level".
 
     Raises:
-        InvalidInputError: an argument, or the file, is wrong.
+        InvalidInputError: an argument or the file is wrong.
     """
     for name in arguments:
         if name not in _ARGUMENTS:
@@ -177,12 +177,12 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     config = options.pop("config", None)
     if "num_replicas" in options:
         options["num_replicas"] = _replicas(options["num_replicas"])
-    # Replicas work in folders of their own.
+    # Absolute, since each replica works in its own folder.
     return application(load(None if config is None else Path(config).absolute()), **options)
 
 
 def _replicas(value: object) -> object:
-    """Parse a number of replicas, which is text on the command line."""
+    """Parse a number of replicas; the command line passes it as text."""
     text = str(value)
     if value == "auto" or (text.isdecimal() and int(text) >= 1):
         return value if value == "auto" else int(text)
@@ -215,7 +215,7 @@ async def answered(
     Args:
         answer: method of the endpoint.
         request: bytes of the request.
-        context: context of Serve; gets the metadata and the status of the call.
+        context: context of Serve, which gets the metadata and the status of the call.
         threads: threads of calls.
     """
     with _Context(context) as caller:
@@ -238,7 +238,7 @@ async def answers(
     Args:
         answer: method of the endpoint.
         requests: bytes of the items.
-        context: context of Serve; gets the metadata and the status of the stream.
+        context: context of Serve, which gets the metadata and the status of the stream.
         threads: threads of calls.
     """
     loop = asyncio.get_running_loop()
@@ -264,12 +264,12 @@ async def answers(
         except GoneError:
             raise asyncio.CancelledError from None
         _end(ended[0], context)
-        if ended[0].failed is not None:  # Serve asks for the status of a stream after an exception alone
+        if ended[0].failed is not None:  # Serve reads the status of a stream only after an exception
             raise _StreamError(ended[0].failed.message)
 
 
 class _StreamError(Exception):
-    """Stream that failed; its context has the status."""
+    """Failure of a stream; its context has the status."""
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
@@ -279,7 +279,7 @@ async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
 def _end(outcome: Answer, context: _ServeContext) -> None:
     """Set the metadata of a call, and its status if it failed.
 
-    A call returns then, since after an exception Serve sends no trailing metadata.
+    The call then returns normally, since Serve sends no trailing metadata after an exception.
     """
     context.set_trailing_metadata(list(outcome.metadata))
     if outcome.failed is not None:
@@ -288,7 +288,7 @@ def _end(outcome: Answer, context: _ServeContext) -> None:
 
 
 class _Context:
-    """Adapter that gives Serve's context the interface of a gRPC context, while the call lasts."""
+    """Adapter that gives Serve's context the interface of a gRPC context for the duration of a call."""
 
     def __init__(self, context: _ServeContext) -> None:
         self.peer, self.auth_context = context.peer, context.auth_context
@@ -303,10 +303,10 @@ class _Context:
         self.cancel()
 
     def time_remaining(self) -> None:
-        """Return None: Serve passes no deadline; its ingress cancels late calls."""
+        """Return None: Serve passes no deadline, but its proxy cancels late calls."""
 
     def is_active(self) -> bool:
-        """Check whether Serve waits for the answer."""
+        """Return whether Serve still waits for the answer."""
         return self._active
 
     def add_callback(self, callback: Callable[[], None]) -> bool:

@@ -1,4 +1,4 @@
-"""RotaryService: cos and sin, and rotations of tensors that were sent, on the accelerator if there is one."""
+"""RotaryService, which computes cos and sin and rotates the tensors of a request, on an accelerator if available."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RotaryService", "check_head_dim", "demand_torch", "device", "has_torch", "preload"]
 
 MAX_HEAD_DIM = 1024
-"""Largest head_dim: frequencies are computed in exact arithmetic, pair by pair."""
+"""Largest head_dim, since frequencies are computed pair by pair in exact arithmetic."""
 
 _TABLES: dict[int, TableLayout | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
@@ -49,7 +49,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; torch is imported by the first call that needs it, or by ``preload``.
+    """Implementation of RotaryService; the first call that needs torch imports it, unless ``preload`` has.
 
     Args:
         profiles: settings of models.
@@ -64,7 +64,7 @@ class RotaryService:
         call.run("rotary", self._cos_sin, message, answer, call)
 
     def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """Answer Rotate: rotated q and k; few of them are rotated in this thread."""
+        """Answer Rotate: rotated q and k; this thread rotates small tensors itself."""
         if is_small(call):
             self._rotate(message, answer, call)
         else:
@@ -77,7 +77,7 @@ class RotaryService:
             positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
             numbers = float(tokens * rotary.rotary_dim * (rotary.own_heads or 1))
-            call.memory.expect([4 * numbers])  # or twice as much, as the layout has it
+            call.memory.expect([4 * numbers])  # twice as much in some layouts
             if not call.memory.answers:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
@@ -102,7 +102,7 @@ class RotaryService:
             sizes = [call.memory.holds(x) for x in (message.q, message.k)]
             check_tensors(sizes, self._limits, call)
             rooms = call.memory.room(sizes)
-            # What is rotated in its place is a copy.
+            # Tensors that are rotated in place are copies.
             memory = call.memory if rooms is None else Views(call.memory)
             q = get_torch("q", required("", message, "q"), memory)
             k = get_torch("k", message.k, memory) if message.HasField("k") else None
@@ -125,7 +125,7 @@ class RotaryService:
         conjugate: bool,
         outs: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k on the accelerator if there is one: into other tensors of this machine, or in their place."""
+        """Rotate q and k, on an accelerator if available, in place or into other tensors in CPU memory."""
         from mmpos.rotary.apply import rotate_into
 
         where = _device_of_torch()
@@ -144,15 +144,15 @@ class RotaryService:
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
             check_head_dim(message.rotary.head_dim)
-            message.rotary.DiscardUnknownFields()  # of any size, and kept with the rotation
+            message.rotary.DiscardUnknownFields()  # of any size; the cache would keep them
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 
     def rotary(self, name: str | None) -> Rotary:
-        """Return the rotation of a profile; None is the default profile."""
+        """Return the rotation of a profile, or of the default profile for None."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
-            raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
+            raise InvalidInputError(f"rotary: the request has no rotation, and neither has profile {profile.name!r}")
         return profile.rotary
 
     def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[PositionTable | Tensor, int]:
@@ -165,7 +165,7 @@ class RotaryService:
 
 
 def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, Tensor | None]:
-    """View the room for tensors of an answer as tensors like q and k."""
+    """View the memory for the tensors of an answer as tensors shaped like q and k."""
     import torch
 
     room_q, room_k = (torch.from_numpy(room) for room in rooms)
@@ -186,14 +186,14 @@ def check_head_dim(head_dim: int) -> None:
 
 @lru_cache(maxsize=1)
 def has_torch() -> bool:
-    """Check whether torch is installed, without importing it."""
+    """Return whether torch is installed, without importing it."""
     return find_spec("torch") is not None
 
 
 def device() -> str:
-    """Return the device of rotations, "cuda" or "cpu"; "" without torch.
+    """Return the device of rotations: "cuda", "cpu", or "" without torch.
 
-    Until torch is imported, by a rotation or by ``preload``, it is "cuda" if the machine has the driver of NVIDIA.
+    Until a rotation or ``preload`` imports torch, the device is "cuda" if the machine has NVIDIA's driver.
     """
     if not has_torch():
         return ""
@@ -203,7 +203,7 @@ def device() -> str:
 
 
 def preload() -> None:
-    """Import torch now, which takes seconds, and not while the first client waits."""
+    """Import torch now, since it takes seconds, instead of while the first client waits."""
     if has_torch():
         _device_of_torch()
 
@@ -218,6 +218,6 @@ def _device_of_torch() -> str:
 
 
 def demand_torch() -> None:
-    """Refuse rotations where torch is not installed."""
+    """Raise an error if torch is not installed."""
     if not has_torch():
-        raise UnsupportedError(f"rotary: got a server without torch, want one installed with {pip_install('all')}")
+        raise UnsupportedError(f"rotary: this server has no torch, want one installed with {pip_install('all')}")

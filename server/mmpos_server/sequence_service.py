@@ -1,4 +1,4 @@
-"""SequenceService: documents are read, weighed, built side by side and written; each may fail by itself."""
+"""SequenceService, which checks, builds and writes documents in parallel; each document may fail alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingDocument", "SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
-"""Pixels from which an image is decoded by threads of its own kind, so that few take the memory that it may need."""
+"""Number of pixels above which an image counts as heavy; few threads decode heavy images, to bound memory."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class PendingDocument:
     """Document of a request: its parts, and later its sequence or its error.
 
     Args:
-        parts: as SequenceBuilder takes them.
-        hashes: content hash of each image that is not decoded.
-        pool: threads that decode its pixels, "heavy" where some images have more than 16 megapixels; "" without pixels.
+        parts: parts for SequenceBuilder.
+        hashes: content hashes of the images that are not decoded.
+        pool: pool that decodes the images: "heavy" if an image has more than 16 megapixels, "" without images.
         outcome: the sequence, or the error; None before the document is built.
     """
 
@@ -64,7 +64,7 @@ class SequenceService:
 
     def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Answer Build: the sequences of a batch of documents."""
-        # An item of a stream waits for its slot, and then joins the pools in the order in which all calls join them.
+        # An item of a stream waits for its slot, then joins the pools in the same order as all calls.
         if message.patches and not call.item and _begins_with_an_image(message):
             call.join("image")
         profile = message.profile if message.HasField("profile") else None
@@ -78,7 +78,7 @@ class SequenceService:
         )
 
     def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
-        """Return the builder of a profile, with another scheme or start if they are not None and 0."""
+        """Return the builder of a profile, with another scheme or start unless they are None and 0."""
         changes: dict[str, Any] = {"start": start} if start else {}
         if scheme is not None:
             changes["scheme"] = scheme
@@ -94,16 +94,16 @@ class SequenceService:
         *,
         patches: bool,
     ) -> None:
-        """Build documents and write the answer: those with pixels to decode side by side in threads for images.
+        """Build documents and write the answer; threads for images build documents with images in parallel.
 
-        The rest is done here if it is small, else in a thread of the pool "place".
+        The rest runs in this thread if it is small, else in the pool "place".
 
         Args:
-            read: returns the documents; refuses too many.
+            read: function that returns the documents, or refuses too many.
             builder: builder of the sequences.
-            write: writes the documents into the answer.
+            write: function that writes the documents into the answer.
             call: call that is answered.
-            patches: whether pixels are wanted.
+            patches: whether the answer includes patches.
         """
 
         def finish() -> None:
@@ -138,14 +138,14 @@ class SequenceService:
     def _weighed(
         self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, patches: bool
     ) -> list[PendingDocument]:
-        """Read the documents, and check their sizes against the limits before anything is built."""
+        """Read the documents and check their sizes against the limits before any is built."""
         with call.stage("read"):
             documents = read()
             weight = _Weight()
             for document in documents:
                 call.checkpoint()
                 weight.add(document, builder, call, patches=patches)
-            call.memory.expect([weight.patch_bytes])  # text is not tokenised yet, and its ids are few
+            call.memory.expect([weight.patch_bytes])  # ids are small, and text is not tokenised yet
             check("pixels", weight.pixels, self._limits)
             check("tokens", weight.tokens, self._limits)
             reply = 0 if call.memory.answers else 4 * weight.tokens + weight.patch_bytes
@@ -179,7 +179,7 @@ class SequenceService:
         tokens = sum(sequence.input_ids.size for sequence in built)
         check("tokens", tokens, self._limits)
         call.count(documents=len(documents), tokens=tokens, images=sum(len(sequence.grid_thw) for sequence in built))
-        del built  # patches are held once
+        del built  # so that the patches are held only once
         for document in documents:
             call.checkpoint()
             result = answer.results.add()
@@ -191,7 +191,7 @@ class SequenceService:
 
 
 class _CheckedParts(list[Any]):
-    """List of parts that stops when nobody waits for the answer any more."""
+    """List of parts whose iteration stops with an error when nobody waits for the answer any more."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:
         super().__init__(parts)
@@ -204,7 +204,7 @@ class _CheckedParts(list[Any]):
 
 
 def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
-    """Check whether one of the first parts is an image, so that an overloaded pool refuses before the reading."""
+    """Return whether one of the first parts is an image, so that an overloaded pool can refuse before reading."""
     parts = message.documents[0].parts[:16] if message.documents else []
     return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
@@ -222,7 +222,7 @@ def _read(message: pb.Document, call: Call) -> PendingDocument:
 
 @dataclass
 class _Weight:
-    """Size of a request by the headers of its images: source pixels, tokens, bytes of patches, and frames."""
+    """Size of a request, estimated from image headers: source pixels, tokens, bytes of patches, and frames."""
 
     pixels: int = 0
     tokens: int = 0
@@ -232,8 +232,8 @@ class _Weight:
     def add(self, document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> None:
         """Add a document.
 
-        A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken
-        image counts as nothing: building it raises the error.
+        Each character counts as a token until it is tokenised. Images that need not be decoded are replaced by their
+        sizes. A broken image counts as nothing, since building it raises the error.
         """
         images = 0
         for i, part in enumerate(document.parts):
@@ -247,7 +247,7 @@ class _Weight:
                 if isinstance(part, Grid):
                     self._add_grid(part, builder)
                 elif isinstance(part, Clip):
-                    # Schemes may cut a clip before and after every token of audio.
+                    # A scheme may split a clip before and after every audio token.
                     self.tokens += part.frames * part.height * part.width + part.audio
                     self.frames += part.frames + 2 * part.audio
                 else:

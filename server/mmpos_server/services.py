@@ -1,4 +1,4 @@
-"""All methods of the server: those of mmpos, GetInfo, and the Open Inference Protocol."""
+"""All methods of the server: services of mmpos, GetInfo, and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
 
 
 def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
-    """Return method Place, with its stream form: a function from a query to positions, and the way of plain ones."""
+    """Return method Place with its streaming form, from a function of queries and an optional faster path."""
     method = _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
     if plain is None or method.twin is None:
         return method
@@ -68,11 +68,11 @@ def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
 
 
 def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = False) -> Method:
-    """Return a method of mmpos, whose messages are named after it."""
+    """Return a method of mmpos; its messages are named after it."""
     twin = None
     if stream:
         request, response = (getattr(messages, f"Stream{name}{kind}") for kind in ("Request", "Response"))
-        # Placing takes no longer than handing an item to another thread.
+        # Not in parallel: placing takes no longer than handing an item to another thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
     return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin)

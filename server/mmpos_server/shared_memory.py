@@ -1,4 +1,4 @@
-"""Shared memory of clients on this machine: objects of a prefix, their regions, and regions that are registered."""
+"""Shared memory of clients on this machine: objects with a prefix, regions of them, and registered regions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Data", "Region", "Regions", "SharedMemory"]
 Data = npt.NDArray[np.uint8]
 
 MAX_REGIONS = 256
-"""Most regions that are registered at once: each holds a file of this process open."""
+"""Maximum number of registered regions, since each keeps a file open."""
 
 MAX_NAME = 256
-"""Most characters of the name of a region."""
+"""Maximum number of characters in the name of a region."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -38,26 +38,28 @@ _MEMFD = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
 class Region:
-    """Range of bytes of a client's POSIX shared memory object, which is never removed here.
+    """Range of bytes of a client's POSIX shared memory object; the server never removes the object.
 
-    The bytes are read and written through a descriptor: a client that shrinks its object while the server uses a memory
-    map would end the server (SIGBUS), and mapped bytes could change after a check. ``map`` maps what cannot shrink, for
-    uses that need no check. The descriptor is closed when nobody holds the region any more.
+    The bytes are read and written through a descriptor: a client that shrinks a mapped object would crash the server
+    (SIGBUS), and mapped bytes could change after a check. ``map`` maps objects that cannot shrink, for uses that need
+    no check. The descriptor is closed when nobody refers to the region any more.
 
     Args:
         name: name of the region in errors.
-        key: name of the object: a file of /dev/shm on Linux, as shm_open takes it, or a link to a memfd of this name.
+        key: name of the object for shm_open: on Linux a file in /dev/shm, or a link there to a memfd of this name.
         offset: first byte of the region.
         byte_size: size of the region.
 
     Raises:
-        InvalidInputError: the object does not exist, is smaller, or is of another user.
-        LimitExceededError: this process or the machine has as many files open as it may.
+        InvalidInputError: the object does not exist, is too small, or belongs to another user.
+        LimitExceededError: this process or the machine has too many open files.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
         if offset < 0 or byte_size < 1:
-            raise InvalidInputError(f"{name}: got offset {offset} and byte_size {byte_size}, want >= 0 and >= 1")
+            raise InvalidInputError(
+                f"{name}: got offset {offset} and byte_size {byte_size}, want offset >= 0 and byte_size >= 1"
+            )
         self.key, self.offset, self.byte_size = key, offset, byte_size
         try:
             self._descriptor = _opened(key)
@@ -71,11 +73,11 @@ class Region:
         self._check(name)
 
     def close(self) -> None:
-        """Close the object now, and not when nobody holds the region any more; nobody may use it afterwards."""
+        """Close the object at once; the region must not be used afterwards."""
         self._close()
 
     def read(self, name: str, offset: int, byte_size: int) -> Data:
-        """Read bytes of the region into a new array, which may be written to.
+        """Read bytes of the region into a new writable array.
 
         Args:
             name: name of the bytes in errors.
@@ -86,13 +88,13 @@ class Region:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
         """
         at = self.within(name, offset, byte_size)
-        self._check(name)  # before memory is taken for as many bytes as the client claims
+        self._check(name)  # before memory for the claimed size is allocated
         data = np.empty(byte_size, np.uint8)
         rest = data.data
-        while rest:  # the system reads 2 GiB at once, at most
+        while rest:  # the system reads at most 2 GiB at once
             done = os.preadv(self._descriptor, [rest], at)
             if not done:
-                raise InvalidInputError(f"{name}: got an object {self.key!r} that shrinks, want one that stays")
+                raise InvalidInputError(f"{name}: the object {self.key!r} shrank while it was read")
             at, rest = at + done, rest[done:]
         return data
 
@@ -102,7 +104,7 @@ class Region:
         Args:
             name: name of the bytes in errors.
             offset: first byte, counted from the start of the region.
-            data: the bytes.
+            data: bytes to write.
 
         Raises:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
@@ -115,18 +117,20 @@ class Region:
             try:
                 done = os.pwrite(self._descriptor, rest, at)
             except OSError as error:
-                raise LimitExceededError(f"{name}: got {error.strerror} writing {self.key!r}, want room") from None
+                raise LimitExceededError(
+                    f"{name}: got {error.strerror} writing {self.key!r}, want more memory"
+                ) from None
             at, rest = at + done, rest[done:]
 
     def map(self, name: str, byte_size: int) -> Data | None:
-        """Map the first bytes of the region, which its client may change, but not take away, while they are used.
+        """Map the first bytes of the region, which the client may change but cannot remove during their use.
 
         Args:
             name: name of the bytes in errors.
             byte_size: number of bytes.
 
         Returns:
-            The bytes, to be read and written in place; None where the object is not known to stay.
+            The bytes, readable and writable in place; None if the client could shrink the object.
 
         Raises:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
@@ -134,13 +138,13 @@ class Region:
         at = self.within(name, 0, byte_size)
         if not _stays(self._descriptor, at + byte_size):
             return None
-        self._check(name)  # after the seals: a size that was compared before could have been changed since
+        self._check(name)  # after the seals: a size checked earlier could have changed since
         begin = at - at % mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
                 self._descriptor, at + byte_size - begin, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=begin
             )
-        except OSError:  # as of an object that nobody may write to
+        except OSError:  # for example a read-only object
             return None
         return np.frombuffer(pages, np.uint8, byte_size, at - begin)
 
@@ -164,7 +168,7 @@ class Region:
     def _check(self, name: str) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a plain object of this server's user")
+            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a regular object of this server's user")
         end = self.offset + self.byte_size
         if end > status.st_size:
             raise InvalidInputError(
@@ -176,7 +180,7 @@ def _opened(key: str) -> int:
     """Open the object of a name.
 
     Raises:
-        OSError: there is none, or it is neither a file of /dev/shm nor a link to a memfd of the same name.
+        OSError: the object does not exist, or is neither a file in /dev/shm nor a link to a memfd of this name.
     """
     path = f"/dev/shm{key}"
     try:
@@ -184,7 +188,7 @@ def _opened(key: str) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP or not _MEMFD.fullmatch(target := os.readlink(path)):
             raise
-        # Only a handle, as to open a device or a FIFO would have effects; what it is of cannot be exchanged afterwards.
+        # O_PATH, since opening a device or a FIFO would have effects; the file behind the handle cannot be exchanged.
         handle = os.open(target, os.O_PATH)
         try:
             if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{key[1:]} (deleted)":
@@ -195,9 +199,9 @@ def _opened(key: str) -> int:
 
 
 def _stays(descriptor: int, size: int) -> bool:
-    """Check that the first bytes of an object stay, whatever its client does: a memfd, sealed, and without holes.
+    """Return whether the first bytes of an object stay whatever its client does: it is a sealed memfd without holes.
 
-    Pages that its client frees are replaced by the system, unless that promises no more memory than there is.
+    The system replaces pages that the client frees, unless overcommit of memory is off.
     """
     status = os.fstat(descriptor)
     try:
@@ -205,13 +209,13 @@ def _stays(descriptor: int, size: int) -> bool:
             return False
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         return bool(sealed) and Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
-    except OSError:  # a process that may not make memfds, or does not see the settings of the system
+    except OSError:  # the process may not create memfds or read the settings of the system
         return False
 
 
 @cache
 def _device_of_memfd() -> int:
-    """Return the device of all memfds but those of huge pages, which may run out."""
+    """Return the device of all memfds except those of huge pages, of which the system may run out."""
     descriptor = os.memfd_create("mmpos")
     try:
         return os.fstat(descriptor).st_dev
@@ -221,14 +225,14 @@ def _device_of_memfd() -> int:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Access of a server to shared memory of clients.
+    """Access of a server to the shared memory of clients.
 
     Args:
-        prefix: prefix of the names of objects, so that clients reach no other objects of the server's user; None
-            allows no shared memory.
+        prefix: required prefix of object names, so that clients cannot reach other objects of the server's user; None
+            disables shared memory.
 
     Raises:
-        InvalidInputError: names of objects cannot begin with the prefix.
+        InvalidInputError: the prefix is not valid in an object name.
     """
 
     prefix: str | None = None
@@ -254,11 +258,11 @@ class SharedMemory:
         """Open a region of an object.
 
         Raises:
-            UnsupportedError: this server takes no shared memory.
-            InvalidInputError: the name has not the prefix, or Region refuses it.
+            UnsupportedError: shared memory is disabled.
+            InvalidInputError: the name lacks the prefix, or Region refuses the object.
         """
         if self.prefix is None:
-            raise UnsupportedError(f"{name}: got shared memory, want a server started with --shared-memory")
+            raise UnsupportedError(f"{name}: shared memory requires a server started with --shared-memory")
         if not _KEY.fullmatch(key) or not key[1:].startswith(self.prefix) or key in ("/.", "/.."):
             raise InvalidInputError(
                 f"{name}.key: got {key[:300]!r}, want '/{self.prefix}…' of letters, digits, '_', '.' and '-'"
@@ -267,7 +271,7 @@ class SharedMemory:
 
 
 class Regions:
-    """Regions that clients have registered by name; threads may share them.
+    """Thread-safe registry of the regions that clients have registered by name.
 
     Args:
         memory: access of the server to shared memory.
@@ -282,22 +286,22 @@ class Regions:
         """Register a region.
 
         Raises:
-            UnsupportedError: this server takes no shared memory.
-            InvalidInputError: the name is taken, or Region refuses the object.
-            LimitExceededError: too many regions, or too long a name.
+            UnsupportedError: shared memory is disabled.
+            InvalidInputError: the name is in use, or Region refuses the object.
+            LimitExceededError: too many regions are registered, or the name is too long.
         """
         region = self._memory.open("region", key, offset, byte_size)
         if len(name) > MAX_NAME:
             raise LimitExceededError(f"region.name: got {len(name)} characters, want at most {MAX_NAME}")
         with self._lock:
             if not name or name in self._regions:
-                raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
+                raise InvalidInputError(f"region.name: {name[:300]!r} is already registered")
             if len(self._regions) >= MAX_REGIONS:
-                raise LimitExceededError(f"regions: got {MAX_REGIONS} and one more, want at most {MAX_REGIONS}")
+                raise LimitExceededError(f"regions: want at most {MAX_REGIONS} registered regions")
             self._regions[name] = region
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all regions if the name is empty; running reads go on."""
+        """Unregister a region, or all regions if the name is empty; running reads continue."""
         if name:
             self._regions.pop(name, None)
         else:
@@ -315,7 +319,7 @@ class Regions:
         """
         region = self._regions.get(name)
         if region is None:
-            raise InvalidInputError(f"{where}: got region {name[:300]!r}, want one that is registered")
+            raise InvalidInputError(f"{where}: got region {name[:300]!r}, want a registered region")
         return region
 
     def __iter__(self) -> Iterator[tuple[str, Region]]:

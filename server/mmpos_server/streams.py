@@ -1,4 +1,4 @@
-"""Streaming endpoints: a thread reads and answers the items, another one sends the answers in order."""
+"""Streaming endpoints: one thread reads and answers the items, another sends the answers in order."""
 
 from __future__ import annotations
 
@@ -28,32 +28,31 @@ if TYPE_CHECKING:
 __all__ = ["IDLE_SECONDS", "ItemWindow", "StreamEndpoint"]
 
 WINDOW_ITEMS, WINDOW_BYTES = 16, 32 * 2**20
-"""Items of one stream that are read and not yet answered, and the bytes of these items and of their answers at which
-reading pauses."""
+"""Bounds at which reading pauses: items of one stream that are not answered, and bytes of these items and answers."""
 
 IDLE_SECONDS = 600.0
-"""Seconds of a stream without an item, after which it ends."""
+"""Seconds without an item after which a stream ends."""
 
 _FIRST_ITEMS = 4
-"""Items of a stream that are begun before it is known how large an answer is."""
+"""Number of items that may begin before the size of an answer is known."""
 
 
 class ItemWindow:
     """Flow control of one stream: limits reading ahead of the answers.
 
-    The answer to an item may be far larger than the item, and is held while the client does not read. Answers count
-    therefore, and each item at work counts as the largest answer so far. Few items begin before one answer is known.
+    An answer may be far larger than its item, and is held until the client reads it. Therefore answers count towards
+    the limit, each item at work counts as the largest answer so far, and few items begin before the first answer.
 
     Args:
-        items: most items that are read and not answered.
+        items: maximum number of items that are read but not answered.
         size: bytes of these items and their answers at which reading pauses.
     """
 
     def __init__(self, items: int = WINDOW_ITEMS, size: int = WINDOW_BYTES) -> None:
         self._most, self._size = items, size
-        # Of what came and of what went, since each number is written by one thread: the reader, and the writer.
+        # Totals in and out, since each number has one writing thread: the reader or the writer.
         self._read = self._read_bytes = self._sent = self._sent_bytes = 0
-        # Of answers, which several threads may make at once.
+        # Of answers; several threads may update these.
         self._answered = self._answer_bytes = 0
         self._largest = -1
         self._changed = Condition()
@@ -61,7 +60,7 @@ class ItemWindow:
 
     @property
     def full(self) -> bool:
-        """Whether reading pauses; one item alone may always be read."""
+        """Whether reading pauses; a single item may always be read."""
         items = self._read - self._sent
         if items and self._largest < 0 and items >= _FIRST_ITEMS:
             return True
@@ -70,7 +69,7 @@ class ItemWindow:
         return items >= self._most or (items > 0 and size + expected >= self._size)
 
     def room(self) -> bool:
-        """Wait until one more item may be read; False if the window was closed."""
+        """Wait until another item may be read; return False if the window was closed."""
         if self.full:
             with self._changed:
                 self._waiting = True
@@ -79,18 +78,18 @@ class ItemWindow:
         return not self._closed
 
     def close(self) -> None:
-        """Let nobody wait for room any more."""
+        """Wake the reader if it waits for room, and let nobody wait any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def enter(self, size: int) -> None:
-        """Note that an item of so many bytes was read and is at work; by the thread that reads."""
+        """Record an item of ``size`` bytes that was read and is at work. Only the reading thread calls this."""
         self._read += 1
         self._read_bytes += size
 
     def answered(self, size: int) -> None:
-        """Note that an item was answered with so many bytes; from any thread."""
+        """Record an answer of ``size`` bytes. Thread-safe."""
         with self._changed:
             self._answered += 1
             self._answer_bytes += size
@@ -98,22 +97,22 @@ class ItemWindow:
             self._changed.notify()
 
     def leave(self, size: int) -> None:
-        """Note that an answer was sent, by the thread that sends; size is the bytes of the answer and of its item."""
+        """Record a sent answer; ``size`` covers the answer and its item. Only the sending thread calls this."""
         self._sent += 1
         self._sent_bytes += size
-        if self._waiting:  # looked at after the sums, as the reader looks at the sums after it says that it waits
+        if self._waiting:  # read after the sums are written; the reader sets it before it reads the sums
             with self._changed:
                 self._changed.notify()
 
 
 class StreamEndpoint:
-    """Streaming endpoint of a method: items are answered in order, and none fails another.
+    """Streaming endpoint of a method: answers come in order, and an item that fails does not affect others.
 
     Args:
         method: method with a stream form.
         server: state that the methods share.
-        readers: threads that read streams, one for each.
-        workers: threads for items of which several of one stream are at work at once.
+        readers: threads that read streams, one per stream.
+        workers: threads for items that run in parallel.
     """
 
     def __init__(
@@ -128,26 +127,26 @@ class StreamEndpoint:
         self._draining = False
 
     def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer items from now on by this method, of the same name."""
+        """Answer later items with this method, which has the same name."""
         assert method.twin is not None
         self.method, self._twin, self.server = method, method.twin, server
 
     @property
     def side_by_side(self) -> bool:
-        """Whether several items of a stream are at work at once."""
+        """Whether items of one stream run in parallel."""
         return self._twin.side_by_side
 
     def drain(self) -> None:
-        """Stop reading from all streams: items that were read are answered, then each stream ends with UNAVAILABLE."""
+        """Stop reading from all streams: answer the items already read, then end each stream with UNAVAILABLE."""
         self._draining = True
         for stream in list(self._open):
             stream.drain()
 
     def answers(self, requests: Iterator[bytes], context: Context) -> Generator[bytes, None, Answer]:
-        """Yield the answers to the items of one stream; returns its metadata, and its status if it failed.
+        """Yield the answers to the items of one stream; return its metadata, and its status if it failed.
 
         Raises:
-            GoneError: the client has gone.
+            GoneError: the client has disconnected.
         """
         server = self.server
         try:
@@ -189,7 +188,7 @@ class StreamEndpoint:
                 server.ended("stream", call, self.name, status, context, items=stream.items)
 
     def plain(self, raw: bytes, stream: Call) -> bytes | None:
-        """Answer a plain item of a stream that somebody waits for; None for any other."""
+        """Answer a plain item whose client still waits; return None for any other item."""
         way = self._twin.plain
         if way is None or self.server.tracing is not None or not stream.awaited:
             return None
@@ -211,13 +210,13 @@ class StreamEndpoint:
         return answer
 
     def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
-        """Answer one item of a stream; an error of the item is in its answer.
+        """Answer one item of a stream; its answer carries its error, if any.
 
         Raises:
-            DecodeError: the bytes are no request, so that the item has no id.
-            LimitExceededError: the bytes are too many.
+            DecodeError: the bytes are not a request, so the item has no id.
+            LimitExceededError: the item has too many bytes.
             ServiceTimeoutError: the deadline of the stream has passed.
-            GoneError: the client has gone.
+            GoneError: the client has disconnected.
         """
         tracing = self.server.tracing
         if tracing is not None:
@@ -279,9 +278,9 @@ class _Stream:
         """Yield the answers to the items in order until the client is done.
 
         Raises:
-            ServiceUnavailableError: the server is about to stop, or nothing came for long.
+            ServiceUnavailableError: the server is about to stop, or no item arrived for a long time.
             MmposError, DecodeError: an item broke the stream.
-            GoneError: the client has gone.
+            GoneError: the client has disconnected.
         """
         transit = self._endpoint.server.transit
         self._context.add_callback(lambda: self._answers.put(GoneError()))
@@ -293,15 +292,13 @@ class _Stream:
                 try:
                     raw = answer if isinstance(answer, bytes) else answer.result()
                 finally:
-                    del answer  # an error holds this frame, which must not hold it
+                    del answer  # an error keeps this frame alive, which must not keep the answer alive
                 transit.sending(self, self._context)
                 yield raw
                 transit.sent(self)
                 self._window.leave(size + len(raw))
             if self._draining.is_set() and not self._ended:
-                raise ServiceUnavailableError(
-                    "the server is about to stop, want a new stream for items without an answer"
-                )
+                raise ServiceUnavailableError("the server is about to stop: send unanswered items in a new stream")
         finally:
             transit.sent(self)
             self._window.close()
@@ -311,21 +308,23 @@ class _Stream:
         try:
             item = self._answers.get(timeout=IDLE_SECONDS)
         except Empty:
-            if not self._reading:  # an item takes long
+            if not self._reading:  # an item is slow
                 return self._next()
-            raise ServiceUnavailableError(f"stream: got nothing for {IDLE_SECONDS:g} s, want a new one") from None
+            raise ServiceUnavailableError(
+                f"stream: no item arrived for {IDLE_SECONDS:g} s, want a new stream"
+            ) from None
         if isinstance(item, BaseException):
             try:
                 raise item
             finally:
-                del item  # an error holds this frame, which must not hold it
+                del item  # an error keeps this frame alive, which must not keep the item alive
         return item
 
     def _read(self, requests: Iterator[bytes]) -> None:
         """Read the items and answer them, or let workers answer them."""
         endpoint, call = self._endpoint, self._call
         transit = endpoint.server.transit
-        late = ServiceTimeoutError("request: got only part of it in time")
+        late = ServiceTimeoutError("request: only part of it arrived in time")
         try:
             while self._window.room():
                 self._reading = True
@@ -351,7 +350,7 @@ class _Stream:
                     answer = endpoint.item(raw, call.of_item(self.items), call) if answer is None else answer
                     self._window.answered(len(answer))
                     self._answers.put((answer, len(raw)))
-        except BaseException as error:  # of the items, for the writer
+        except BaseException as error:  # raised by the items; the writer handles it
             self._answers.put(error)
         self._answers.put(None)
 

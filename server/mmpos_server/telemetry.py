@@ -36,26 +36,26 @@ _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.
 
 
 class Metrics:
-    """Metrics of one server, in a registry of its own.
+    """Metrics of one server, in its own registry.
 
-    In workers prometheus_client keeps the values in files that the supervisor reads, as the environment variable
-    PROMETHEUS_MULTIPROC_DIR says.
+    In workers prometheus_client keeps the values in files for the supervisor, in the folder named by the environment
+    variable PROMETHEUS_MULTIPROC_DIR.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Settling(self))  # the first to be asked
+        self.registry.register(_Settling(self))  # first, so that it is collected first
         self.noted: deque[_End | None] = deque()
-        """Ends of calls that are not counted yet; None stands for a beginning."""
+        """Ended calls that are not counted yet; None stands for a call that begins."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
             "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
         )
         self.refused = Counter(
-            "mmpos_refused", "Calls and streams refused, by the limit.", ["method", "reason"], registry=registry
+            "mmpos_refused", "Refused calls and streams, by limit.", ["method", "reason"], registry=registry
         )
         self.unauthenticated = Counter(
-            "mmpos_unauthenticated", "Calls and streams refused for want of a credential.", registry=registry
+            "mmpos_unauthenticated", "Calls and streams refused because they lack a credential.", registry=registry
         )
         self.documents = Counter("mmpos_documents", "Documents answered.", method, registry=registry)
         self.tokens = Counter("mmpos_tokens", "Tokens answered.", method, registry=registry)
@@ -75,7 +75,7 @@ class Metrics:
         )
 
     def settle(self) -> None:
-        """Count what was noted; from any thread. A call only notes, since counting takes longer than a small call."""
+        """Count the recorded calls. Thread-safe. Counting later keeps small calls fast."""
         begun = 0
         ended: dict[tuple[MethodMetrics, str], list[_End]] = defaultdict(list)
         with suppress(IndexError):
@@ -92,19 +92,19 @@ class Metrics:
 
 
 class _Settling(Collector):
-    """Collector without metrics of its own, which counts what was noted before the others are asked."""
+    """Collector without metrics that counts the recorded calls before other collectors run."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Count what was noted."""
+        """Count the recorded calls."""
         self._metrics.settle()
         return ()
 
 
 class _End(NamedTuple):
-    """End of a call, or of an item of a stream; the fields are described at ``MethodMetrics.end``."""
+    """End of a call or of an item of a stream; see ``MethodMetrics.end`` for the fields."""
 
     method: MethodMetrics
     status: str
@@ -115,11 +115,11 @@ class _End(NamedTuple):
 
 
 _MOST_NOTED = 10_000
-"""Beginnings and ends that wait to be counted, at most."""
+"""Maximum number of recorded beginnings and ends before they are counted."""
 
 
 class MethodMetrics:
-    """Metrics of one method, with labels resolved once.
+    """Metrics of one method; labels are resolved once.
 
     Args:
         metrics: metrics of the server.
@@ -135,7 +135,7 @@ class MethodMetrics:
         self._bytes_out = metrics.bytes_out.labels(method)
 
     def begin(self) -> None:
-        """Note a call, or an item of a stream, that begins."""
+        """Record the beginning of a call or an item of a stream."""
         self._metrics.noted.append(None)
 
     def end(
@@ -147,7 +147,7 @@ class MethodMetrics:
         request_bytes: int,
         response_bytes: int,
     ) -> None:
-        """Note its end.
+        """Record the end of a call or an item of a stream.
 
         Args:
             status: name of the gRPC status.
@@ -162,7 +162,7 @@ class MethodMetrics:
             self._metrics.settle()
 
     def count(self, status: str, ends: Sequence[_End]) -> None:
-        """Count ends that were noted, of this method and status."""
+        """Count recorded ends of this method with this status."""
         requests = self._requests.get(status)
         if requests is None:
             requests = self._requests[status] = self._metrics.requests.labels(self._method, status)
@@ -181,7 +181,7 @@ class MethodMetrics:
 
 
 def aggregate(folder: str) -> CollectorRegistry:
-    """Return a registry of the sums over all workers that keep their values in a folder."""
+    """Return a registry that sums the values that all workers keep in a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]
     return registry
@@ -191,16 +191,16 @@ class ProcessMetrics(Collector):
     """Metrics of the process: build, start time, and expiry of the certificate.
 
     Args:
-        tls: TLS files of the server; None is no TLS.
+        tls: TLS files of the server; None without TLS.
     """
 
     def __init__(self, tls: TlsFiles | None) -> None:
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, without that of a certificate that cannot be read."""
+        """Yield the metrics, without the certificate's if it cannot be read."""
         build = {"version": version(), "python": python_version()}
-        yield InfoMetricFamily("mmpos_build", "Version of the server, and of its Python.", build)
+        yield InfoMetricFamily("mmpos_build", "Versions of the server and of Python.", build)
         yield GaugeMetricFamily("mmpos_start_time_seconds", "When the server started, in unix time.", self._started)
         if self._tls is None:
             return
@@ -215,29 +215,29 @@ class ProcessMetrics(Collector):
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
-# A line of gRPC's core, in C++: its level, time, thread and source location.
+# A log line of gRPC's C++ core: level, time, thread and source location.
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# The records of grpc that begin so quote metadata of callers, which may hold a token.
+# Records of grpc with this beginning quote the metadata of callers, which may hold a token.
 _QUOTES_METADATA = "Invalid encoding on"
 
 _MOST_LINES = 10_000
-"""Lines that wait for a slow file at most; further ones are dropped and counted."""
+"""Maximum number of lines that wait for a slow file; further lines are dropped and counted."""
 
 _GATHERING_SECONDS = 0.02
-"""How long a line waits for others that are written with it: each time that a thread wakes costs more than a line."""
+"""Seconds for which a line waits to be written together with others: waking a thread costs more than a line."""
 
 
 class Logs:
     """Logger of one server. Its methods never wait for the file: a thread formats and writes the lines.
 
-    Lines that the file does not take, such as a pipe that nobody reads or a file on a full disk, are dropped and
-    counted, and a line says how many as soon as the file takes one again.
+    When the file accepts no lines, such as a pipe that nobody reads or a file on a full disk, lines are dropped and
+    counted; the first line after that reports their number.
 
     Args:
-        level: lowest level that is written, a key of LEVELS.
-        form: "json", one object per line; or "console", text for people.
+        level: minimum level that is written, a key of LEVELS.
+        form: "json", one object per line; or "console", readable text.
         file: file to write to; None is stderr.
     """
 
@@ -246,18 +246,18 @@ class Logs:
         self._file = file or sys.stderr
         self._render: Callable[[dict[str, Any]], str] = partial(json.dumps, default=repr)
         if form == "console":
-            import structlog  # here: it takes a tenth of the time of a start
+            import structlog  # here, since the import takes a tenth of the start-up time
 
             plain = structlog.dev.plain_traceback
             console = structlog.dev.ConsoleRenderer(colors=self._file.isatty(), exception_formatter=plain)
             self._render = partial(console, None, "")
         self.requests = self._level <= LEVELS["info"]
-        """Whether lines of requests are written; otherwise their values need not be computed."""
-        # A simple queue, since finalizers may log in the middle of its methods.
+        """Whether the log has a line per request; otherwise the values of such lines need not be computed."""
+        # A simple queue, since a finalizer may log while a method of the queue runs.
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._counting = threading.RLock()
         self.dropped = 0
-        """Lines that were dropped and of which no line says so yet."""
+        """Number of dropped lines that no line has reported yet."""
         self._torn = b""
         self._seldom: dict[str, tuple[float, int]] = {}
         self._thread = threading.Thread(target=self._keep_writing, name="mmpos-log", daemon=True)
@@ -272,12 +272,12 @@ class Logs:
         self._put("warning", event, values)
 
     def seldom(self, event: str, **values: object) -> None:
-        """Write a line of level warning with a count, for each event once a second at most."""
+        """Write a line of level warning with a count, at most once a second for each event."""
         if times := self.times(event):
             self.warning(event, times=times, **values)
 
     def times(self, event: str) -> int:
-        """Count an event; returns the count since its last line, or 0 within a second of that line."""
+        """Count an event; return the count since its last line, or 0 within a second of that line."""
         now = monotonic()
         with self._counting:
             then, times = self._seldom.get(event, (-math.inf, 0))
@@ -291,7 +291,7 @@ class Logs:
         self._put("error", event, values)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write the lines that wait, and take no more; give up after so many seconds."""
+        """Write the waiting lines and accept no more; give up after ``timeout`` seconds."""
         self._lines.put(None)
         self._thread.join(timeout)
 
@@ -316,17 +316,17 @@ class Logs:
             with self._counting:
                 dropped = self.dropped
             if dropped:
-                event = {"event": "lines of the log were dropped", "lines": dropped, "level": "warning"}
+                event = {"event": "log lines dropped", "lines": dropped, "level": "warning"}
                 written.insert(0, {**event, "timestamp": time()})
             try:
                 self._write("".join(map(self._format, written)))
-            except (OSError, ValueError):  # a full disk; a file that is closed
+            except (OSError, ValueError):  # a full disk or a closed file
                 self._drop(len(written) - bool(dropped))
             else:
                 self._drop(-dropped)
 
     def _gather(self) -> list[dict[str, Any] | None]:
-        """Wait for lines; none come for a while after some were dropped, so that this is said."""
+        """Wait for lines; stop waiting after a while if lines were dropped, so that their number is reported."""
         try:
             lines = [self._lines.get(timeout=1.0 if self.dropped else None)]
         except Empty:
@@ -342,11 +342,11 @@ class Logs:
     def _write(self, text: str) -> None:
         try:
             number = self._file.fileno()
-        except (AttributeError, OSError):  # a file in memory
+        except (AttributeError, OSError):  # an in-memory file
             self._file.write(text)
             self._file.flush()
             return
-        # Without the buffer of the file, which would keep what a full disk has not taken.
+        # Without the buffer of the file, which would keep the text that a full disk rejected.
         data = self._torn + text.encode(errors="backslashreplace")
         size = len(data)
         try:
@@ -378,14 +378,14 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
-    """Create the logger of a process, and write all messages of the process with it; for its entry point only.
+    """Create the logger of a process and write all messages of the process with it; for its entry point only.
 
-    These are the records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
-    directly. The last lines of a process that crashes may be lost then.
+    These include records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
+    directly. If the process crashes, its last lines may be lost.
 
     Args:
-        level: lowest level that is written, a key of LEVELS.
-        form: as for Logs.
+        level: minimum level that is written, a key of LEVELS.
+        form: see Logs.
         core: whether the process uses the C++ core of gRPC.
     """
     with _relayed_stderr(level, form) if core else closing(Logs(level, form)) as logs, _adopted(logs):
@@ -412,7 +412,7 @@ def _adopted(logs: Logs) -> Iterator[None]:
     finally:
         sys.unraisablehook, threading.excepthook = hooks
         logging.captureWarnings(False)
-        logging.getLogger().removeHandler(handler)  # its file may be closed from now on
+        logging.getLogger().removeHandler(handler)  # its file may be closed after this
 
 
 @contextmanager
@@ -430,9 +430,9 @@ def _relayed_stderr(level: str, form: str) -> Iterator[Logs]:
             yield logs
         finally:
             sys.stderr.flush()
-            os.dup2(real, 2)  # the pipe has no writer any more, which ends the thread
-            thread.join(1.0)  # unless a child process holds the pipe, too
-            logs.close()  # and ``real`` stays open, since the thread may still wait for it
+            os.dup2(real, 2)  # closes the last writer of the pipe, which ends the thread
+            thread.join(1.0)  # unless a child process also holds the pipe
+            logs.close()  # ``real`` stays open, since the thread may still wait for it
 
 
 def _relay(reading: int, logs: Logs) -> None:
@@ -440,7 +440,7 @@ def _relay(reading: int, logs: Logs) -> None:
         for line in lines:
             match = _CORE.match(line)
             if match:
-                # Limited: callers can cause a line for each header of each call.
+                # Rate-limited: callers can cause a line with every header of every call.
                 if times := logs.times(match["source"]):
                     write = getattr(logs, _CORE_LEVELS.get(match["level"], "error"))
                     write(match["event"], logger="grpc", source=match["source"], times=times)

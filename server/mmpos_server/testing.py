@@ -1,4 +1,4 @@
-"""Server in this process, for tests, notebooks and examples."""
+"""Server inside this process, for tests, notebooks and examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["running"]
 
 @contextmanager
 def running(config: ServerConfig | None = None, *, grace: float | None = 5.0, **options: Any) -> Iterator[str]:
-    """Serve while the context is open; yields HOST:PORT, or the address of a unix socket without a port.
+    """Serve while the context is open, and yield HOST:PORT, or the address of the unix socket if there is no port.
 
     >>> from mmpos_server.config import load
     >>> with running(load()) as address:
@@ -25,8 +25,8 @@ def running(config: ServerConfig | None = None, *, grace: float | None = 5.0, **
     '127.0.0.1'
 
     Args:
-        config: settings of the server; None is the embedded ones.
-        grace: seconds that calls at work may take at the end.
+        config: settings of the server; None uses the embedded ones.
+        grace: seconds that running calls may take at the end.
         options: further arguments of Server; without ``listen`` a free port of 127.0.0.1.
     """
     server = Server(config or load(), **options)

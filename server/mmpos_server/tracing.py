@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one for each call, stream and item, with spans of its stages below."""
+"""OpenTelemetry spans: one for each call, stream and item, with child spans for its stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "configured", "resource"]
 
-# Errors of a server by the semantic conventions for gRPC; the other statuses are errors of clients.
+# Server errors in the semantic conventions for gRPC; other statuses are client errors.
 _FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
 
 
@@ -38,12 +38,12 @@ class Tracing:
         self._tracer = provider.get_tracer("mmpos_server", version())
 
     def begin(self, call: Call, method: str, context: CallContext) -> None:
-        """Begin the span of a call or stream, in the trace that its metadata names.
+        """Begin the span of a call or stream in the trace named by its metadata.
 
         Args:
-            call: gets the span.
+            call: call that gets the span.
             method: full name of the method.
-            context: of gRPC.
+            context: gRPC context of the call.
         """
         carrier = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         attributes = {
@@ -57,12 +57,12 @@ class Tracing:
         self._enter(call, self._tracer.start_span(method, above, trace.SpanKind.SERVER, attributes))
 
     def begin_item(self, call: Call, method: str, stream: Call) -> None:
-        """Begin the span of an item, below that of its stream.
+        """Begin the span of an item as a child of its stream's span.
 
         Args:
-            call: of the item; gets the span.
+            call: call of the item, which gets the span.
             method: full name of the method.
-            stream: the call of the stream.
+            stream: call of the stream.
         """
         attributes = {"mmpos.request_id": call.request_id}
         assert stream.span is not None
@@ -90,7 +90,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Send the spans that wait, and end the provider, where it is one of the SDK."""
+        """Send the waiting spans and shut the provider down, if it belongs to the SDK."""
         shutdown = getattr(self._provider, "shutdown", None)
         if shutdown is not None:
             shutdown()
@@ -107,7 +107,7 @@ class Tracing:
 
 
 class _Stages(list[tuple[str, float]]):
-    """Stages of a call, with the time of day at which each began and ended; append from any thread."""
+    """Stages of a call with the time of day of each begin and end; ``append`` is thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +121,12 @@ class _Stages(list[tuple[str, float]]):
 
 
 def configured() -> Tracing:
-    """Return tracing with the provider of this process, or else one for OTLP over gRPC from the environment (OTEL_...).
+    """Return tracing with the provider of this process, or with an OTLP provider from the environment (OTEL_...).
 
-    A thread of the SDK sends the spans in batches, the last of them when tracing is closed.
+    A thread of the SDK sends the spans in batches, the last batch when tracing is closed.
 
     Raises:
-        ImportError: the SDK or the exporter is missing; the message has the command.
+        ImportError: the SDK or the exporter is missing; the message names the pip command.
     """
     provider = trace.get_tracer_provider()
     if not isinstance(provider, trace.ProxyTracerProvider):
@@ -155,7 +155,7 @@ def _below(span: Span) -> Context:
 
 
 def _peer(peer: str) -> dict[str, str | int]:
-    """Return the span attributes of gRPC's name of a peer, such as ipv6:%5B::1%5D:50051 or unix:PATH."""
+    """Return the span attributes of a peer named by gRPC, such as ipv6:%5B::1%5D:50051 or unix:PATH."""
     kind, _, address = peer.partition(":")
     if kind == "unix":
         return {"network.peer.address": address} if address else {}

@@ -1,4 +1,4 @@
-"""Messages in transit: how long a request may take to arrive, and an answer to be read."""
+"""Messages in transit: time limits for requests to arrive and for answers to be read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _DRAIN_SECONDS = 1.0
 
 
 class Transport(Recipient, Protocol):
-    """Context of a call whose end can be waited for, and brought about."""
+    """Context of a call that can report the end of the call and cancel it."""
 
     def add_callback(self, callback: Callable[[], None], /) -> bool:
-        """Call a function when the call has ended; False if it has."""
+        """Register a function for the end of the call; return False if the call has already ended."""
 
     def cancel(self) -> None:
         """End the call at once."""
 
 
 class Transit:
-    """Messages in transit, which are checked by a thread of the server.
+    """Messages in transit; a thread of the server checks them.
 
-    gRPC does not limit how long it takes to send a request and to read an answer. A call that is too slow is
-    cancelled: its client gets the status CANCELLED.
+    gRPC does not limit the time to send a request or to read an answer. The server cancels a call that is too slow,
+    and its client gets the status CANCELLED.
 
     Args:
         times: time limits.
@@ -45,13 +45,13 @@ class Transit:
 
     def __init__(self, times: Connections, logs: Logs) -> None:
         self._times, self._logs = times, logs
-        # When each message began, and how its call is ended.
+        # The start of each message, and the function that ends its call.
         self._requests: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
         self._answers: dict[object, tuple[float, Callable[[], None]]] = {}
         self._draining = False
 
     def renew(self, times: Connections) -> None:
-        """Apply these time limits from now on."""
+        """Apply new time limits."""
         self._times = times
 
     def drain(self) -> None:
@@ -59,14 +59,14 @@ class Transit:
         self._draining = True
 
     def receive(self, requests: Iterator[bytes], late: Callable[[], None] | None) -> bytes | None:
-        """Wait for the next message of a call; None after the last one.
+        """Wait for the next message of a call; return None after the last one.
 
         Args:
             requests: messages of the call.
-            late: called if the message takes too long, to end the call; None lets it take its time.
+            late: function that ends the call if the message takes too long; None sets no time limit.
 
         Raises:
-            GoneError: the client has gone, or was too late.
+            GoneError: the client has disconnected or was too late.
         """
         if late is not None:
             self._requests[requests] = monotonic(), late
@@ -77,23 +77,23 @@ class Transit:
         finally:
             in_time = self._requests.pop(requests, None)
         if raw is None and late is not None and in_time is None:
-            raise GoneError  # a call that is cancelled may look like one without a message
+            raise GoneError  # a cancelled call may look like a call without a message
         return raw
 
     def request(self, requests: Iterator[bytes], transport: Transport) -> bytes:
-        """Wait for the one message of a call.
+        """Wait for the only message of a call.
 
         Raises:
             InvalidInputError: the call has no message.
-            GoneError: the client has gone, or was too late.
+            GoneError: the client has disconnected or was too late.
         """
         raw = self.receive(requests, transport.cancel)
         if raw is None:
-            raise InvalidInputError("request: got none, want one message")
+            raise InvalidInputError("request: got no message, want one")
         return raw
 
     def send(self, call: Call, transport: Transport, size: int) -> None:
-        """Hold room for an answer of so many bytes until the call has ended, and then free the room of the call.
+        """Reserve ``size`` bytes for an answer until the call ends, then free all bytes that the call holds.
 
         Raises:
             ServiceOverloadedError: unread answers hold too many bytes.
@@ -109,11 +109,11 @@ class Transit:
             ended()
 
     def sending(self, message: object, transport: Transport) -> None:
-        """Note that a message is on its way to the client."""
+        """Record that a message is on its way to the client."""
         self._answers[message] = monotonic(), transport.cancel
 
     def sent(self, message: object) -> None:
-        """Note that a message has been sent."""
+        """Record that a message has been sent."""
         self._answers.pop(message, None)
 
     @property

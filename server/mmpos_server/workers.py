@@ -1,4 +1,4 @@
-"""Several server processes that share a port: their supervisor starts, watches, replaces and drains them."""
+"""Worker processes that share a port; their supervisor starts, watches, replaces and drains them."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ __all__ = ["supervise"]
 _METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 _YOUNG_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 1.0
-"""A worker that dies young is started again after a pause that doubles, between these bounds."""
+"""Bounds in seconds of the pause before a crashed worker is restarted; the pause doubles with each early crash."""
 
 _WORKER_SECONDS = 5.0
-"""Seconds after the notice and the drain for the workers to exit."""
+"""Seconds that workers have to exit after the notice and the drain."""
 
 _BEAT_SECONDS, _MOST_SILENCE = 1.0, 10
-"""A worker says that it lives once in so many seconds; after so many times without it, it is replaced."""
+"""Seconds between two beats of a worker, and the number of missing beats after which it is replaced."""
 
 _STOP = "stop"
 
 
 def supervise(options: Flags) -> None:
-    """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
+    """Serve with several processes until SIGTERM or SIGINT, then until all have drained.
 
     Args:
         options: flags of the command line.
 
     Raises:
-        InvalidInputError: a setting is wrong, the port is taken, or a worker could not start.
+        InvalidInputError: a setting is wrong, the port is in use, or a worker could not start.
     """
     listen = options.listen
     if listen.uds:
         raise InvalidInputError(
-            f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
+            f"--uds cannot be combined with {options.workers} workers: processes cannot share a unix socket"
         )
     with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as held:
-        # Errors in files are reported once, and not by every worker.
+        # Report errors in files once instead of once per worker.
         config = options.settings()
         Profiles.from_config(config)
         options.memory()
@@ -71,36 +71,36 @@ def supervise(options: Flags) -> None:
         if listen.token_file:
             TokenFile(listen.token_file, logs)
         warn(listen, logs)
-        # Without sharing first: with it, two servers that both share would not see each other.
+        # First without sharing the port: two servers that both share it would not notice each other.
         bind(listen.host, listen.port).close()
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         shared = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
-        os.environ[_METRICS_FOLDER] = folder  # before the process starts from which the workers are forked
+        os.environ[_METRICS_FOLDER] = folder  # before the process from which the workers are forked starts
         held.callback(os.environ.pop, _METRICS_FOLDER)
         _Supervisor(options, shared, config, folder, logs).run()
 
 
 @dataclass
 class _Worker:
-    """A worker as its supervisor sees it: a place for processes, one after another."""
+    """Slot of a worker in its supervisor, which holds one process after another."""
 
     number: int
     due: float = 0.0
-    """When the next process is to be started."""
+    """Time at which to start the next process."""
     pause: float = _FIRST_PAUSE
     process: BaseProcess | None = None
     pipe: Connection | None = None
     began: float = 0.0
     silent: int = 0
-    """How many beats are missing."""
+    """Number of missing beats."""
     ready: bool = False
     serving: bool = False
-    """Whether the process has taken calls, and so drains when it is to stop."""
+    """Whether the process has accepted calls, and therefore drains before it stops."""
     served: bool = False
-    """Whether any process of this place has."""
+    """Whether any process of this slot has accepted calls."""
     failure: str | None = None
-    """What the process said before it ended."""
+    """Error that the process reported before it ended."""
 
 
 class _Supervisor:
@@ -118,17 +118,17 @@ class _Supervisor:
         self._turned = self._ticked = monotonic()
         self._announced = False
         self._ends = float("inf")
-        """When workers that are still there are killed; infinity until the stop."""
+        """Time at which to kill the remaining workers; infinity until the stop."""
         self._failure: str | None = None
 
     @property
     def live(self) -> bool:
-        """Whether the supervisor does its rounds; from any thread."""
+        """Whether the supervisor still runs its checks. Thread-safe."""
         return monotonic() - self._turned < 5.0
 
     @property
     def ready(self) -> bool:
-        """Whether any worker takes calls; from any thread."""
+        """Whether any worker accepts calls. Thread-safe."""
         return any(worker.ready for worker in self._workers) and not self._stopping
 
     @property
@@ -149,7 +149,7 @@ class _Supervisor:
             raise InvalidInputError(self._failure)
 
     def _turn(self, signals: int) -> None:
-        """Start workers, wait for a moment, and see to what has happened."""
+        """Start workers, wait for a moment, and handle signals, messages and ended processes."""
         now = self._turned = monotonic()
         for worker in self._workers:
             if worker.process is None and worker.due <= now and not self._stopping:
@@ -174,7 +174,7 @@ class _Supervisor:
             self._stop()
 
     def _tick(self) -> None:
-        """Count missing beats; while this process itself does not run, none is missing."""
+        """Count missing beats, except while this process itself was suspended."""
         for worker in self._workers:
             if worker.process is None:
                 continue
@@ -201,22 +201,22 @@ class _Supervisor:
             theirs.close()
 
     def _hear(self, worker: _Worker) -> None:
-        """Take what a worker says: whether it takes calls, or why it cannot start; or that it has ended."""
+        """Handle a message of a worker (it accepts calls, or why it cannot start) or the end of its process."""
         assert worker.pipe is not None
         try:
-            said = worker.pipe.recv()
+            message = worker.pipe.recv()
         except (EOFError, OSError):
             self._ended(worker)
             return
-        if isinstance(said, str):
-            worker.failure = said
+        if isinstance(message, str):
+            worker.failure = message
             return
         worker.silent = 0
-        if said and not worker.serving:
+        if message and not worker.serving:
             assert worker.process is not None
             worker.serving = worker.served = True
             self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
-        worker.ready = said
+        worker.ready = message
         if not self._announced and not self._stopping and all(each.served for each in self._workers):
             self._announced = True
             print(f"mmpos_server listening on {address(self._listen.host, self._listen.port)}", flush=True)
@@ -236,17 +236,17 @@ class _Supervisor:
             return
         if not worker.served:
             # A restart would fail again.
-            self._failure = worker.failure or "workers: got one that could not start, want its error above fixed"
+            self._failure = worker.failure or "workers: a worker could not start, see its error above"
             self._stop()
             return
         if monotonic() - worker.began > _YOUNG_SECONDS:
             worker.pause = _FIRST_PAUSE
-        said = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
-        self._logs.error("worker died", None, **said, **({"reason": worker.failure} if worker.failure else {}))
+        values = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
+        self._logs.error("worker died", None, **values, **({"reason": worker.failure} if worker.failure else {}))
         worker.due, worker.pause = monotonic() + worker.pause, min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop(self) -> None:
-        """Drain the workers, or with the second call end them at once."""
+        """Drain the workers; a second call ends them at once."""
         if not self._stopping:
             notify("STOPPING=1")
             self._ends = monotonic() + self._options.notice_seconds + self._options.drain_seconds + _WORKER_SECONDS
@@ -260,7 +260,7 @@ class _Supervisor:
         """Pass settings to the workers; each logs the result.
 
         Raises:
-            InvalidInputError: the settings are wrong, which is reported once, and not by every worker.
+            InvalidInputError: the settings are wrong; reported once instead of once per worker.
         """
         Profiles.from_config(config)
         self._config = config
@@ -274,14 +274,14 @@ class _Supervisor:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kill a worker, whose number is its own as long as its pipe is open."""
+    """Kill a worker; its process id is not reused while its pipe is open."""
     if worker.process is not None and worker.process.pid is not None:
         with suppress(ProcessLookupError):
             os.kill(worker.process.pid, signal.SIGKILL)
 
 
 def _catch_signals() -> int:
-    """Return the descriptor of a pipe from which the numbers of signals can be read."""
+    """Return the descriptor of a pipe that delivers the numbers of signals."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
@@ -291,10 +291,10 @@ def _catch_signals() -> int:
 
 
 def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
-    """Serve as a worker until its supervisor says stop or is gone."""
-    gc.freeze()  # what all workers share is not looked at again, and so stays shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, which the supervisor gets too
-    # By the number of the worker: the next process goes on with the files of the one before.
+    """Serve as a worker until the supervisor tells it to stop or is gone."""
+    gc.freeze()  # the collector then does not touch shared memory, so it stays shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by the terminal; the supervisor gets it as well
+    # By the number of the worker, so that the next process continues the files of the previous one.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
     prepare()
     sending, orphaned = Lock(), Event()
@@ -334,7 +334,7 @@ def _remove_values(folder: Path, number: int) -> None:
 
 
 def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
-    """Say once a second whether the worker takes calls, as long as it lives."""
+    """Report once a second whether the worker accepts calls."""
     while True:
         sleep(_BEAT_SECONDS)
         if all(running.live for running in beating):

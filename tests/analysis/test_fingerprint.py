@@ -234,7 +234,7 @@ def test_padding_may_stand_anywhere() -> None:
         ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]}, "position_ids: got a PositionTable with other"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments: dict[str, Any], words: str) -> None:
+def test_values_that_do_not_fit_are_named(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)
     assert str(error.value).startswith(words)

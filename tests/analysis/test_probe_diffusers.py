@@ -40,6 +40,17 @@ FLUX: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "FluxTransformer2DModel": {**FLUX, "pooled_projection_dim": 8},
     "LongCatImageTransformer2DModel": FLUX,
+    "WanTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 8,
+        "freq_dim": 8,
+        "ffn_dim": 8,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+    },
     "ErnieImageTransformer2DModel": {
         "hidden_size": 128,
         "num_attention_heads": 2,
@@ -82,6 +93,14 @@ def test_keys_of_a_right_transformer_are_as_meant_in_blocks_of_two_streams_and_o
     layers = called(transformer := made(name), REFERENCES)
     assert [(one.layer, one.keys.shape) for one in layers] == [(0, (1, 62, 2, 64)), (1, (1, 62, 2, 64))]
     assert all(verdict(transformer, one, REFERENCES).equal for one in layers)
+
+
+def test_cross_attention_has_no_keys_to_judge_and_one_norm_over_all_heads_is_served() -> None:
+    transformer = made("WanTransformer3DModel")
+    latents, texts = torch.zeros(1, 4, 3, 8, 10), torch.zeros(1, 6, 8)
+    layers = keys_of(transformer, {"hidden_states": latents, "encoder_hidden_states": texts, "timestep": torch.ones(1)})
+    assert [(one.layer, one.keys.shape) for one in layers] == [(0, (1, 60, 2, 64)), (1, (1, 60, 2, 64))]
+    assert all(verdict(transformer, one, [[Grid(4, 5, frames=3)]]).equal for one in layers)
 
 
 def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_mends_it() -> None:

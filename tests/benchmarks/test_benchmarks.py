@@ -10,7 +10,7 @@ import torch
 from pages import RESULTS
 
 from mmpos.errors import ServiceError
-from mmpos_bench.peers.rotations import DIFFUSERS, NORMS
+from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.rotary import ALL_GROUPS, FUSED, JOINT
@@ -24,7 +24,7 @@ PEERS = {
     "forward and backward": PLAIN,
     "norm and rotation": [*NORMS],
     FUSED: [*DIFFUSERS],
-    JOINT: [*DIFFUSERS],
+    JOINT: [*COMPILED_THEN_OURS, *DIFFUSERS],
 }
 """Of the groups of rotations, on a CPU."""
 

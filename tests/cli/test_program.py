@@ -110,7 +110,7 @@ def test_standard_output_takes_one_thing(run: Run, monkeypatch: pytest.MonkeyPat
     assert run("positions", "3", "-o", "-") == (
         2,
         "",
-        "mmpos: error: -: got a terminal as standard output, want a pipe or a file\n",
+        "mmpos: error: -: standard output is a terminal, want a pipe or a file\n",
     )
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk_is_one_line(arguments: str) -> None:
     ("words", "code", "message"),
     [
         ("positions 3 >&-", 0, ""),
-        ("positions - <&-", 2, "mmpos: error: -: got no standard input, want one to read from\n"),
+        ("positions - <&-", 2, "mmpos: error: -: standard input is closed\n"),
         ("positions 3 --bogus 2>&-", 2, ""),
     ],
 )

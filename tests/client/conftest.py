@@ -11,12 +11,12 @@ from mmpos_server.testing import running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of the server."""
+    """Yield the address of the server."""
     with running() as address:
         yield address
 
 
 @pytest.fixture(params=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of client, for ``opened``."""
+    """Return the kind of client, for ``opened``."""
     return str(request.param)

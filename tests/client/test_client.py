@@ -71,7 +71,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"addresses": []}, "addresses: got none, want at least one"),
+        ({"addresses": []}, "addresses: got an empty list, want at least one"),
         ({"addresses": 5}, "addresses: got int, want a host:port or a list of them"),
         ({"addresses": "localhost"}, 'addresses[0]: got \'localhost\', want "host:port", "unix:path"'),
         ({"addresses": "localhost:0"}, "addresses[0]: got 'localhost:0'"),
@@ -108,9 +108,9 @@ def test_wrong_arguments_are_refused_before_any_connection(kind: Any, arguments:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"root_certificates": 1}, "tls.root_certificates: got int, want bytes of PEM, or a path"),
-        ({"certificate": b"x"}, "tls: got a certificate, want its key too"),
-        ({"key": b"x"}, "tls: got a key, want its certificate too"),
+        ({"root_certificates": 1}, "tls.root_certificates: got int, want PEM bytes or a path"),
+        ({"certificate": b"x"}, "tls.certificate requires tls.key"),
+        ({"key": b"x"}, "tls.key requires tls.certificate"),
         ({"server_name": 1}, "tls.server_name: got 1, want a name or None"),
     ],
 )
@@ -168,11 +168,11 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
         assert turned(q[:3]) == here(q[:3])
         assert turned(q.clone().requires_grad_()) == (
             UnsupportedError,
-            "q: got a tensor that requires gradients, want it detached: none come back",
+            "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
         )
         assert turned(q, q.to("meta")) == (
             InvalidInputError,
-            "k: got a tensor on meta, want cpu as q",
+            "k: must be on the device of q, cpu, got meta",
         )
         assert turned(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
         device = DevicePositions.from_table(positions, "cpu")
@@ -180,7 +180,7 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
         assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
 
 
-def test_a_server_tells_what_it_is_and_whether_it_serves(kind: str, server: str) -> None:
+def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
     with opened(kind, server) as client:
         info = client.info()
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
@@ -218,7 +218,7 @@ def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
         assert count == [attempts]
 
 
-def test_what_a_server_cancels_as_it_stops_is_tried_again() -> None:
+def test_calls_cancelled_by_a_stopping_server_are_retried() -> None:
     handler, count = aborting((grpc.StatusCode.CANCELLED, "bye", ()))
     with serving(Fake(handler)) as address, Client(address) as client:
         same(client.place(SEGMENTS), place(SEGMENTS))
@@ -264,7 +264,7 @@ def test_an_answer_that_makes_no_sense_is_the_fault_of_the_server() -> None:
     with serving(Fake(lambda request, context: pb.PlaceResponse())) as address, Client(address) as client:
         assert failure(lambda: client.place(SEGMENTS)) == (
             ServiceError,
-            "answer: positions: got neither table nor dense, want one of them",
+            "answer: positions: got neither table nor dense, want one",
         )
 
 
@@ -308,14 +308,14 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
     assert target(("four:1",)) == "four:1"
     assert target(("four:1", "both:2", "four:1")) == "ipv4:10.0.0.1:1,10.0.0.2:1,10.0.0.3:2"
     assert target(("both:1", "six:2")) == "ipv6:[::2]:1,[::ffff:10.0.0.3]:1,[::6]:2"
-    with pytest.raises(ServiceUnavailableError, match=r"^addresses\[1\]: got 'none:2', want a host that is known \("):
+    with pytest.raises(ServiceUnavailableError, match=r"^addresses\[1\]: cannot resolve 'none:2' \("):
         target(("four:1", "none:2"))
 
 
 def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = dict(channel_options(Destination(*arguments)))
-        return found, json.loads(str(found["grpc.service_config"]))
+        results = dict(channel_options(Destination(*arguments)))
+        return results, json.loads(str(results["grpc.service_config"]))
 
     several, config = options(("a:1", "b:2"), 3, Tls())
     streams, calls = config["methodConfig"]
@@ -460,7 +460,7 @@ def test_threads_share_one_channel(server: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_pickled_client_is_told_the_same_and_has_no_channel(kind: Any) -> None:
+def test_a_pickled_client_keeps_its_options_and_has_no_channel(kind: Any) -> None:
     client = kind(["a:1", "b:2"], profile="p", timeout=3, attempts=2, tls=Tls(b"x"), metadata=[("a", "b")], window=5)
     other = pickle.loads(pickle.dumps(client))
     assert (type(other), other._destination, other._options) == (kind, client._destination, client._options)
@@ -546,7 +546,7 @@ os.wait()
 def test_a_fork_that_would_hang_is_an_error_instead(server: str) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    want = "fork: got a client that called before the fork, want GRPC_ENABLE_FORK_SUPPORT=1"
+    want = "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1"
     assert done.stdout.startswith(want), done.stderr
 
 

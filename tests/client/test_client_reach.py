@@ -97,23 +97,23 @@ def said(address: str, tls: Tls | None = None) -> str:
     return head
 
 
-def test_what_tls_does_not_let_be_is_named(tmp_path: Path) -> None:
+def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
-        vouch = "tls.root_certificates: got a server whose certificate they do not vouch for"
+        vouch = "tls.root_certificates: they do not vouch for the server's certificate"
         assert said(address, Tls(other)) == vouch
-        names = "tls.server_name: got a server whose certificate has other names"
+        names = "tls.server_name: the server's certificate has other names"
         assert said(address, Tls(cert, server_name="elsewhere")) == names
-        assert said(address).endswith("Socket closed (a server that wants TLS does so: tls=Tls(...))")
-        assert said(address, Tls(b"no PEM")) == "tls: got certificates that cannot be used, want PEM"
+        assert said(address).endswith("Socket closed (a server that requires TLS closes it: tls=Tls(...))")
+        assert said(address, Tls(b"no PEM")) == "tls: the certificates cannot be used, want PEM"
     with running(listen=Listen(tls=TlsFiles(cert, key, cert))) as address:
-        wants = " (a server that wants a certificate of its clients does so: Tls(..., certificate, key))"
+        wants = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
         assert said(address, Tls(cert)).endswith(wants)
-        trusts = " (a server that does not trust tls.certificate does so)"
+        trusts = " (a server that does not trust tls.certificate closes it)"
         assert said(address, Tls(cert, other, other_key)).endswith(trusts)
     with running() as address:
-        assert said(address, Tls(cert)) == "tls: got a server that does not encrypt, want tls=None"
+        assert said(address, Tls(cert)) == "tls: the server does not use TLS, want tls=None"
 
 
 def test_a_server_that_was_never_there_is_not_waited_for() -> None:
@@ -123,7 +123,7 @@ def test_a_server_that_was_never_there_is_not_waited_for() -> None:
         assert said(f"127.0.0.1:{port}").endswith("Connection refused")
 
 
-def test_who_is_told_to_send_once_waits_for_nobody() -> None:
+def test_a_client_with_one_attempt_does_not_wait() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         client = serving.enter_context(Client(address, timeout=600, attempts=1))
@@ -133,7 +133,7 @@ def test_who_is_told_to_send_once_waits_for_nobody() -> None:
             client.place(SEGMENTS)
 
 
-def test_health_is_told_at_once_also_of_a_server_that_is_gone() -> None:
+def test_health_of_a_stopped_server_is_reported_at_once() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         with Client(address, timeout=600) as client:
@@ -150,5 +150,5 @@ def test_a_server_that_comes_back_with_a_strange_certificate_is_not_waited_for(t
         with running(listen=Listen(port=port, tls=TlsFiles(cert, key))):
             client.place(SEGMENTS)
         strange = running(listen=Listen(port=port, tls=TlsFiles(other, other_key)))
-        with strange, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: got "):
+        with strange, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: they do not vouch"):
             client.place(SEGMENTS)

@@ -96,10 +96,10 @@ def test_large_tensors_travel_beside_the_messages(server: str) -> None:
 
 def test_results_are_the_callers_own(client: Client) -> None:
     first, second = tensors(1), tensors(2)
-    found = client.apply_rotary(*first, TABLE, ROTARY)
+    rotated = client.apply_rotary(*first, TABLE, ROTARY)
     client.apply_rotary(*second, TABLE, ROTARY)
-    same(found, apply_rotary(*first, TABLE, ROTARY))
-    found[0].zero_()
+    same(rotated, apply_rotary(*first, TABLE, ROTARY))
+    rotated[0].zero_()
     patches = client.build([Path(PHOTOS[0])]).patches
     assert patches is not None
     patches[:] = 0
@@ -134,7 +134,7 @@ def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
 
 
 def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
-    want = "^shared_memory: got a server that takes none, want one on this machine, started with --shared-memory$"
+    want = "^shared_memory requires a server on this machine, started with --shared-memory$"
     with running(CONFIG) as address, opened(kind, address, shared_memory=MIB) as client:
         assert client.info().shared_memory_prefix == ""
         with pytest.raises(UnsupportedError, match=want):
@@ -275,13 +275,13 @@ def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
     pool = shared_memory.Pool(MIB, told())
     with Lease(pool, last=True) as lease:
         part = tensor_pb2.SharedMemory(key=f"/{PREFIX}x", byte_size=1)
-        with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 1 of '/.*x', want those of the request$"):
+        with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 1 of '/.*x', want the region of the request$"):
             lease.get("q", part)
         request = sequences_pb2.SequencesQuery()
         lease.answer(request, 100_000)
         for offset, size in ((-1, 2), (2**62, 2**62), (2 * LEAST, 1), (0, -1)):
             part.CopyFrom(tensor_pb2.SharedMemory(key=request.output.key, offset=offset, byte_size=size))
-            with pytest.raises(InvalidInputError, match="want those of the request"):
+            with pytest.raises(InvalidInputError, match="want the region of the request"):
                 lease.get("q", part)
     pool.regions.close()
 
@@ -289,9 +289,9 @@ def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
 def test_many_threads_at_once(client: Client) -> None:
     def turn(seed: int) -> bool:
         q, k = tensors(seed)
-        found = client.apply_rotary(q, k, TABLE, ROTARY)
+        rotated = client.apply_rotary(q, k, TABLE, ROTARY)
         want = apply_rotary(q, k, TABLE, ROTARY)
-        return torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])  # type: ignore[arg-type]
+        return torch.equal(rotated[0], want[0]) and torch.equal(rotated[1], want[1])  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(turn, range(24))) == [True] * 24
@@ -302,8 +302,8 @@ def test_many_tasks_at_once(server: str) -> None:
     async def scenario() -> None:
         async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
             pairs = [tensors(seed) for seed in range(6)]
-            found = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
-            same(list(found), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
+            rotated = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
+            same(list(rotated), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
 
     asyncio.run(scenario())
     assert names() == set()
@@ -365,7 +365,7 @@ def test_regions_make_room_for_each_other_and_fit() -> None:
 def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     regions = SharedObjects(PREFIX, 2**60)
     with pytest.raises(
-        LimitExceededError, match=r"^shared_memory: got no object of \d+ bytes \(No space left on device\)"
+        LimitExceededError, match=r"^shared_memory: cannot create an object of \d+ bytes \(No space left on device\)"
     ):
         regions.take(2**50)
     assert names() == set()

@@ -38,7 +38,7 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_answers_in_order_with_what_the_calls_give(kind: str, window: int, server: str) -> None:
+def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: int, server: str) -> None:
     with opened(kind, server, window=window) as client:
         same(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
@@ -93,7 +93,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams that a client has opened."""
+    """Return the streams that a client has opened."""
     links: list[Any] = []
     original: Any = streams._opened
 
@@ -212,7 +212,7 @@ def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
     return stream, asked
 
 
-def test_what_a_broken_stream_left_unanswered_is_asked_again(kind: str) -> None:
+def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
     stream, asked = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
     with serving(Fake(stream=stream)) as address, opened(kind, address, attempts=2) as client:
         same(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
@@ -227,7 +227,7 @@ def test_a_stream_that_breaks_too_often_without_an_answer_is_an_error(kind: str)
         error, words = failure(lambda: list(client.stream(numbered(3))))
     # A write may find the stream broken before its status is read.
     assert error is ServiceUnavailableError
-    assert words in ("gone", "stream: got a connection that broke while a request was written")
+    assert words in ("gone", "stream: the connection broke while a request was written")
     assert asked == [0, 0]
 
 
@@ -253,7 +253,7 @@ def test_a_stream_that_ends_too_early_is_taken_up_again(kind: str) -> None:
     ("response", "message"),
     [
         (pb.StreamPlaceResponse(id=1), "answer: got id 1, want 0"),
-        (pb.StreamPlaceResponse(id=0), "answer: got no outcome, want one"),
+        (pb.StreamPlaceResponse(id=0), "answer: got neither a result nor an error"),
     ],
 )
 def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(
@@ -277,7 +277,7 @@ def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> Non
             time.sleep(0.1 if n < 3 else 0.5)
             yield response
 
-    error = ServiceTimeoutError, "stream: got no answer in 0.2 seconds, want one"
+    error = ServiceTimeoutError, "stream: no answer in 0.2 seconds"
     with serving(Fake(stream=stream)) as address, opened(kind, address, timeout=0.2) as client:
         assert failure(lambda: list(client.stream(numbered(4)))) == error
 

@@ -106,7 +106,7 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
 
 
 def page(server: str, without: str = "") -> str:
-    """What the JavaScript of docs/protocol.md prints, without an option of the loader."""
+    """Return what the JavaScript of docs/protocol.md prints, without an option of the loader."""
     install()
     blocks = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(), re.DOTALL)
     code = "".join(blocks).replace("localhost:50051", server).replace(without, "")

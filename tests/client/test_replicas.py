@@ -35,11 +35,11 @@ KILLED = threading.Event()
 
 def called(client: Client, thread: int) -> list[PositionTable]:
     """Calls of one thread, one after the other."""
-    found = []
+    results = []
     for number in range(CALLS):
-        found.append(client.place(SEGMENTS, start=thread * CALLS + number))
+        results.append(client.place(SEGMENTS, start=thread * CALLS + number))
         assert number < CALLS // 3 or KILLED.wait(60)
-    return found
+    return results
 
 
 def queries() -> Iterator[PositionsQuery]:
@@ -57,11 +57,11 @@ async def awaited(addresses: list[str]) -> tuple[list[list[PositionTable]], list
     """Calls, some at once, and a stream beside them."""
 
     async def calls(client: AsyncClient, worker: int) -> list[PositionTable]:
-        found = []
+        results = []
         for number in range(CALLS // 4):
-            found.append(await client.place(SEGMENTS, start=worker * CALLS + number))
+            results.append(await client.place(SEGMENTS, start=worker * CALLS + number))
             assert number < CALLS // 12 or await asyncio.to_thread(KILLED.wait, 60)
-        return found
+        return results
 
     async def awaited_queries() -> AsyncIterator[PositionsQuery]:
         for number in range(ITEMS):
@@ -97,7 +97,7 @@ def replicas(start: Start, *arguments: str) -> list[Replica]:
 
 
 def busy(servers: list[Replica], calls: int) -> bool:
-    """Whether each has answered so many, which is waited for."""
+    """Wait until each server has answered a number of calls, and return whether all have."""
     return eventually(lambda: all(server.answered >= calls for server in servers))
 
 
@@ -136,7 +136,7 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
         leaving.program.process.send_signal(signal.SIGTERM)
 
         def spared() -> bool:
-            """Whether ten calls go to the others, as soon as the notice has reached the client."""
+            """Return whether ten calls go to the others, as soon as the notice has reached the client."""
             count = leaving.answered
             for _ in range(10):
                 client.place(SEGMENTS)
@@ -144,9 +144,9 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
 
         assert eventually(spared)
         before = [server.answered for server in servers]
-        found = [client.place(SEGMENTS, start=number) for number in range(40)]
+        results = [client.place(SEGMENTS, start=number) for number in range(40)]
         after = [server.answered for server in servers]
-    assert numbers(found, 0) == list(range(40))
+    assert numbers(results, 0) == list(range(40))
     gone, *others = (a - b for a, b in zip(after, before, strict=True))
     # Their turns begin anew whenever a connection changes, so the halves need not be equal.
     assert (gone, sum(others), min(others) > 0) == (0, 40, True)

@@ -46,7 +46,7 @@ def descriptors_of_memfds() -> int:
     """Count the descriptors and maps of memfds of these tests."""
     fds = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     maps = Path("/proc/self/maps").read_text().split("\n")
-    return sum(f"/memfd:{PREFIX}" in found for found in [*fds, *maps])
+    return sum(f"/memfd:{PREFIX}" in result for result in [*fds, *maps])
 
 
 def shrink(key: str, size: int = 100) -> None:
@@ -60,7 +60,7 @@ def test_a_prefix_that_no_name_has_is_refused(prefix: str) -> None:
 
 
 def test_without_a_prefix_nothing_is_taken(key: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"^q: got shared memory, want a server started with --shared-memory$"):
+    with pytest.raises(UnsupportedError, match=r"^q: shared memory requires a server started with --shared-memory$"):
         SharedMemory().open("q", key, 0, 1)
 
 
@@ -103,7 +103,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_what_is_no_plain_object_is_refused_at_once(make: Callable[[Path], object]) -> None:
+def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -> None:
     path = FOLDER / f"{PREFIX}strange"
     make(path)
     try:
@@ -123,7 +123,7 @@ def test_an_object_of_another_user_is_refused(key: str) -> None:
     held = opened(key)
     os.chown(FOLDER / key[1:], 12345, -1)
     for use in (lambda: opened(key), lambda: held.read("q", 0, 1), lambda: held.write("q", 0, b"a")):
-        with pytest.raises(InvalidInputError, match=r"got .*, want a plain object of this server's user"):
+        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
             use()
     assert content(key) == BYTES
 
@@ -131,8 +131,8 @@ def test_an_object_of_another_user_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "byte_size", "message"),
     [
-        (-1, 2, r"got offset -1 and byte_size 2, want >= 0 and >= 1"),
-        (0, 0, r"got offset 0 and byte_size 0, want >= 0 and >= 1"),
+        (-1, 2, r"got offset -1 and byte_size 2, want offset >= 0 and byte_size >= 1"),
+        (0, 0, r"got offset 0 and byte_size 0, want offset >= 0 and byte_size >= 1"),
         (0, -(2**63), r"got offset 0 and byte_size -9223372036854775808"),
         (0, 257, r"got bytes 0 to 257 of .*, want at most 256, its size"),
         (256, 1, r"got bytes 256 to 257 of"),
@@ -178,7 +178,7 @@ def test_an_object_that_shrinks_between_check_and_use_is_refused(key: str, monke
     part = opened(key)
     shrink(key)
     monkeypatch.setattr(part, "_check", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"^q: got an object .* that shrinks, want one that stays"):
+    with pytest.raises(InvalidInputError, match=r"^q: the object .* shrank while it was read"):
         part.read("q", 0, 256)
 
 
@@ -202,7 +202,7 @@ def test_a_machine_without_memory_is_a_limit(key: str, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device writing '/.*', want room"):
+    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device writing '/.*', want more memory"):
         opened(key).write("q", 0, b"a")
 
 
@@ -221,7 +221,7 @@ def test_a_region_that_is_unregistered_is_read_to_the_end(key: str) -> None:
     held = regions.get("q", "a")
     regions.unregister("a")
     assert held.read("q", 0, 256).tobytes() == BYTES
-    with pytest.raises(InvalidInputError, match=r"^q: got region 'a', want one that is registered"):
+    with pytest.raises(InvalidInputError, match=r"^q: got region 'a', want a registered region"):
         regions.get("q", "a")
     del held
     assert descriptors() == before
@@ -233,9 +233,9 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
         regions.register(str(number), key, number, 1)
     assert [(name, region.offset) for name, region in regions] == [(str(n), n) for n in range(MAX_REGIONS)]
     for name in ("", "7"):
-        with pytest.raises(InvalidInputError, match=f"^region.name: got '{name}', want one that is not registered"):
+        with pytest.raises(InvalidInputError, match=f"^region.name: '{name}' is already registered"):
             regions.register(name, key, 0, 1)
-    with pytest.raises(LimitExceededError, match=r"^regions: got 256 and one more, want at most 256"):
+    with pytest.raises(LimitExceededError, match=r"^regions: want at most 256 registered regions"):
         regions.register("x", key, 0, 1)
     regions.unregister("")
     assert list(regions) == []
@@ -375,10 +375,10 @@ def test_a_descriptor_that_is_exchanged_after_the_check_is_not_opened(monkeypatc
         look = os.readlink
 
         def looked(path: str) -> str:
-            found = look(path)
+            result = look(path)
             if path.startswith("/proc/self/fd/"):
                 os.dup2(os.open("/etc/hostname", os.O_RDONLY), descriptor)
-            return found
+            return result
 
         monkeypatch.setattr(os, "readlink", looked)
         assert opened(link).read("q", 0, 256).tobytes() == BYTES
@@ -388,7 +388,7 @@ def test_a_descriptor_that_is_exchanged_after_the_check_is_not_opened(monkeypatc
 def test_a_memfd_of_another_user_is_refused() -> None:
     with sealed(BYTES) as (link, descriptor):
         os.fchown(descriptor, 12345, -1)
-        with pytest.raises(InvalidInputError, match=r"got .*, want a plain object of this server's user"):
+        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
             opened(link)
 
 

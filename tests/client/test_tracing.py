@@ -109,11 +109,11 @@ def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
 
 
 def spans(kept: InMemorySpanExporter, count: int) -> list[Any]:
-    """The finished spans, by begin, as soon as there are so many; the answer comes before its span is done."""
+    """Return the finished spans, by begin, as soon as there are so many; the answer comes before its span is done."""
     eventually(lambda: len(kept.get_finished_spans()) >= count)
-    found = sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
-    assert len(found) == count, [span.name for span in found]
-    return found
+    result = sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
+    assert len(result) == count, [span.name for span in result]
+    return result
 
 
 def tree(found: list[Any], span: Any) -> tuple[object, ...]:
@@ -138,20 +138,20 @@ CALL: dict[str, object] = {
 
 def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
     place(channel, "echo").result()
-    found = spans(kept, 5)
-    told: dict[str, object] = {
+    finished = spans(kept, 5)
+    attributes: dict[str, object] = {
         "rpc.response.status_code": "OK",
         "mmpos.documents": 1,
         "mmpos.tokens": 2,
         "mmpos.request_bytes": 8,
         "mmpos.response_bytes": 2,
     }
-    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read", "queue", "encode"))
-    root = found[0]
+    assert tree(finished, finished[0]) == (NAME, CALL | attributes, *leaves("decode", "read", "queue", "encode"))
+    root = finished[0]
     assert (root.kind, root.parent, root.status.status_code) == (trace.SpanKind.SERVER, None, trace.StatusCode.UNSET)
     assert root.attributes["network.peer.address"] == "127.0.0.1"
     assert 0 < root.attributes["network.peer.port"] < 65536
-    read = next(span for span in found if span.name == "read")
+    read = next(span for span in finished if span.name == "read")
     assert read.end_time - read.start_time >= 1_000_000
 
 
@@ -163,11 +163,15 @@ def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
     profile: str, status: str, fault: bool, channel: grpc.Channel, kept: InMemorySpanExporter
 ) -> None:
     assert place(channel, profile).exception().code().name == status
-    found = spans(kept, 3)
+    finished = spans(kept, 3)
     sizes = {"mmpos.request_bytes": 4 + len(profile), "mmpos.response_bytes": 0}
-    told: dict[str, object] = {"rpc.response.status_code": status, **sizes, **({"error.type": status} if fault else {})}
-    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read"))
-    assert found[0].status.status_code == (trace.StatusCode.ERROR if fault else trace.StatusCode.UNSET)
+    attributes: dict[str, object] = {
+        "rpc.response.status_code": status,
+        **sizes,
+        **({"error.type": status} if fault else {}),
+    }
+    assert tree(finished, finished[0]) == (NAME, CALL | attributes, *leaves("decode", "read"))
+    assert finished[0].status.status_code == (trace.StatusCode.ERROR if fault else trace.StatusCode.UNSET)
 
 
 def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
@@ -175,21 +179,21 @@ def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kep
     call = place(channel, "wait")
     assert waiting.wait(60)
     call.cancel()
-    found = spans(kept, 3)
-    told: dict[str, object] = {
+    finished = spans(kept, 3)
+    attributes: dict[str, object] = {
         "rpc.response.status_code": "CANCELLED",
         "mmpos.request_bytes": 8,
         "mmpos.response_bytes": 0,
     }
-    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read"))
+    assert tree(finished, finished[0]) == (NAME, CALL | attributes, *leaves("decode", "read"))
 
 
 def test_a_stream_is_a_span_with_one_for_each_item(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
     requests = [pb.StreamPlaceRequest(query=pb.PositionsQuery(profile=name)) for name in ("echo", "limit")]
     method: Any = channel.stream_stream(f"/{STREAM}")
     answers = list(method((each.SerializeToString() for each in requests), metadata=[("x-request-id", "me")]))
-    found = spans(kept, 9)
-    root = next(span for span in found if span.name == STREAM)
+    finished = spans(kept, 9)
+    root = next(span for span in finished if span.name == STREAM)
     first = {
         "mmpos.request_id": "me.1",
         "rpc.response.status_code": "OK",
@@ -204,7 +208,7 @@ def test_a_stream_is_a_span_with_one_for_each_item(channel: grpc.Channel, kept: 
         "mmpos.request_bytes": 9,
         "mmpos.response_bytes": len(answers[1]),
     }
-    assert tree(found, root) == (
+    assert tree(finished, root) == (
         STREAM,
         CALL | {"rpc.method": STREAM, "rpc.response.status_code": "OK", "mmpos.items": 2},
         (f"{STREAM} item", first, *leaves("decode", "read", "queue", "encode")),
@@ -236,23 +240,23 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
     with Client(address, timeout=60) as client:
         client.query(query)
     # A plain call has one stage, and an item five besides itself and its stream.
-    found = [span for span in spans(kept, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
+    finished = [span for span in spans(kept, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
     context = caller.get_span_context()
-    assert [span.name for span in found] == [NAME, STREAM, NAME, STREAM, NAME]
-    assert {(s.context.trace_id, s.parent.span_id) for s in found[:4]} == {(context.trace_id, context.span_id)}
-    assert found[4].parent is None
+    assert [span.name for span in finished] == [NAME, STREAM, NAME, STREAM, NAME]
+    assert {(s.context.trace_id, s.parent.span_id) for s in finished[:4]} == {(context.trace_id, context.span_id)}
+    assert finished[4].parent is None
 
 
 def written(capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
-    """The lines of the log, as soon as there are so many."""
-    found: list[dict[str, Any]] = []
+    """Return the lines of the log, as soon as there are so many."""
+    results: list[dict[str, Any]] = []
 
     def there() -> bool:
-        found.extend(map(json.loads, capsys.readouterr().err.splitlines()))
-        return len(found) >= count
+        results.extend(map(json.loads, capsys.readouterr().err.splitlines()))
+        return len(results) >= count
 
     assert eventually(there)
-    return found
+    return results
 
 
 def test_lines_of_the_log_name_the_span(
@@ -338,7 +342,7 @@ def test_a_missing_package_names_the_command(
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """The address of a server that keeps the spans and metrics that it is sent over OTLP, and these."""
+    """Yield the address of a server that keeps the spans and metrics that it is sent over OTLP, and these."""
     spans: list[Any] = []
     metrics: list[Any] = []
 

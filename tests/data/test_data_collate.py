@@ -349,7 +349,7 @@ def test_collators_and_batches_pickle() -> None:
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_what_does_not_fit_is_named(collate: Any, examples: Any, message: str) -> None:
+def test_values_that_do_not_fit_are_named(collate: Any, examples: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         collate(examples)
     assert str(refused.value) == message

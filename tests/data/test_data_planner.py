@@ -26,7 +26,9 @@ from mmpos.data import (
     Cost,
     Example,
     Headers,
+    Pack,
     PackedCollator,
+    PlannedPack,
     PlannedPacks,
     SequenceShard,
     SequenceWriter,
@@ -144,6 +146,36 @@ def test_packs_without_images_are_marked_where_other_ranks_have_some() -> None:
     assert made.images[marked ^ 1] == 1
 
 
+def test_a_dummy_stands_behind_a_pack_that_needs_an_image_and_is_not_trained_on() -> None:
+    builder = SequenceBuilder()
+    plain, seen = (builder.build(parts) for parts in (["text"], ["x", Grid(1, 1)]))
+    text, image = (Example(name, each, each.input_ids) for name, each in (("text", plain), ("image", seen)))
+    pack = Pack((text,), 8)
+    assert PlannedPack(pack, 1.0, False).with_dummy(image) is pack
+    made = PlannedPack(pack, 1.0, True).with_dummy(image)
+    assert [each.key for each in made.examples] == ["text", "image"]
+    assert (made.examples[0].labels.tolist(), made.examples[1].labels.tolist()) == (text.labels.tolist(), [-100] * 4)
+    with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
+        PlannedPack(pack, 1.0, True).with_dummy(text)
+
+
+def test_a_stream_that_was_killed_goes_on_with_the_rest_of_its_window() -> None:
+    headers = mixed_corpus(900)
+
+    def steps(number: int, step: int) -> list[tuple[int, list[list[int]]]]:
+        """Plan windows of 300 as they come, from a step of a window on."""
+        rest: list[tuple[int, list[list[int]]]] = []
+        for each in range(number, 3):
+            made = planned(headers[300 * each : 300 * each + 300], max_tokens=8192, ranks=2, seed=each)
+            rest += [(each, [pack.tolist() for pack in packs]) for packs in made.packs(0, start=step)]
+            step = 0
+        return rest
+
+    whole = steps(0, 0)
+    first = sum(number == 0 for number, _ in whole)
+    assert steps(1, 2) == whole[first + 2 :]
+
+
 def test_weighted_losses_are_the_loss_of_all_labels() -> None:
     headers = mixed_corpus(500)
     made = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
@@ -216,6 +248,10 @@ def test_costs_are_fitted_to_measured_times() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
     text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
     assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
+    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # a parabola would bend down: a line is fitted
+    slopes = np.array([10, 20 / 1.9, 40 / 3.5, 80 / 6])
+    assert slower.language_quadratic == 0
+    assert slower.language_linear == pytest.approx(slopes.sum() / np.square(slopes).sum())
 
 
 REFUSED = [

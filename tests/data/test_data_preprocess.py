@@ -528,24 +528,29 @@ def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.parametrize(
     ("counts", "reused", "told"),
     [
-        ([30, 50], 0, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s, 0:01:17 left", 0.075]),
-        ([30, None], 0, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s, 0:00:03 left", 1]),
-        ([30, 50, 9], 1, ["2 documents, 20 tokens, 0 images, 1 skipped, 1 record/s", 1]),
+        ([30, 50], 0, ("3 records, 1/s, 0:01:17 left", 0.075)),
+        ([30, 50, None], 0, ("3 records, 1/s, 0:01:57 left", 0.075)),
+        ([30, None], 0, ("3 records, 1/s, 0:00:03 left", 1)),
+        ([30, 50, 9], 1, ("3 records, 1/s", 1)),
     ],
 )
 def test_progress_has_a_rate_and_the_time_left(
-    counts: list[int | None], reused: int, told: list[object], monkeypatch: pytest.MonkeyPatch
+    counts: list[int | None], reused: int, told: tuple[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Counted:
         def __init__(self, count: int | None) -> None:
             self.count = lambda: count
 
     drawn: list[tuple[float, int, str]] = []
-    times = iter([100.0, 103.0])
+    times = iter([90.0, 100.0, 103.0])
     monkeypatch.setattr("mmpos.cli.preprocess.time.monotonic", lambda: next(times))
     tell = Told([cast(Any, Counted(count)) for count in counts], lambda *words: drawn.append(cast(Any, words)))
+    tell(Progress(len(counts), reused, reused, Counts(1)))
     tell(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
-    assert drawn == [(0, len(counts)), (told[1], len(counts), told[0])]
+    assert drawn[0][2] == "1 record"
+    ((done, total, words),) = drawn[1:]
+    assert (total, words) == (len(counts), told[0])
+    assert done == pytest.approx(told[1])
 
 
 def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from test_data_preprocess import PAGES, command, contents, corpus, killed
 from waiting import alive, eventually
 
 from mmpos.__main__ import main
+from mmpos.data import sequence_shards
 from mmpos.data.examples import Location, RecordError
 from mmpos.data.preprocess.job import Progress, write_sequences
+from mmpos.data.preprocess.shard_job import Counts
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.readers import shards
 
 ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
 
 # Ray warns of its own defaults.
 pytestmark = [
@@ -76,6 +81,56 @@ def test_a_callable_of_ones_own_travels(tmp_path: Path) -> None:
     (output,) = write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", without_title, engine="ray").outputs
     (got,) = SequenceShard(output.path).examples()
     assert got.num_tokens == 101
+
+
+@pytest.mark.usefixtures("cluster")
+def test_one_shard_is_made_by_several_actors_in_the_parts_of_the_local_engine(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class LargePages:  # three of which are a part; of a function, so that it travels as a whole
+        source: str
+        size: int
+
+        def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+            for i in range(start, self.size, step):
+                page = {"id": f"{self.source}-{i}", "images": [None, "coffee.jpg"], "texts": ["ab", None]}
+                yield Location(self.source, i), {**page, "pad": bytes(24 * 2**20)}
+
+        def count(self) -> int | None:
+            return self.size
+
+    readers = [LargePages("a", 8), LargePages("b", 1)]
+    write_sequences(readers, tmp_path / "here", PAGES)
+    write_sequences(readers, tmp_path / "there", PAGES, engine="ray", workers=2)
+    here = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
+    names = ["a.parquet", "a.part00001.parquet", "a.part00002.parquet", "b.parquet", "manifest.json"]
+    assert sorted(here) == names
+    assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
+
+
+def test_a_machine_that_dies_loses_nothing_and_makes_nothing_twice(tmp_path: Path) -> None:
+    ray.shutdown()
+    machines: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
+    try:
+        others = [machines.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
+        ray.init(address=machines.address, log_to_driver=False)
+        readers = shards(corpus(tmp_path, 12, 60))
+        killed: list[int] = []
+
+        def kill(progress: Progress) -> None:
+            if progress.done >= 2 and not killed:
+                killed.append(progress.done)
+                machines.remove_node(others[0], allow_graceful=False)
+
+        summary = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=3, report=kill)
+        assert killed
+        assert killed[0] < 12
+    finally:
+        ray.shutdown()
+        machines.shutdown()
+    assert summary.counts == Counts(documents=720, tokens=720 * 103, images=720)
+    keys = [example.key for shard in sequence_shards(tmp_path / "out") for example in shard.examples()]
+    assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(60))
+    assert len(list((tmp_path / "out").iterdir())) == 13
 
 
 def test_the_command_starts_a_ray_of_its_own_and_stops_it(

@@ -60,17 +60,17 @@ def test_every_encoding_is_of_one_kind_and_has_the_shapes_of_it() -> None:
         made: Any = kind()
         assert made.name == name
         if isinstance(made, AdditiveTable):
-            found = [made.table(np.arange(6).reshape(2, 3)), made.table(4), made.table([])]
-            assert [table.shape for table in found] == [(2, 3, 48), (48,), (0, 48)]
+            results = [made.table(np.arange(6).reshape(2, 3)), made.table(4), made.table([])]
+            assert [table.shape for table in results] == [(2, 3, 48), (48,), (0, 48)]
         elif isinstance(made, AttentionBias):
-            found = [made.bias(range(2), range(3)), made.bias([], range(3))]
-            assert [bias.shape for bias in found] == [(4, 2, 3), (4, 0, 3)]
+            results = [made.bias(range(2), range(3)), made.bias([], range(3))]
+            assert [bias.shape for bias in results] == [(4, 2, 3), (4, 0, 3)]
         else:
             assert made.shape == ((4, 12) if name == "mhrope" else (12,))
             some, none = vectors(5, *made.shape), np.empty((0, *made.shape))
-            found = [made.rotate(some, range(5)), made.rotate(none, np.empty((made.axes, 0)))]
-            assert [x.shape for x in found] == [some.shape, none.shape]
-        assert {array.dtype for array in found} == {np.dtype(np.float64)}
+            results = [made.rotate(some, range(5)), made.rotate(none, np.empty((made.axes, 0)))]
+            assert [x.shape for x in results] == [some.shape, none.shape]
+        assert {array.dtype for array in results} == {np.dtype(np.float64)}
 
 
 # Tables
@@ -120,9 +120,9 @@ def test_corrected_slow_sines_have_near_neighbours_and_fast_ones_collide() -> No
 
 
 def test_sinusoids_are_the_numbers_of_the_paper() -> None:
-    found = Sinusoidal(dim=6, theta=100.0).table([[0.5, 7]])[0, 1]
+    result = Sinusoidal(dim=6, theta=100.0).table([[0.5, 7]])[0, 1]
     by_hand = [f(7 / 100 ** (2 * k / 6)) for k in range(3) for f in (math.sin, math.cos)]
-    assert_within(found, by_hand, cos_sin(7.0, FREQUENCY + 1, np.float64))
+    assert_within(result, by_hand, cos_sin(7.0, FREQUENCY + 1, np.float64))
 
 
 def test_corrected_the_last_pair_of_512_channels_divides_by_9646() -> None:
@@ -200,7 +200,7 @@ def test_clipped_distances_are_constant_beyond_k() -> None:
 
 
 def bucket(distance: int, buckets: int, max_distance: int) -> int:
-    """The bucket of one direction by a loop over fractions."""
+    """Return the bucket of one direction by a loop over fractions."""
     exact = buckets // 2
     if distance < exact:
         return distance
@@ -223,8 +223,8 @@ def test_buckets_are_those_of_t5() -> None:
 @given(buckets=st.integers(2, 40), beyond=st.integers(1, 400), distances=st.lists(st.integers(0, 600), max_size=9))
 def test_buckets_are_exact_monotone_and_bounded(buckets: int, beyond: int, distances: list[int]) -> None:
     max_distance = buckets // 2 + beyond
-    found = T5Buckets.drawn(buckets, max_distance, bidirectional=False).bucket(-np.array(distances, np.int64))
-    assert found.tolist() == [bucket(d, buckets, max_distance) for d in distances]
+    result = T5Buckets.drawn(buckets, max_distance, bidirectional=False).bucket(-np.array(distances, np.int64))
+    assert result.tolist() == [bucket(d, buckets, max_distance) for d in distances]
     every = T5Buckets.drawn(2 * buckets, max_distance).bucket(-np.arange(700))
     assert (np.diff(every) >= 0).all()
     assert every.max() <= buckets - 1
@@ -238,13 +238,13 @@ def test_buckets_are_those_of_transformers_where_float32_logarithms_are_right() 
     for buckets, max_distance in ((32, 128), (32, 256), (32, 1000), (64, 512), (320, 800)):
         for bidirectional in (True, False):
             ours = T5Buckets.drawn(buckets, max_distance, bidirectional).bucket(relative)
-            found = theirs(torch.from_numpy(relative), bidirectional, buckets, max_distance).numpy()
+            result = theirs(torch.from_numpy(relative), bidirectional, buckets, max_distance).numpy()
             side = buckets // 2 if bidirectional else buckets
             exact = side // 2
             steps = np.log(np.maximum(abs(relative), 1) / exact) / math.log(max_distance / exact) * (side - exact)
             near = abs(steps - steps.round()) <= 2 * gamma(4 * LIBRARY + 3) * abs(steps)  # of the next bucket
             assert near.sum() < relative.size / 100
-            assert_array_equal(ours[~near], found[~near])
+            assert_array_equal(ours[~near], result[~near])
 
 
 def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
@@ -294,7 +294,7 @@ def test_nothing_is_a_bias_of_zero_and_hides_positions_in_the_variance() -> None
 
 
 @pytest.mark.parametrize("kept", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
-def test_what_an_encoding_keeps_is_read_only(kept: Any) -> None:
+def test_arrays_of_an_encoding_are_read_only(kept: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 0
 
@@ -437,7 +437,7 @@ def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> Non
         (lambda: Rope1D().rotate(np.ones(12), [1]), r"x: got shape \(12,\), want 2 dimensions"),
     ],
 )
-def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 

@@ -92,16 +92,16 @@ def test_attention_with_any_encoding_is_that_of_a_loop(name: str, causal: bool, 
     with torch.no_grad():
         if attention.encoding.weights is not None:  # they were float32 before
             attention.encoding.weights.copy_(torch.tensor(encoding.weights))  # type: ignore[attr-defined]
-        found, (bound,) = attention(x), rounding(lambda: attention(x), [x, *attention.parameters()])
-    assert found.dtype == dtype
+        result, (bound,) = attention(x), rounding(lambda: attention(x), [x, *attention.parameters()])
+    assert result.dtype == dtype
     for row in range(2):
         expected = by_hand(attention, x[row], encoding, positions, causal)
-        assert_within(found[row], expected, bound)
+        assert_within(result[row], expected, bound)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_learned_gets_gradients_and_all_else_is_in_buffers(name: str, dtype: torch.dtype) -> None:
+def test_learned_tensors_get_gradients_and_others_are_buffers(name: str, dtype: torch.dtype) -> None:
     attention, x = block(ENCODINGS[name](), range(6), dtype), embeddings(2, 6, dtype=dtype).requires_grad_()
     attention(x).square().sum().backward()
     learned = ["encoding.weights"] if name in LEARNED else []
@@ -157,35 +157,35 @@ def test_a_cast_of_the_model_makes_tables_anew_and_spares_positions_of_rotations
     assert_array_equal(bias.encoding.values, Alibi().bias(range(300), range(300)))
     turn = block(Rope1D(), [0.25, 100_001.5]).to(torch.bfloat16)
     assert turn.encoding.values.view(torch.float64).tolist() == [[0.25, 100_001.5]]
-    found = turn(embeddings(1, 2, dtype=torch.bfloat16))
-    assert found.dtype == torch.bfloat16
+    result = turn(embeddings(1, 2, dtype=torch.bfloat16))
+    assert result.dtype == torch.bfloat16
 
 
 def test_other_positions_can_be_placed_and_length_changes_with_them() -> None:
     for name, kind in ENCODINGS.items():
         attention = block(kind(), range(3), torch.float64, causal=True)
         attention.place(range(4, 9))
-        found = attention(embeddings(1, 5, dtype=torch.float64))
+        result = attention(embeddings(1, 5, dtype=torch.float64))
         fresh = block(kind(), range(4, 9), torch.float64, causal=True)(embeddings(1, 5, dtype=torch.float64))
-        assert torch.equal(found, fresh), name
+        assert torch.equal(result, fresh), name
 
 
 def test_positions_that_are_refused_leave_those_before() -> None:
     attention, x = block(LearnedAbsolute(), [3, 1]), embeddings(1, 2)
-    found = attention(x)
+    result = attention(x)
     with pytest.raises(InvalidInputError, match=r"positions\[0\]: got 600, want < 512"):
         attention.place([600])
-    assert torch.equal(attention.double().float()(x), found)
+    assert torch.equal(attention.double().float()(x), result)
 
 
 def test_positions_of_several_axes_turn_their_own_channels() -> None:
     positions = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
     x = embeddings(1, 4, dtype=torch.float64)
     attention = block(Rope2D(), positions, torch.float64)
-    found, turned = attention(x), block(Rope2D(), positions[::-1], torch.float64)(x)
+    result, turned = attention(x), block(Rope2D(), positions[::-1], torch.float64)(x)
     same = block(Rope2D(), positions + np.array([[5], [-3]]), torch.float64)(x)
-    assert_within(found, same, rounding(lambda: attention(x), [x, *attention.parameters()]))
-    assert (found - turned).abs().max() > 1e-3
+    assert_within(result, same, rounding(lambda: attention(x), [x, *attention.parameters()]))
+    assert (result - turned).abs().max() > 1e-3
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ def test_corrected_the_dogs_are_at_1_and_4() -> None:
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_every_encoding_tells_the_dogs_apart_but_none_at_all(name: str) -> None:
-    found = two_dogs.find(ENCODINGS[name]())
-    apart = {key: value > two_dogs.EQUAL for key, value in vars(found).items()}
+    result = two_dogs.find(ENCODINGS[name]())
+    apart = {key: value > two_dogs.EQUAL for key, value in vars(result).items()}
     knows = name != "nope"
     direction = knows and name != "alibi"  # which is the same to the left and to the right
     assert apart == {"dogs": knows, "dogs_causal": True, "order": knows, "direction": direction}
@@ -246,10 +246,10 @@ def test_uniform_causal_attention_hides_the_position_in_the_variance() -> None:
     with torch.no_grad():
         attention.qkv.weight.zero_()
         attention.qkv.weight[96:] = attention.out.weight.copy_(torch.eye(48))
-        found = attention(1.5 * embeddings(100, 64)).square().mean(dim=(0, 2)).double().numpy()
-    share = found / expected_square(range(1, 65), 2.25)
+        result = attention(1.5 * embeddings(100, 64)).square().mean(dim=(0, 2)).double().numpy()
+    share = result / expected_square(range(1, 65), 2.25)
     assert np.abs(share - 1).max() < 5 * (2 / 4800) ** 0.5
-    assert found[63] < found[0] / 50
+    assert result[63] < result[0] / 50
 
 
 def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
@@ -292,7 +292,7 @@ def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
         (lambda: block(Rope1D(), range(3))(embeddings(1, 2)), r"x: got shape \(1, 2, 48\), want \(batch, 3, 48\)"),
     ],
 )
-def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 

@@ -46,6 +46,7 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
     "7B": (32, 8, 128) if GPU else (3, 1, 16),
     "72B": (64, 8, 128) if GPU else (4, 1, 16),
     "vision": (16, 16, 80) if GPU else (2, 2, 12),
+    "FLUX": (24, 24, 128) if GPU else (2, 2, 16),
     **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
 }
 """Heads of q and of k, and their channels."""
@@ -66,6 +67,10 @@ TURNINGS: Mapping[str, Turning] = {
     "a quarter of a head, adjacent": Turning(lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
     "four channels": Turning(lambda dim: {"rotary_dim": 4}),
     "axial": Turning(lambda dim: {"allocation": "axial"}),
+    "flux": Turning(
+        lambda dim: {"allocation": "axial", "axes_dim": [dim // 4, 3 * dim // 8, 3 * dim // 8], "pairing": "adjacent"},
+        "flux",
+    ),
     "sections": Turning(
         lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, 3 * dim // 16, 3 * dim // 16]}, "mrope"
     ),
@@ -190,6 +195,7 @@ NORM = [
     *launches("rotate", norm="qk", weights=F32),
     *launches("rotate", norm="qk", inplace=True, tokens=[FEW, SOME], turning=["interleaved", "four channels"]),
     *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", layer="FLUX", turning="flux", tokens=[FEW, MANY], inplace=[False, True]),
     *launches("rotate", norm="qk", form="fractions"),
     *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
 ]

@@ -37,7 +37,7 @@ Pixels = npt.NDArray[Any]
 
 
 def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
-    """A processor that leaves sides that are multiples of 4 alone."""
+    """Return a processor that leaves sides that are multiples of 4 alone."""
     return ImageProcessor(backend, **{"patch_size": 4, "spatial_merge_size": 1, "min_pixels": 0} | options)
 
 
@@ -61,7 +61,7 @@ def exif(orientation: int) -> bytes:
 
 
 def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after: bytes = b"") -> bytes:
-    """A PNG written by hand from rows of bytes: Pillow writes neither 16-bit colour nor damage."""
+    """Return a PNG written by hand from rows of bytes: Pillow writes neither 16-bit colour nor damage."""
     height, width = samples.shape[:2]
     big = samples.astype(">u2") if depth == 16 else samples
     bits = np.unpackbits(big.view(np.uint8).reshape(height, -1, 1), axis=2)
@@ -143,7 +143,7 @@ def test_fit_keeps_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProces
 
 
 def of_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
-    """The size that Transformers' smart_resize gives; None where it refuses."""
+    """Return the size that Transformers' smart_resize gives; None where it refuses."""
     modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     factor = processor.patch_size * processor.spatial_merge_size
     try:
@@ -191,7 +191,7 @@ def test_sizes_differ_from_those_of_transformers_only_where_these_break_their_ow
         assert processor.fit(height, width) == theirs
 
 
-def test_fit_refuses_what_is_no_size() -> None:
+def test_fit_refuses_values_that_are_not_a_size() -> None:
     processor = ImageProcessor()
     with pytest.raises(InvalidInputError, match=r"image\.height: got 0, want >= 1"):
         processor.fit(0, 5)
@@ -316,7 +316,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         ),
     ],
 )
-def test_what_is_no_image_is_refused(image: object, message: str) -> None:
+def test_values_that_are_not_an_image_are_refused(image: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         exact().process(image)
 
@@ -544,7 +544,7 @@ def test_a_corrupt_file_is_refused(data: bytes, message: str, backend: str) -> N
 
 
 def huge(kind: str, side: int) -> bytes:
-    """A small file that claims to hold side x side pixels."""
+    """Return a small file that claims to hold side x side pixels."""
     image = Image.new("RGB", (8, 8), "red")
     if kind == "PNG":
         head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
@@ -675,7 +675,7 @@ def test_pixel_values_have_a_plane_per_colour_and_keep_library_and_strides_apart
 
 
 def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor:
-    """The way that tensors outside the host take, on the host."""
+    """Return the way that tensors outside the host take, on the host."""
     return on_device(patches, 2, *processor._factors)
 
 
@@ -689,7 +689,7 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
         (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
     ],
 )
-def test_pixel_values_refuse_what_is_not_patches(patches: Any, message: str) -> None:
+def test_pixel_values_refuse_arrays_that_are_not_patches(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
 

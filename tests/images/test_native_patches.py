@@ -36,7 +36,7 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
 
 
 def in_planes(patches: Array, frames: int) -> Array:
-    """A plane per colour, each told for every frame, and every sample by the formula."""
+    """Return a plane per colour, each told for every frame, and every sample by the formula."""
     planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 
@@ -155,7 +155,7 @@ def test_pixels_that_fit_are_cut_in_c(patch: int) -> None:
         (([1, 2], 2, 1, None, 0), written(6, 2, 2, 3)),
     ],
 )
-def test_what_does_not_fit_is_declined_and_nothing_is_written(
+def test_values_that_do_not_fit_are_declined_and_nothing_is_written(
     arguments: tuple[Array, int, int, Array | None, int], out: Array
 ) -> None:
     assert native.core is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 import random
 import warnings
@@ -128,6 +129,7 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
     ("config", "words"),
     [
         ({}, "config._class_name: got None, want the name of a class of transformers"),
+        ({"model_type": "qwen3_vl"}, "config._class_name: got None, want the name of a class of transformers"),
         (3, "config: got int, want a folder, a mapping or a transformer of diffusers"),
         (
             {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56]},
@@ -146,7 +148,7 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
             "config.patch_size: got [2], want rows and columns, or frames before them",
         ),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_a_config_that_contradicts_itself_is_refused(config: object, words: str) -> None:
     with pytest.raises(InvalidInputError) as error:
@@ -184,9 +186,9 @@ def test_what_no_scheme_holds_is_refused_with_the_reason(config: object, words: 
 
 
 def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
-    flux, qwen, wan = (
+    flux, qwen, wan, qwen_21 = (
         from_diffusers({"_class_name": f"{name}Model"})
-        for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D")
+        for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D", "QwenImage21Transformer2D")
     )
     assert flux.grid(128, 96) == Grid(64, 48)
     assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
@@ -196,6 +198,8 @@ def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
         (lambda: flux.grid(127, 96), InvalidInputError, "height: got 127, want a multiple of 2, the patch of FluxTr"),
         (lambda: wan.grid(2, 2, fps=0), InvalidInputError, "fps: got 0, want an integer or Fraction > 0"),
         (lambda: wan.grid(2, 2, fps=29.97), InvalidInputError, r"fps: got 29\.97, want an integer or Fraction > 0"),
+        (lambda: wan.grid(2, 2, fps=math.nan), InvalidInputError, "fps: got nan, want an integer or Fraction > 0"),
+        (lambda: wan.grid(3, 2, frames=5), InvalidInputError, "height: got 3, want a multiple of 2, the patch of WanT"),
         (lambda: flux.grid(128, 96, frames=0), InvalidInputError, "frames: got 0, want >= 1"),
         (
             lambda: flux.place([[Text(5), Grid(4, 4, frames=2)]]),
@@ -211,6 +215,21 @@ def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
             lambda: qwen.place([[Text(5), Grid(8, 8)], [Text(4093), Grid(8, 8)]]),
             LimitExceededError,
             r"documents\[1\]: got ids from 4 to 4096 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+        ),
+        (
+            lambda: qwen.place([[Text(5), Grid(8, 8), Grid(8194, 8)]]),  # a reference, which text makes room for
+            LimitExceededError,
+            r"documents\[0\]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+        ),
+        (
+            lambda: qwen.place([[Text(5)] + [Grid(1, 1)] * 4097]),
+            LimitExceededError,
+            r"documents\[0\]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+        ),
+        (
+            lambda: qwen_21.place([[Text(8190), Grid(2, 2), Grid(2, 2)]]),
+            LimitExceededError,
+            r"documents\[0\]: got ids from 8192 to 8192 on axis 0, want -1024 to 8191, which the tables of QwenImage21",
         ),
         (
             lambda: wan.place([[Grid(2, 1025)]]),

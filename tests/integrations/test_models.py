@@ -346,7 +346,7 @@ CONFIGS_REFUSED: dict[str, Any] = {
     "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text": without(
         "qwen2_vl", text_config={"model_type": "llama"}
     ),
-    "Placeholders.video: got 151655, want another than image": without("qwen2_vl", video_token_id=151655),
+    "Placeholders.video must differ from image, got 151655": without("qwen2_vl", video_token_id=151655),
     "config.vision_end_token_id: got 151652, want another than vision_start_token_id": without(
         "qwen2_vl", vision_end_token_id=151652
     ),

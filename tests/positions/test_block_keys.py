@@ -47,7 +47,7 @@ class Request:
         return place(self.segments(), self.case.scheme, self.start)
 
     def ids(self) -> list[int]:
-        """The id of every token: text by where it stands, so that a change leaves other text alone."""
+        """Return the id of every token: text by where it stands, so that a change leaves other text alone."""
         kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
         return [self.texts[i % len(self.texts)] if is_text else PATCH for i, is_text in enumerate(kinds)]
 
@@ -82,7 +82,7 @@ def tokens_of(part: Text | Grid) -> int:
 
 @st.composite
 def relatives(draw: st.DrawFn) -> list[Request]:
-    """A request, and some that differ from it in one thing each, or in none."""
+    """Return a request, and some that differ from it in one thing each, or in none."""
     case = draw(st.sampled_from(CASES))
     # Text may look like a patch, so that only the grids tell them apart.
     texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
@@ -130,7 +130,7 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
 
 
 def takes(request: Request) -> bool:
-    """Whether the scheme has a place for the document."""
+    """Return whether the scheme has a place for the document."""
     try:
         request.positions()
     except (UnsupportedError, InvalidInputError):
@@ -229,7 +229,7 @@ def test_known_keys_are_gone_on_from_and_not_computed_again() -> None:
     assert second not in block_keys(segments, place(segments), 3)[0]
 
 
-def test_sizes_salts_and_what_is_given_tell_keys_apart() -> None:
+def test_keys_differ_by_size_salt_ids_and_hashes() -> None:
     segments = SegmentTable.from_documents([[Text(2), Grid(1, 2)]])
     positions = place(segments)
     ids = {"input_ids": [1, 2, 9, 9]}
@@ -304,7 +304,7 @@ PADDED = SegmentTable.from_input_ids(
         ({"known": [["text"], []]}, r"known\[0\]\[0\]: got 'text', want 32 bytes"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_values_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
     fitting: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
         block_keys(**(fitting | arguments))

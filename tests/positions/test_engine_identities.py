@@ -25,14 +25,14 @@ Row = npt.NDArray[np.int64]
 
 @st.composite
 def tables(draw: st.DrawFn, cases: tuple[Case, ...] = CASES, min_size: int = 0) -> PositionTable:
-    """A placed batch of any scheme."""
+    """Return a placed batch of any scheme."""
     case = draw(st.sampled_from(cases))
     batch: list[Document] = draw(batches(case, min_size))
     return place(SegmentTable.from_documents(batch), case.scheme, draw(st.integers(-9, 1000)))
 
 
 def per_document(positions: PositionTable) -> list[list[Id]]:
-    """The ids of each document."""
+    """Return the ids of each document."""
     ids, cuts = exact(positions), positions.cu_seqlens.tolist()
     return [ids[begin:end] for begin, end in pairwise(cuts)]
 

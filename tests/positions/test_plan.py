@@ -60,7 +60,7 @@ def by_plan(segments: SegmentTable, scheme: str | Scheme, start: Any = 0) -> Pos
 
 
 @given(st.data(), START, st.sampled_from([None, False, True]))
-def test_a_plan_gives_what_the_general_way_gives(data: st.DataObject, start: int, strict: bool | None) -> None:
+def test_a_plan_equals_the_general_path(data: st.DataObject, start: int, strict: bool | None) -> None:
     case = data.draw(st.sampled_from(CASES))
     segments = SegmentTable.from_documents(data.draw(batches(case)))
     starts: Any = data.draw(st.sampled_from([start, np.full(segments.num_documents, start)]))

@@ -189,7 +189,7 @@ def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:
     assert batch.pad([12, 2, 3]).dense()[0].tolist() == [*DENSE[0], 0, 7, 8, 100, 102, 0]
 
 
-def test_repr_says_what_is_in_it(batch: PositionTable) -> None:
+def test_repr_summarises_the_contents(batch: PositionTable) -> None:
     assert repr(batch) == "PositionTable(3 documents, 6 segments, 15 tokens, 2 axes, scheme='rope-tie')"
 
 

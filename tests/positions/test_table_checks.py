@@ -40,7 +40,7 @@ def again(positions: PositionTable, **changes: Any) -> PositionTable:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_place_and_the_views_make_passes(scheme: str) -> None:
+def test_tables_of_place_and_views_pass(scheme: str) -> None:
     placed = place(SEGMENTS if SCHEMES[scheme].text else GRIDS, scheme)
     views = [placed, placed.slice(1, 5), placed.slice(4, 4), placed.take([], []), placed.pad(20, "left")]
     for view in views:
@@ -89,7 +89,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (changed(WIDTH, 1, 0), "table.width[1]: got 0, want >= 1"),
     (changed(DENOMINATOR, 1, 0), "table.denominator[1]: got 0, want >= 1"),
     (changed(DENOMINATOR, 1, 2), "table.denominator[1]: got 2, want <= 1"),
-    (document(FIRST_SEGMENT, 0, 1), "documents.first_segment: got other than ascending from 0, want ascending from 0"),
+    (document(FIRST_SEGMENT, 0, 1), "documents.first_segment must ascend from 0"),
     (document(FIRST_SEGMENT, 1, 7), "documents.first_segment[1]: got 7, want <= 6"),
     ({"num_tokens": 2**63 - 1}, "table.segment_lengths[5]: got 9223372036854775791, want <= 2147483648"),
     (
@@ -101,7 +101,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), INVALID)
-def test_what_is_no_table_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_values_that_are_not_a_table_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         again(PLACED, **changes)
     assert str(refused.value) == message
@@ -142,7 +142,7 @@ EXTREME = st.sampled_from([0, 1, -1, 2, 5, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -
     st.lists(st.tuples(st.booleans(), st.integers(0, 10**6), EXTREME), max_size=2),
     st.booleans(),
 )
-def test_the_extension_passes_what_python_passes(
+def test_the_extension_accepts_the_same_tables_as_python(
     scheme: str, changes: list[tuple[bool, int, int]], fractional: bool
 ) -> None:
     placed = place(SEGMENTS, scheme).slice(1, 13)
@@ -157,10 +157,10 @@ def test_the_extension_passes_what_python_passes(
             return str(error)
         return None
 
-    found = outcome()
+    result = outcome()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "core", None)
-        assert outcome() == found
+        assert outcome() == result
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))

@@ -37,9 +37,9 @@ def whole(kind: Kind, raw: bytes) -> Message | None:
     except DecodeError:
         return None
     memory = Beside(raw)
-    for found in TENSORS[kind](message):
-        if found.data:
-            found.data = bytes(memory.data(found))
+    for result in TENSORS[kind](message):
+        if result.data:
+            result.data = bytes(memory.data(result))
     return message
 
 
@@ -52,7 +52,7 @@ def plain(kind: Kind, raw: bytes) -> Message | None:
 
 
 def examples() -> list[Message]:
-    """A message of each kind, some of whose tensors are large."""
+    """Return a message of each kind, some of whose tensors are large."""
     large, small = tensor(np.arange(40), "int64"), tensor([1, 2], "int64")
     ids = positions_pb2.InputIds(input_ids=large, attention_mask=large, image_grid_thw=[1, 2, 3])
     return [
@@ -65,7 +65,7 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_a_message_is_what_protobuf_reads_whole_or_broken(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert whole(kind, raw) == message
@@ -84,10 +84,10 @@ def test_a_message_is_what_protobuf_reads_whole_or_broken(message: Message, monk
 
 def test_a_message_of_many_fields_is_left_to_protobuf() -> None:
     q = tensor(np.zeros(2**16, np.uint8), "uint8")
-    for fields, found in ((10, 1), (100, 0)):
+    for fields, result in ((10, 1), (100, 0)):
         raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()  # of a number that is none
         message = parsed(rotary_pb2.RotateRequest, raw)
-        assert (len(message.q.data) < 100) == found
+        assert (len(message.q.data) < 100) == result
         assert bytes(Beside(raw).data(message.q)) == q.data
 
 
@@ -96,7 +96,7 @@ def test_a_number_without_an_end_is_refused_at_once() -> None:
         parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 
 
-def test_what_looks_like_a_mark_of_another_message_is_data() -> None:
+def test_a_mark_of_another_message_is_data() -> None:
     q = tensor(np.arange(2**16, dtype=np.int32), "int32")
     mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
     assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)
@@ -107,9 +107,9 @@ def test_tensors_are_read_where_they_lie() -> None:
     raw = rotary_pb2.RotateRequest(q=tensor(q, "int32"), k=tensor([1], "int32")).SerializeToString()
     memory = Beside()
     message = memory.parse(rotary_pb2.RotateRequest, raw)
-    found = get_tensor("q", message.q, memory=memory)
-    np.testing.assert_array_equal(found, q, strict=True)
-    assert np.shares_memory(found, np.frombuffer(raw, np.uint8))
+    array = get_tensor("q", message.q, memory=memory)
+    np.testing.assert_array_equal(array, q, strict=True)
+    assert np.shares_memory(array, np.frombuffer(raw, np.uint8))
     assert (memory.holds(message.q), memory.holds(message.k)) == (4 * 2**16, 4)
     assert get_tensor("k", message.k, memory=memory).tolist() == [1]
 

@@ -285,14 +285,14 @@ def test_a_wrong_table_of_segments(ask: Both) -> None:
 
 def test_streams_in_order_with_errors_in_their_places(ask: Both) -> None:
     queries = [*QUERIES, *WRONG]
-    found = list(ask.sync.stream(queries, errors="return"))
-    same(found, [_outcome(query.run) for query in queries])
+    results = list(ask.sync.stream(queries, errors="return"))
+    same(results, [_outcome(query.run) for query in queries])
 
 
 def test_the_profile_gives_scheme_placeholders_and_merging(ask: Both) -> None:
-    found = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], image_grid_thw=[[1, 2, 4]])), profile="default")
+    result = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], image_grid_thw=[[1, 2, 4]])), profile="default")
     want = InputIds([1, 258, 258, 1], Placeholders(image=258), [[1, 2, 4]], spatial_merge_size=2)
-    same(found, PositionsQuery(want).run())
+    same(result, PositionsQuery(want).run())
     scheme = ask("place", SEGMENTS, profile="halves").scheme
     assert scheme == "rope-tie-v2(axes=3)"
     with pytest.raises(InvalidInputError, match="profile: got 'x', want one of 'default', 'halves'"):
@@ -391,8 +391,8 @@ def test_of_two_broken_parts_the_first_is_named(ask: Both) -> None:
     documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
     want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
     assert all(isinstance(outcome, MmposError) for outcome in want)
-    found = ask("build_batch", documents, errors="return")
-    for d, (one, other) in enumerate(zip(found, want, strict=True)):
+    results = ask("build_batch", documents, errors="return")
+    for d, (one, other) in enumerate(zip(results, want, strict=True)):
         assert (type(one), str(one)) == (type(other), f"documents[{d}].{other}")
     for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
         same(_outcome(partial(ask, "build", parts)), outcome)
@@ -424,8 +424,8 @@ def test_rows_as_pixtral_writes_them(ask: Both) -> None:
         ids = InputIds(want.input_ids, Placeholders(image=258, rows=(300, 301)), want.grid_thw)
         of_profile = InputIds(want.input_ids, image_grid_thw=want.grid_thw)
         for source, profile in ((ids, None), (of_profile, "pixtral")):
-            found = ask("query", PositionsQuery(source, "flatten"), profile=profile)
-            same(found.table.dense(), want.positions.dense())
+            result = ask("query", PositionsQuery(source, "flatten"), profile=profile)
+            same(result.table.dense(), want.positions.dense())
     wrong = PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]]))
     same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
 
@@ -439,8 +439,8 @@ def test_sequences_with_audio_and_clips(ask: Both, scheme: str) -> None:
     seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
     videos = want.grid_thw[[0, 2, 3]]
     ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
-    found = ask("query", PositionsQuery(ids, scheme), profile="omni")
-    same(found.table.dense(), want.positions.dense())
+    result = ask("query", PositionsQuery(ids, scheme), profile="omni")
+    same(result.table.dense(), want.positions.dense())
 
 
 def test_audio_that_cannot_be_built_is_refused_alike(ask: Both) -> None:
@@ -454,9 +454,9 @@ def test_audio_that_cannot_be_built_is_refused_alike(ask: Both) -> None:
 
 def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> None:
     profiles = ask("info").profiles
-    found = [(profile.begin_token_id, profile.end_token_id, profile.placeholders.rows) for profile in profiles]
+    results = [(profile.begin_token_id, profile.end_token_id, profile.placeholders.rows) for profile in profiles]
     marked = (256, 257, None)
-    assert found == [marked, marked, (256, 257, (300, 300)), (None, None, (300, 301)), marked]
+    assert results == [marked, marked, (256, 257, (300, 300)), (None, None, (300, 301)), marked]
     assert [profile.placeholders.audio is None for profile in profiles] == [True] * 4 + [False]
     with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
         ask("build", [Grid(99_999, 1)], profile="breaks")
@@ -466,9 +466,9 @@ def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> N
 
 def test_a_batch_with_errors_in_their_places(ask: Both) -> None:
     documents = [*PARTS, *WRONG_PARTS]
-    found = ask("build_batch", documents, errors="return")
-    assert [type(item) for item in found[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
-    for d, error in enumerate(found[len(PARTS) :], len(PARTS)):
+    results = ask("build_batch", documents, errors="return")
+    assert [type(item) for item in results[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
+    for d, error in enumerate(results[len(PARTS) :], len(PARTS)):
         same(error, _outcome(lambda d=d: LOCAL[None].build_batch([["a"]] * d + [documents[d]])))  # type: ignore[misc]
     same(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
 
@@ -484,11 +484,11 @@ def test_the_limits_of_a_profile_and_of_the_server(ask: Both) -> None:
 
 
 def test_patches_are_left_out_on_request_and_nothing_else_changes(ask: Both) -> None:
-    want, found = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
-    assert found.patches is None
-    assert found.image_hashes == want.image_hashes
-    same(found.positions, want.positions)
-    same(found.input_ids, want.input_ids)
+    want, result = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
+    assert result.patches is None
+    assert result.image_hashes == want.image_hashes
+    same(result.positions, want.positions)
+    same(result.input_ids, want.input_ids)
 
 
 TABLE = place(SEGMENTS, "rope-tie-v2")
@@ -531,7 +531,9 @@ def test_rotations(ask: Both, dtype: torch.dtype) -> None:
 def test_a_profile_has_a_rotation_or_says_so(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     same(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
-    with pytest.raises(InvalidInputError, match="rotary: got none, and profile 'default' has none"):
+    with pytest.raises(
+        InvalidInputError, match="rotary: the request has no rotation, and neither has profile 'default'"
+    ):
         ask("angles", None, positions)
 
 
@@ -541,7 +543,7 @@ def test_errors_keep_their_types(ask: Both) -> None:
 
 
 def test_a_table_from_the_wire_goes_on_like_any_other(ask: Both) -> None:
-    found, want = ask("place", SEGMENTS), place(SEGMENTS)
-    assert isinstance(found, PositionTable)
-    same(found.decode(3).dense(), want.decode(3).dense())
-    same(found.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())
+    result, want = ask("place", SEGMENTS), place(SEGMENTS)
+    assert isinstance(result, PositionTable)
+    same(result.decode(3).dense(), want.decode(3).dense())
+    same(result.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())

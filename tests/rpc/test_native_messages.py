@@ -31,7 +31,7 @@ KINDS: Sequence[type[Message]] = [*(kind for kind, _ in REQUESTS.values()), infe
 
 
 def both(kind: type[Message], raw: bytes, most: int) -> int:
-    """The count of the extension, or -1, which must be that of Python."""
+    """Return the count of the extension, or -1, which must be that of Python."""
     schema = elements._schema(kind.DESCRIPTOR)
     count = CORE.elements(raw, schema, most)
     assert count is not None
@@ -112,7 +112,7 @@ def test_fields_and_packed_numbers_are_counted(kind: type[Message], raw: bytes, 
 
 
 @pytest.mark.parametrize(("kind", "raw"), BROKEN.values(), ids=BROKEN)
-def test_what_parsers_refuse_is_no_message(way: str, kind: type[Message], raw: bytes) -> None:
+def test_bytes_that_parsers_refuse_are_not_a_message(way: str, kind: type[Message], raw: bytes) -> None:
     with pytest.raises(DecodeError):
         kind.FromString(raw)
     assert both(kind, raw, ALL) == -1
@@ -147,13 +147,13 @@ def whole_messages(kind: type[Message]) -> list[bytes]:
         contents.uint_contents.extend([1, 300])
         request.outputs.add().parameters["b"].string_param = "c"
         return [request.SerializeToString()]
-    found: list[bytes] = []
-    for_each(messages(kind), 60, lambda message: found.append(message.SerializeToString()))
-    return found
+    results: list[bytes] = []
+    for_each(messages(kind), 60, lambda message: results.append(message.SerializeToString()))
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_parsers_read_is_counted_and_never_called_broken(kind: type[Message]) -> None:
+def test_bytes_that_parsers_read_are_counted(kind: type[Message]) -> None:
     whole = whole_messages(kind)
     pieces = [*whole, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
     chance, seen = random.Random(kind.__name__), [0, 0]
@@ -189,11 +189,11 @@ def test_a_message_of_numbers_alone_is_broken_where_its_parser_says_so() -> None
 def test_any_schema_is_followed_or_declined(raw: bytes, schema: list[list[int]]) -> None:
     table = np.array(schema, np.int32).reshape(len(schema), 3)
     sound = len(schema) > 0 and all(entry in (-8, -4, -1, *range(len(schema) + 1)) for row in schema for entry in row)
-    found = CORE.elements(raw, table, ALL)
-    assert found == (elements._count(raw, table, ALL) if sound else None)
+    result = CORE.elements(raw, table, ALL)
+    assert result == (elements._count(raw, table, ALL) if sound else None)
 
 
-def test_what_is_no_message_and_no_schema_is_declined() -> None:
+def test_invalid_messages_and_schemas_are_declined() -> None:
     schema = elements._schema(PLACE.DESCRIPTOR)
     assert CORE.elements(b"\x0a\0", schema.astype(np.int64), ALL) is None
     assert CORE.elements(b"\x0a\0", schema[:, ::2], ALL) is None
@@ -242,7 +242,7 @@ def test_fields_of_tomorrow_do_not_matter(way: str) -> None:
     [b"\x80", b"\0\0", b"\x0b\x0c", b"\x08", b"\x0d\0\0\0", b"\x0a", b"\x0a\5a", b"\x0a\1\x80", b"\x0a\0\x0a\0"],
     ids=["tag", "field 0", "group", "number", "four bytes", "length", "cut off", "packed number", "a field twice"],
 )
-def test_what_no_encoder_writes_is_declined(raw: bytes) -> None:
+def test_bytes_that_no_encoder_writes_are_declined(raw: bytes) -> None:
     assert CORE.integers(raw, b"\1") is None
 
 
@@ -306,7 +306,7 @@ def test_a_large_tensor_is_copied_once() -> None:
     assert tensor_pb2.Tensor.FromString(memory.serialize(message)).data == data.tobytes()
 
 
-def test_buffers_are_joined_in_order_and_what_is_none_is_declined() -> None:
+def test_buffers_are_joined_in_order_and_other_objects_are_declined() -> None:
     large = array(3 * 2**20)
     parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
     assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"

@@ -26,7 +26,7 @@ def buf(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A folder with the same protocol, to be changed."""
+    """Return a folder with the same protocol, to be changed."""
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     return tmp_path

@@ -79,9 +79,9 @@ def through(query: PositionsQuery) -> PositionsQuery:
     return positions.get_query("query", travelled(message))
 
 
-def test_what_a_query_leaves_open_stays_open() -> None:
-    found = through(PositionsQuery(SEGMENTS))
-    assert (found.scheme, found.start, found.strict, found.views, found.dense) == (None, 0, None, [], None)
+def test_unset_fields_of_a_query_stay_unset() -> None:
+    read = through(PositionsQuery(SEGMENTS))
+    assert (read.scheme, read.start, read.strict, read.views, read.dense) == (None, 0, None, [], None)
 
 
 def test_a_profile_is_named_in_the_message_only() -> None:
@@ -93,9 +93,9 @@ def test_a_profile_is_named_in_the_message_only() -> None:
 def test_the_fields_of_segments_travel() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, TIMED)
-    found = positions.get_segments("segments", travelled(message))
+    read = positions.get_segments("segments", travelled(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
-    assert fields(found) == fields(TIMED)
+    assert fields(read) == fields(TIMED)
 
 
 def test_every_kind_of_segment_travels_with_its_extra_tokens() -> None:
@@ -141,7 +141,7 @@ def test_a_scheme_of_ones_own_stays_at_home() -> None:
     class Own(Flatten):
         """Flatten, but another."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, want one of mmpos\.SCHEMES in a call of a service"):
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service only knows mmpos\.SCHEMES"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
@@ -193,9 +193,9 @@ def test_arrays_travel_with_any_strides_and_byte_order(dtype: str) -> None:
     array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, array)
-    found = tensors.get_tensor("tensor", travelled(message))
-    assert found.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(found, array)
+    results = tensors.get_tensor("tensor", travelled(message))
+    assert results.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(results, array)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
@@ -203,9 +203,9 @@ def test_torch_tensors_travel(dtype: torch.dtype) -> None:
     tensor = torch.arange(24).to(dtype).reshape(4, 6).T
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, tensor)
-    found = tensors.get_torch("tensor", travelled(message))
-    assert torch.equal(found, tensor)
-    found += 1  # it is the caller's own
+    array = tensors.get_torch("tensor", travelled(message))
+    assert torch.equal(array, tensor)
+    array += 1  # it is the caller's own
 
 
 def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
@@ -217,12 +217,12 @@ def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
 
 def test_sizes_and_grids_travel() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
-    given = [ImageSize(300, 400), "x", grid]
+    values = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert sequences.put_parts(message, given) == sequences.Sent(
+    assert sequences.put_parts(message, values) == sequences.Sent(
         origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
     )
-    assert sequences.get_parts("", travelled(message)) == given
+    assert sequences.get_parts("", travelled(message)) == values
 
 
 @pytest.mark.parametrize(
@@ -295,18 +295,18 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         query(spans=SPANS, start=1, start_per_document=[1]),
-        "query.start: got it and start_per_document, want one of them",
+        "query.start cannot be combined with start_per_document",
     ),
     (lambda: query(spans=SPANS, start=2**40)().run(), f"start: got {2**40}, want <= 2147483647"),
     (query(input_ids={}), "input_ids: got none, want a Tensor"),
-    (query(spans={"lengths": [4], "grid_thw": [1, 2]}), "grid_thw: got 2 numbers, want 3 for each"),
+    (query(spans={"lengths": [4], "grid_thw": [1, 2]}), "grid_thw: got 2 numbers, want groups of 3"),
     (
         query(spans={"lengths": [4], "seconds_per_frame": [{"numerator": 1}]}),
         "seconds_per_frame[0].denominator: got 0, want >= 1",
     ),
     (
         query(spans=SPANS, scheme={"name": "rope-tie", "stride": 4}),
-        "query.scheme.stride: got a value, want none: 'rope-tie' has no stride",
+        "query.scheme.stride: scheme 'rope-tie' has no such parameter",
     ),
     (query(spans=SPANS, scheme={"name": "v2pe", "stride": 0}), "V2PE.stride: got 0, want >= 1"),
     (
@@ -314,7 +314,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "segments.kind[0]: got 8, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
         "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_THUMBNAIL, SEGMENT_KIND_TILE",
     ),
-    (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
+    (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1, one for each segment"),
     (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator_segments=[1]),
@@ -330,7 +330,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),
-        "segments.seconds_per_frame: got 2, want 1 like kind",
+        "segments.seconds_per_frame: got 2, want 1, one for each segment",
     ),
     (tensor(), "q.dtype: got DATA_TYPE_UNSPECIFIED, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
     (tensor(dtype=77), "q.dtype: got 77, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
@@ -353,13 +353,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (turning(head_dim=8, pairing=9), "rotary.pairing: got 9, want one of " + ", ".join(rotary_pb2.Pairing.keys())),
     (
         turning(head_dim=8, allocation="split", pair_axis=[0]),
-        "rotary.allocation: got it and pair_axis, want one of them",
+        "rotary.allocation cannot be combined with pair_axis",
     ),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
-def test_what_is_wrong_with_a_message_is_named(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_wrong_field_of_a_message(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
@@ -416,9 +416,9 @@ def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code:
 
 def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
     assert errors.to_status(ServiceOverloadedError("busy", 2)) == ("RESOURCE_EXHAUSTED", "busy")
-    found = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
-    assert isinstance(found, ServiceOverloadedError)
-    assert (str(found), found.retry_after) == ("busy", 0.5)
+    result = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
+    assert isinstance(result, ServiceOverloadedError)
+    assert (str(result), result.retry_after) == ("busy", 0.5)
 
 
 def test_a_message_of_half_a_character_can_be_sent() -> None:
@@ -427,7 +427,7 @@ def test_a_message_of_half_a_character_can_be_sent() -> None:
     assert said.message == r"name: got '\ud800', want one"
 
 
-def test_a_caller_whom_a_proxy_turns_away_is_told_the_same() -> None:
+def test_a_refusal_by_a_proxy_raises_the_same_error() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 
 
@@ -439,7 +439,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
     ("make", "message"),
     [
         (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
-        (lambda: Dense(axes=()), "axes: got none, want at least one, or None for all"),
+        (lambda: Dense(axes=()), "axes: got an empty list, want at least one axis, or None for all"),
         (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
         (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
     ],

@@ -135,7 +135,7 @@ def outcome(asked: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_one_pass_gives_what_python_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random, answered = Random(name), 0
     scan: Callable[..., Any] = tables.scan
 

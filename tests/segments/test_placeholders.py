@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 @st.composite
 def tokens(draw: st.DrawFn, merge: int, apart: bool) -> Tokens:
-    """A document of words, images and videos; grids may touch, frames apart have a timestamp between."""
+    """Return a document of words, images and videos; grids may touch, frames apart have a timestamp between."""
     made = Tokens([], [], [], [], [])
     for kind in draw(st.lists(st.sampled_from(["text", "image", "video"]), min_size=1, max_size=5)):
         if kind == "text":
@@ -73,7 +73,7 @@ def write(made: Tokens, part: Text | Grid, token_id: int) -> None:
 
 
 def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
-    """The arguments of from_input_ids besides the ids."""
+    """Return the arguments of from_input_ids besides the ids."""
     return {
         "image_grid_thw": [grid for made in batch for grid in made.images] or None,
         "video_grid_thw": [grid for made in batch for grid in made.videos] or None,
@@ -188,7 +188,7 @@ def test_nothing_of_the_caller_is_written() -> None:
 
 
 def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options: Any) -> str:
-    """The message of the error."""
+    """Return the message of the error."""
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_input_ids(input_ids, placeholders, *grids, **options)
     return str(error.value)
@@ -313,7 +313,7 @@ def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
         (
             [1],
             {"cu_seqlens": [0, 1], "attention_mask": [1]},
-            "cu_seqlens: got both cu_seqlens and attention_mask, want at most one",
+            "cu_seqlens cannot be combined with attention_mask",
         ),
         ([1.0], {}, "input_ids: got float64 of shape (1,), want integers (tokens,) or (batch, seq)"),
         ([[[1]]], {}, "input_ids: got int64 of shape (1, 1, 1), want integers (tokens,) or (batch, seq)"),
@@ -336,18 +336,27 @@ def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
     [
         ({"image": 8.0}, "image: got 8.0, want an integer"),
         ({"image": 2**31}, "image: got 2147483648, want <= 2147483647"),
-        ({"image": 8, "video": 8}, "video: got 8, want another than image"),
-        ({"video": 8, "audio": 8}, "audio: got 8, want another than video"),
+        ({"image": 8, "video": 8}, "video must differ from image, got 8"),
+        ({"video": 8, "audio": 8}, "audio must differ from video, got 8"),
         ({"rows": 5}, "rows: got 5, want a sequence of numbers"),
         ({"rows": (5,)}, "rows: got (5,), want the ids after a row and after the last"),
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
-        ({"image": 8, "rows": (5, 8)}, "rows: got (5, 8), want others, or twice the id of patches"),
-        ({"audio": 8, "rows": (8, 8)}, "rows: got (8, 8), want others, or twice the id of patches"),
-        ({"image": 8, "audio": 5, "rows": (8, 8)}, "rows: got (8, 8), want others, or twice the id of patches"),
+        (
+            {"image": 8, "rows": (5, 8)},
+            "rows must differ from the other ids, or be twice the id of patches, got (5, 8)",
+        ),
+        (
+            {"audio": 8, "rows": (8, 8)},
+            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+        ),
+        (
+            {"image": 8, "audio": 5, "rows": (8, 8)},
+            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+        ),
         ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
-        ({"crops": MARKERS, "image": NEWLINE}, f"crops: got {MARKERS}, want other ids than those of patches"),
-        ({"crops": MARKERS, "rows": (1, 1)}, "crops: got them beside ends of rows or audio, want None"),
-        ({"crops": MARKERS, "audio": 1}, "crops: got them beside ends of rows or audio, want None"),
+        ({"crops": MARKERS, "image": NEWLINE}, f"crops must differ from the ids of patches, got {MARKERS}"),
+        ({"crops": MARKERS, "rows": (1, 1)}, "crops cannot be combined with rows or audio"),
+        ({"crops": MARKERS, "audio": 1}, "crops cannot be combined with rows or audio"),
     ],
 )
 def test_ids_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -229,7 +229,7 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
 @pytest.mark.parametrize(
     ("markers", "message"),
     [
-        (Markers(last_row=258), r"markers\.last_row: got 258, want markers\.row, too"),
+        (Markers(last_row=258), r"markers\.last_row requires markers\.row"),
         (Markers(begin=256, end=None, patch=256), r"markers: got ids 256 and 256, want 2 different ids"),
         (Markers(patch=None), r"markers\.patch: got None, want a token that is one id of the tokenizer"),  # type: ignore[arg-type]
     ],
@@ -281,7 +281,7 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
     )
 
 
-def test_rows_of_images_and_videos_are_told_apart() -> None:
+def test_rows_of_images_and_videos_are_distinguished() -> None:
     ids = [1, 8, 8, 6, 1, 9, 5, 9, 6, 9, 5, 9, 6, 8, 6]
     placeholders = Placeholders(8, 9, rows=(5, 6))
     table = SegmentTable.from_input_ids(ids, placeholders, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True)

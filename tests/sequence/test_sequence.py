@@ -48,7 +48,7 @@ def test_text_and_a_grid_become_one_sequence() -> None:
     assert sequence.positions.next_positions.tolist() == [10]
 
 
-def test_what_is_beyond_a_limit_is_refused_before_it_takes_memory() -> None:
+def test_requests_beyond_a_limit_are_refused_before_they_take_memory() -> None:
     builder = SequenceBuilder(scheme="flatten", start=2**31 - 9)
     tracemalloc.start()
     with pytest.raises(LimitExceededError, match="want ids within int32"):
@@ -63,7 +63,7 @@ def test_every_part_knows_its_tokens() -> None:
     assert sequence.input_ids[2:6].tolist() == [256, 258, 258, 257]
 
 
-def test_the_segments_are_what_from_input_ids_finds() -> None:
+def test_the_segments_equal_those_of_from_input_ids() -> None:
     sequence = SequenceBuilder().build(["ab", Grid(2, 3), Grid(1, 2), "c", Grid(2, 2)])
     segments = SegmentTable.from_input_ids(sequence.input_ids, Placeholders(image=258), sequence.grid_thw)
     assert (segments.extents == sequence.segments.extents).all()
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_knows_its_special_tokens_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("ids", "message"), [([1.5], "dtype float64"), (["h"], "dtype"), ([-1], "got -1")])
-def test_what_a_tokenizer_gives_is_checked(ids: Any, message: str) -> None:
+def test_ids_of_a_tokenizer_are_checked(ids: Any, message: str) -> None:
     class Odd(Plain):
         def encode(self, text: str) -> Any:
             return ids
@@ -297,7 +297,7 @@ def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
         SequenceBuilder(images=small).build_batch([["a"], ["b", "c", pixels(30, 30)]])
 
 
-def test_repr_says_what_is_in_it() -> None:
+def test_repr_summarises_the_contents() -> None:
     assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 token, 0 images, patches=None)"
 
 

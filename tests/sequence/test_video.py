@@ -47,7 +47,7 @@ def test_a_video_is_its_frames_each_after_its_time() -> None:
     assert sequence.positions.dense().tolist() == [rows, cols]
 
 
-def test_a_video_is_what_its_parts_are_one_by_one() -> None:
+def test_a_video_equals_its_parts() -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     sequence = builder.build(["a", Video(PIXELS, seconds_per_frame=Fraction(1, 3)), PIXELS[0]])
     plain = ["<0.0 seconds>", PIXELS[0], "<0.3 seconds>", PIXELS[1], "<0.7 seconds>", PIXELS[2]]
@@ -216,7 +216,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_video_is_named(call: Callable[[], object], message: str) -> None:
+def test_values_that_are_not_a_video_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message

@@ -30,7 +30,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The address of the server."""
+    """Yield the address of the server."""
     with running(config()) as address:
         yield address
 
@@ -44,13 +44,13 @@ def client(address: str) -> Iterator[TritonClient]:
 
 @pytest.fixture(scope="module")
 def infer(address: str) -> Iterator[Infer]:
-    """A call with messages as no client writes them."""
+    """Yield a call with messages as no client writes them."""
     with grpc.insecure_channel(address) as channel:
         yield stub(channel)
 
 
 @pytest.fixture(scope="session")
 def hardy() -> Iterator[Victim]:
-    """A server that is asked for all that is broken, strange and too large, and takes shared memory."""
-    with victim(shared_memory=PREFIX) as found:
-        yield found
+    """Yield a server that is asked for all that is broken, strange and too large, and takes shared memory."""
+    with victim(shared_memory=PREFIX) as result:
+        yield result

@@ -34,10 +34,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
+    results = Clock()
     for module in (admission_module, transit_module):
-        monkeypatch.setattr(module, "monotonic", found)
-    return found
+        monkeypatch.setattr(module, "monotonic", results)
+    return results
 
 
 def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, float]:
@@ -58,9 +58,9 @@ def said(enter: Callable[..., object], *arguments: object) -> str:
 
 def test_a_gate_refuses_where_no_slot_is_free_and_where_a_client_has_its_share() -> None:
     gate = Gate("slots", 5, 0.5)
-    found = [said(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
+    results = [said(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
     share = "clients.max_share of slots of 'a': got 2 taken of 2"
-    assert found == ["", "", share, "", "", "", "slots: got 5 taken of 5"]
+    assert results == ["", "", share, "", "", "", "slots: got 5 taken of 5"]
     gate.leave("a")
     assert [said(gate.enter, "b"), said(gate.enter, "a")] == [share.replace("'a'", "'b'"), ""]
     for name in ("a", "a", "b", "b", "c"):
@@ -76,7 +76,7 @@ def test_the_share_of_a_client_is_one_slot_at_least_and_all_where_there_is_none(
     assert [said(gate.enter, "a") for _ in range(most + 1)].index(said(gate.enter, "a")) == most
 
 
-def test_more_than_a_gate_has_enters_alone_and_what_a_call_holds_does_not_stand_in_its_way() -> None:
+def test_a_call_larger_than_a_gate_enters_alone_despite_its_own_slots() -> None:
     gate = Gate("bytes", 1000, 0.5)
     gate.enter("a", 2000)
     assert said(gate.enter, "b") == "bytes: got 2000 taken of 1000"
@@ -166,7 +166,7 @@ def test_a_rate_gives_its_burst_and_then_one_turn_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_is_what_is_set_or_that_of_a_second_and_one_at_least(
+def test_the_burst_is_the_setting_or_one_second_of_requests_and_at_least_one(
     per_second: float, burst: int, at_once: int
 ) -> None:
     rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
@@ -237,16 +237,16 @@ def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> 
 
 @pytest.mark.parametrize("how", ["leave", "close"])
 def test_a_reader_waits_for_room_or_the_end(how: str) -> None:
-    window, found = ItemWindow(1, 1000), list[bool]()
+    window, results = ItemWindow(1, 1000), list[bool]()
     window.enter(1)
-    reader = threading.Thread(target=lambda: found.append(window.room()))
+    reader = threading.Thread(target=lambda: results.append(window.room()))
     reader.start()
     window.answered(1)
     reader.join(0.05)
     assert reader.is_alive()
     window.leave(2) if how == "leave" else window.close()
     reader.join(60)
-    assert found == [how == "leave"]
+    assert results == [how == "leave"]
 
 
 # Messages in transit
@@ -293,7 +293,7 @@ def transit(log: io.StringIO) -> Transit:
 
 def test_a_message_comes_or_is_missing_or_its_client_has_gone(transit: Transit) -> None:
     assert transit.request(iter([b"a"]), Transport()) == b"a"
-    with pytest.raises(InvalidInputError, match=r"^request: got none, want one message$"):
+    with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
         transit.request(iter([]), Transport())
     gone = Transport()
     gone.cancel()
@@ -351,9 +351,11 @@ def test_an_answer_holds_room_until_it_was_read_or_its_time_is_up(transit: Trans
 
 @pytest.fixture
 def admission() -> Iterator[Admission]:
-    found = Admission(Concurrency(max_in_flight=8, max_in_flight_images=2, image_threads=1), ClientLimits(max_share=1))
-    yield found
-    found.close()
+    results = Admission(
+        Concurrency(max_in_flight=8, max_in_flight_images=2, image_threads=1), ClientLimits(max_share=1)
+    )
+    yield results
+    results.close()
 
 
 def taken(admission: Admission) -> list[int]:
@@ -389,7 +391,7 @@ def test_work_runs_in_a_thread_of_its_pool_and_side_by_side(admission: Admission
     call.release()
 
 
-def test_the_first_error_ends_a_call_and_what_waits_never_begins(admission: Admission) -> None:
+def test_the_first_error_ends_a_call_and_waiting_work_never_begins(admission: Admission) -> None:
     begun = []
 
     def fail(number: int) -> None:
@@ -439,15 +441,15 @@ def test_a_call_is_refused_where_an_item_of_a_stream_waits(admission: Admission)
         other.join("image")
     call = Call("id", "a", admission, Transport())
     assert said(call.run, "image", int) == "max_in_flight_images: got 2 taken of 2"
-    item, found = call.of_item(3), list[int]()
-    waiting = threading.Thread(target=lambda: found.append(item.run("image", int)))
+    item, results = call.of_item(3), list[int]()
+    waiting = threading.Thread(target=lambda: results.append(item.run("image", int)))
     waiting.start()
     waiting.join(0.1)
     assert (item.request_id, waiting.is_alive()) == ("id.3", True)
     others[0].release()
-    assert eventually(lambda: admission.pools["image"].gate.taken < 2 or found == [0])
+    assert eventually(lambda: admission.pools["image"].gate.taken < 2 or results == [0])
     waiting.join(60)
-    assert found == [0]
+    assert results == [0]
     others[1].release()
     item.release()
     assert taken(admission) == [0] * 6

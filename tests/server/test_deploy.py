@@ -51,7 +51,7 @@ def lines_of(unit: str, setting: str) -> list[str]:
 
 
 def options_of(arguments: list[str]) -> dict[str, Any]:
-    """The arguments of the program, as it understands them."""
+    """Return the arguments of the program, as it understands them."""
     return typer.main.get_command(app).make_context("mmpos_server", list(arguments)).params
 
 
@@ -69,10 +69,10 @@ def image_arguments() -> list[str]:
 
 
 def hadolint(text: str) -> list[str]:
-    """The rules that a Dockerfile breaks."""
+    """Return the rules that a Dockerfile breaks."""
     command = [str(HADOLINT), "--format", "json", "-"]
-    found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    return [rule["code"] for rule in json.loads(found.stdout)]
+    completed = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return [rule["code"] for rule in json.loads(completed.stdout)]
 
 
 def test_the_dockerfile_breaks_no_rule() -> None:
@@ -125,7 +125,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
-    """The manifests that the chart renders, by kind, without the checksum of the settings."""
+    """Return the manifests that the chart renders, by kind, without the checksum of the settings."""
     done = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
     assert done.returncode == 0, done.stderr
     kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout)}
@@ -204,9 +204,9 @@ HAPROXY = shutil.which("haproxy")
 
 
 def number(pattern: str) -> int:
-    """The number in the only place of the proxy's file that matches."""
-    (found,) = re.findall(pattern, PROXY)
-    return int(found)
+    """Return the number in the only place of the proxy's file that matches."""
+    (result,) = re.findall(pattern, PROXY)
+    return int(result)
 
 
 def test_the_proxy_and_the_servers_are_of_one_mind() -> None:
@@ -253,9 +253,9 @@ def test_the_units_are_right_and_closed(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "mmpos.socket", tmp_path)
     for command in (["verify"], ["security", "--offline=yes", "--threshold=20"]):
         checked = [*command, str(tmp_path / "mmpos.service")]
-        found = subprocess.run(["systemd-analyze", *checked], capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
-        assert command != ["verify"] or found.stderr == ""
+        completed = subprocess.run(["systemd-analyze", *checked], capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        assert command != ["verify"] or completed.stderr == ""
 
 
 # As systemd starts a service: a socket as descriptor 3, and the number of the process in the environment.
@@ -305,7 +305,7 @@ NAMESPACES = ["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", 
 
 
 def can_run_systemd() -> bool:
-    """Whether this machine has it, and lets it have namespaces."""
+    """Return whether this machine has it, and lets it have namespaces."""
     if SYSTEMD is None or shutil.which("nsenter") is None or os.geteuid() != 0:
         return False
     mount = [*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/run"]
@@ -314,7 +314,7 @@ def can_run_systemd() -> bool:
 
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
-    """A systemd that has started the unit: the words before systemctl, the port of gRPC and that of the page."""
+    """Yield a systemd that has started the unit: the words before systemctl, the port of gRPC and that of the page."""
     if not can_run_systemd():
         pytest.skip("systemd runs for who is root and may have namespaces")
     port, page, units = free_port(), free_port(), tmp_path / "units"
@@ -351,8 +351,8 @@ def test_systemd_runs_the_unit_and_a_restart_refuses_no_probe(systemd: tuple[lis
     inside, port, page = systemd
 
     def systemctl(*words: str) -> str:
-        found = subprocess.run([*inside, "systemctl", *words], capture_output=True, text=True, check=False)
-        return found.stdout.strip()
+        completed = subprocess.run([*inside, "systemctl", *words], capture_output=True, text=True, check=False)
+        return completed.stdout.strip()
 
     def status() -> int:
         with closing(http.client.HTTPConnection("127.0.0.1", page, timeout=60)) as connection:

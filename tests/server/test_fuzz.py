@@ -16,15 +16,15 @@ MEMORY = 400
 
 
 def verdict(**changes: object) -> Verdict:
-    """A run in which nothing was wrong, but for these."""
+    """Return a run in which nothing was wrong, but for these."""
     rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
-    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
+    results = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+        setattr(results, name, value)
+    return results
 
 
-def test_what_must_not_be_is_named() -> None:
+def test_forbidden_values_are_named() -> None:
     bad = Tally()
     bad.add("OK", "a")
     bad.add("UNKNOWN", "a", "how")
@@ -49,12 +49,12 @@ def test_what_must_not_be_is_named() -> None:
 def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
     said: list[str] = []
-    found = asyncio.run(
+    results = asyncio.run(
         fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, say=said.append)
     )
     with capsys.disabled():
-        print("", *said, found.told(), sep="\n")
-    assert replace(found, after=found.before).faults(float("inf"), 0.0) == []
+        print("", *said, results.told(), sep="\n")
+    assert replace(results, after=results.before).faults(float("inf"), 0.0) == []
     assert len(said) >= 2
-    assert found.after["MiB"] < found.before["MiB"] + MEMORY
-    assert found.witness.polite["right"] > 0
+    assert results.after["MiB"] < results.before["MiB"] + MEMORY
+    assert results.witness.polite["right"] > 0

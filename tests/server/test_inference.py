@@ -36,7 +36,7 @@ SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]
 
 def described(message: Any) -> dict[str, Any]:
     """Describe a message type on the wire and in code, nested types included."""
-    found = {
+    result = {
         f"{message.full_name}.{field.name}": (
             field.number,
             field.type,
@@ -47,8 +47,8 @@ def described(message: Any) -> dict[str, Any]:
         for field in message.fields
     }
     for nested in message.nested_types:
-        found |= described(nested)
-    return found
+        result |= described(nested)
+    return result
 
 
 KSERVE = {"properties": 6, "PropertiesEntry.key": 1, "PropertiesEntry.value": 2}
@@ -124,7 +124,7 @@ def test_both_clients_live_in_one_process(address: str, order: tuple[str, str]) 
 # Readiness.
 
 
-def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
+def test_known_models_are_live_and_ready(client: TritonClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     ready = {
@@ -139,7 +139,7 @@ def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
     }
 
 
-def test_what_needs_torch_is_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_need_torch_are_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotate, "has_torch", lambda: False)
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
@@ -150,19 +150,19 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
     try:
         with triton.InferenceServerClient(address) as client:
             server.announce_stop()
-            found = [client.is_server_live(), client.is_server_ready(), client.is_model_ready("positions")]
+            results = [client.is_server_live(), client.is_server_ready(), client.is_model_ready("positions")]
     finally:
         server.stop(None)
-    assert found == [True, False, False]
+    assert results == [True, False, False]
 
 
 # Metadata.
 
 
-def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
-    told = client.get_server_metadata()
+def test_the_server_lists_its_models_and_extensions(client: TritonClient) -> None:
+    results = client.get_server_metadata()
     offered = ["model_configuration", "parameters", "statistics"]
-    assert (told.name, told.version, list(told.extensions)) == (
+    assert (results.name, results.version, list(results.extensions)) == (
         "mmpos",
         metadata.version("multimodal-positions"),
         offered,
@@ -172,15 +172,15 @@ def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
 @pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
 @pytest.mark.parametrize("version", ["", "halves", "flat"])
 def test_configuration_and_metadata_say_the_same(client: TritonClient, model: str, version: str) -> None:
-    told, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
+    results, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
     names = {value.number: value.name for value in model_config_pb2.DataType.DESCRIPTOR.values}
-    for tensors, configured in ((told.inputs, config.input), (told.outputs, config.output)):
+    for tensors, configured in ((results.inputs, config.input), (results.outputs, config.output)):
         assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in tensors] == [
             (tensor.name, names[tensor.data_type].removeprefix("TYPE_").replace("STRING", "BYTES"), list(tensor.dims))
             for tensor in configured
         ]
     assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
-    assert (told.name, told.platform, list(told.versions)) == (model, "mmpos", ["default", "halves", "flat"])
+    assert (results.name, results.platform, list(results.versions)) == (model, "mmpos", ["default", "halves", "flat"])
     assert config.HasField("model_transaction_policy")
     assert not config.model_transaction_policy.decoupled
 
@@ -220,14 +220,14 @@ LEFT_OUT = {
         if (model, version) != ("sequences", "flat")
     ],
 )
-def test_models_take_and_give_what_metadata_tells(client: TritonClient, model: str, version: str) -> None:
-    told = client.get_model_metadata(model, version)
+def test_models_match_their_metadata(client: TritonClient, model: str, version: str) -> None:
+    described = client.get_model_metadata(model, version)
     if model == "rotate" and version:
         parameters = {"rotary": json.dumps({"head_dim": 16, "axes": 3 if version == "halves" else 2})}
     else:
         parameters = None
     inputs = []
-    for tensor in told.inputs:
+    for tensor in described.inputs:
         if tensor.name not in LEFT_OUT[model]:
             axes = 3 if version == "halves" else 2
             value = VALUES.get(tensor.name, np.zeros((axes, 2), np.float64 if tensor.datatype == "FP64" else np.int32))
@@ -235,11 +235,11 @@ def test_models_take_and_give_what_metadata_tells(client: TritonClient, model: s
             inputs.append(given(tensor.name, value, tensor.datatype))
     result = client.infer(model, inputs, version, parameters=parameters).get_response()
     assert [(output.name, output.datatype) for output in result.outputs] == [
-        (output.name, output.datatype) for output in told.outputs
+        (output.name, output.datatype) for output in described.outputs
     ]
-    for found, output in zip(result.outputs, told.outputs, strict=True):
-        assert len(found.shape) == len(output.shape)
-        assert all(want in (-1, got) for got, want in zip(found.shape, output.shape, strict=True)), found.name
+    for made, output in zip(result.outputs, described.outputs, strict=True):
+        assert len(made.shape) == len(output.shape)
+        assert all(want in (-1, got) for got, want in zip(made.shape, output.shape, strict=True)), made.name
 
 
 # Requests.
@@ -248,10 +248,10 @@ def test_models_take_and_give_what_metadata_tells(client: TritonClient, model: s
 def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonClient) -> None:
     image = {"lengths": [6], "offsets": [0], "grid_thw": [[1, 2, 3]]}
     for version, scheme in (("", "rope-tie"), ("default", "rope-tie"), ("flat", "grid-2d")):
-        found = client.infer("positions", [given(name, values) for name, values in image.items()], version)
+        response = client.infer("positions", [given(name, values) for name, values in image.items()], version)
         ids = place(SegmentTable.from_documents([[Grid(2, 3)]]), scheme).dense()
-        assert found.as_numpy("position_ids").tolist() == ids.tolist()
-        assert found.get_response().model_version == (version or "default")
+        assert response.as_numpy("position_ids").tolist() == ids.tolist()
+        assert response.get_response().model_version == (version or "default")
 
 
 def test_the_id_of_a_request_comes_back(client: TritonClient) -> None:
@@ -271,9 +271,9 @@ def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str)
             bad = i == 3
             inputs = [given("lengths", [0 if bad else i + 1])]
             client.async_stream_infer("positions", inputs, request_id=str(i), enable_empty_final_response=i == 5)
-        found = [answers.get(timeout=60) for _ in range(8)]
+        results = [answers.get(timeout=60) for _ in range(8)]
         client.stop_stream()
-    for i, (result, error) in enumerate(found):
+    for i, (result, error) in enumerate(results):
         if i == 3:
             assert error.message() == "lengths[0]: got 0, want >= 1"
             continue
@@ -286,21 +286,21 @@ def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         stream: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)
-        [found] = stream(iter([pb.ModelInferRequest(model_name="sequences", id="7")]))
-    message = "inputs: got none of name 'parts', want it"
-    assert found == pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id="7"))
+        [result] = stream(iter([pb.ModelInferRequest(model_name="sequences", id="7")]))
+    message = "missing input tensor 'parts'"
+    assert result == pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id="7"))
 
 
 # Statistics.
 
 
-def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_count_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_server.inference.methods.time", lambda: 1234.5)
     with running(config()) as address, triton.InferenceServerClient(address) as client:
 
         def statistics(model: str, version: str) -> Any:
-            [found] = client.get_inference_statistics(model, version).model_stats
-            return found
+            [numbers] = client.get_inference_statistics(model, version).model_stats
+            return numbers
 
         assert statistics("positions", "halves") == service_pb2.ModelStatistics(
             name="positions",
@@ -315,10 +315,10 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
             client.infer("positions", [given("lengths", [0])], "halves")
         with pytest.raises(triton.InferenceServerException):
             client.infer("positions", [given("nothing", [0])], "halves")
-        found = statistics("positions", "halves")
-        assert (found.inference_count, found.execution_count) == (4, 2)
-        assert found.last_inference == 1_234_500
-        times = found.inference_stats
+        numbers = statistics("positions", "halves")
+        assert (numbers.inference_count, numbers.execution_count) == (4, 2)
+        assert numbers.last_inference == 1_234_500
+        times = numbers.inference_stats
         parts = (times.queue, times.compute_input, times.compute_infer, times.compute_output)
         assert [part.count for part in (times.success, times.fail, *parts)] == [2] * 6
         assert all(part.ns > 0 for part in parts)
@@ -334,7 +334,7 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
         assert [entry.execution_count for entry in everything] == [1, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: TritonClient) -> None:
+def test_only_large_requests_wait_for_a_thread(client: TritonClient) -> None:
     def waited(inputs: dict[str, object], *outputs: str) -> bool:
         [before] = client.get_inference_statistics("positions", "default").model_stats
         ask(client, "positions", inputs, outputs, parameters={"scheme": "mrope"})
@@ -369,5 +369,5 @@ def test_perf_analyzer_measures_a_model(tmp_path: Path, flags: list[str]) -> Non
         assert done.returncode == 0, done.stdout + done.stderr
         [answered] = re.findall(r"Successful request count: (\d+)", done.stdout)
         with triton.InferenceServerClient(address) as client:
-            [found] = client.get_inference_statistics("positions", "1").model_stats
-    assert 0 < int(answered) <= found.inference_count
+            [numbers] = client.get_inference_statistics("positions", "1").model_stats
+    assert 0 < int(answered) <= numbers.inference_count

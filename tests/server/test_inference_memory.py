@@ -56,14 +56,14 @@ def region(client: TritonClient) -> Iterator[MakeRegion]:
 
 
 def held(name: str, datatype: str, shape: list[int], region: str, byte_size: int, offset: int = 0) -> Any:
-    """An input that lies in a region."""
+    """Return an input that lies in a region."""
     tensor = triton.InferInput(name, shape, datatype)
     tensor.set_shared_memory(region, byte_size, offset)
     return tensor
 
 
 def kept(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
-    """An output that is to go to a region."""
+    """Return an output that is to go to a region."""
     output = triton.InferRequestedOutput(name)
     output.set_shared_memory(region, byte_size, offset)
     return output
@@ -88,8 +88,8 @@ def test_inputs_and_outputs_lie_in_regions(client: TritonClient, region: MakeReg
     assert [output.name for output in response.outputs] == ["deltas", "position_ids", "cu_seqlens"]
     assert result.as_numpy("deltas").tolist() == wanted.deltas.tolist()
     assert list(response.raw_output_contents) == [wanted.deltas.astype("<i8").tobytes()]
-    told = dict(response.outputs[1].parameters)
-    assert {name: value.string_param or value.int64_param for name, value in told.items()} == {
+    parameters = dict(response.outputs[1].parameters)
+    assert {name: value.string_param or value.int64_param for name, value in parameters.items()} == {
         "shared_memory_region": "out",
         "shared_memory_byte_size": 88,
         "shared_memory_offset": 16,
@@ -111,8 +111,8 @@ def test_a_region_begins_where_it_was_registered(client: TritonClient, region: M
 def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: MakeRegion) -> None:
     region("parts", 64, [serialize_byte_tensor(np.array([b"ab", b"c"], object))])
     parts = held("parts", "BYTES", [2], "parts", 11)
-    found = client.infer("sequences", [parts], outputs=[triton.InferRequestedOutput("input_ids")])
-    assert found.as_numpy("input_ids").tolist() == list(b"abc")
+    response = client.infer("sequences", [parts], outputs=[triton.InferRequestedOutput("input_ids")])
+    assert response.as_numpy("input_ids").tolist() == list(b"abc")
     q = np.random.default_rng(3).standard_normal((2, 1, 16)).astype(np.float32)
     handle = region("q", 256, [q])
     ids = given("position_ids", np.array([[0, 1], [0, 1]]))
@@ -121,22 +121,22 @@ def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: Ma
     np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
 
 
-def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion) -> None:
+def test_regions_are_listed_and_unregistered(client: TritonClient, region: MakeRegion) -> None:
     region("a", 64, offset=8)
     region("b", 32)
 
     def told(name: str = "") -> dict[str, object]:
-        found = client.get_system_shared_memory_status(name).regions
+        result = client.get_system_shared_memory_status(name).regions
         return {
             name: (status.name, status.key.rpartition("-")[2], status.offset, status.byte_size)
-            for name, status in found.items()
+            for name, status in result.items()
         }
 
     assert told() == {"a": ("a", "a", 8, 56), "b": ("b", "b", 0, 32)}
     assert told("b") == {"b": ("b", "b", 0, 32)}
     client.unregister_system_shared_memory("a")
     assert told() == {"b": ("b", "b", 0, 32)}
-    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want one that is registered")
+    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want a registered region")
     client.unregister_system_shared_memory()
     assert told() == {}
 
@@ -144,7 +144,7 @@ def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion
 REFUSED = {
     "no such region": (
         held("lengths", "INT64", [1], "x", 8),
-        "inputs[0].parameters['shared_memory_region']: got region 'x', want one that is registered",
+        "inputs[0].parameters['shared_memory_region']: got region 'x', want a registered region",
     ),
     "bytes of another shape": (
         held("lengths", "INT64", [1], "in", 16),
@@ -162,9 +162,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tensor", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_with_an_input_is_refused(
-    client: TritonClient, region: MakeRegion, tensor: object, message: str
-) -> None:
+def test_wrong_inputs_are_refused(client: TritonClient, region: MakeRegion, tensor: object, message: str) -> None:
     region("in", 64)
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
@@ -175,7 +173,7 @@ def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, 
     del half._get_tensor().parameters["shared_memory_byte_size"]
     both._get_tensor().contents.int64_contents.append(1)
     for tensor, message in (
-        (half, "inputs[0].parameters: got shared_memory_region, want shared_memory_byte_size, too"),
+        (half, "inputs[0].parameters: shared_memory_region requires shared_memory_byte_size"),
         (both, "lengths: got contents and shared memory, want one of them"),
     ):
         assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
@@ -202,7 +200,7 @@ def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, r
 def test_a_server_says_whether_it_takes_some(client: TritonClient) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
     with running(config()) as address, triton.InferenceServerClient(address) as other:
-        message = "region: got shared memory, want a server started with --shared-memory"
+        message = "region: shared memory requires a server started with --shared-memory"
         assert refusal(lambda: other.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
         assert "system_shared_memory" not in other.get_server_metadata().extensions
         assert other.get_system_shared_memory_status(as_json=True) == {}
@@ -214,10 +212,10 @@ def test_no_memory_of_gpus_is_registered(client: TritonClient) -> None:
     assert client.get_cuda_shared_memory_status(as_json=True) == {}
     assert refusal(lambda: client.get_cuda_shared_memory_status("a")) == (
         "INVALID_ARGUMENT",
-        "name: got region 'a', want one that is registered",
+        "name: got region 'a', want a registered region",
     )
     assert refusal(lambda: client.register_cuda_shared_memory("a", b"aGFuZGxl", 0, 64)) == (
         "UNIMPLEMENTED",
-        "region: got memory of a GPU, want system shared memory",
+        "region: memory of a GPU is not supported, want system shared memory",
     )
     assert "cuda_shared_memory" not in client.get_server_metadata().extensions

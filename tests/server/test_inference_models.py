@@ -141,7 +141,7 @@ def test_sequences_are_those_of_the_builder_packed(client: TritonClient) -> None
     builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
     documents: list[list[str | bytes]] = [["A cup: ", PHOTO, " é"], ["b"], [PHOTO, "c", PHOTO]]
     parts = [part.encode() if isinstance(part, str) else part for document in documents for part in document]
-    found = ask(
+    result = ask(
         client,
         "sequences",
         {
@@ -162,24 +162,24 @@ def test_sequences_are_those_of_the_builder_packed(client: TritonClient) -> None
         "patches": np.concatenate([s.patches for s in built if s.patches is not None]),
     }
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found.pop(name), array, err_msg=name, strict=True)
-    same(found, positions)
+        np.testing.assert_array_equal(result.pop(name), array, err_msg=name, strict=True)
+    same(result, positions)
 
 
 def test_parts_alone_are_the_texts_of_one_document(client: TritonClient) -> None:
-    found = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
-    assert {name: array.tolist() for name, array in found.items()} == {
+    result = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
+    assert {name: array.tolist() for name, array in result.items()} == {
         "input_ids": list("abé".encode()),
         "cu_seqlens": [0, 4],
         "patches": [],
     }
-    assert found["patches"].shape == (0, 14, 14, 3)
+    assert result["patches"].shape == (0, 14, 14, 3)
 
 
 def test_no_documents_are_a_batch(client: TritonClient) -> None:
     nothing = {"parts": np.empty(0, object), "parts_per_document": np.empty(0, np.int64)}
-    found = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
-    assert {name: array.shape for name, array in found.items()} == {
+    result = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
+    assert {name: array.shape for name, array in result.items()} == {
         "input_ids": (0,),
         "cu_seqlens": (1,),
         "position_ids": (2, 0),
@@ -238,7 +238,7 @@ def test_a_rotation_that_is_written_out_of_a_batch(client: TritonClient, layout:
         {"position_ids": positions.dense(dtype=np.int64).reshape(2, 2, 3)},
     ):
         parameters = {"layout": layout, "rotary": json.dumps(rotary.to_dict())}
-        found = ask(client, "rotate", {"q": q, **source}, parameters=parameters)
+        result = ask(client, "rotate", {"q": q, **source}, parameters=parameters)
         wanted, _ = apply_rotary(torch.from_numpy(q), None, positions, rotary, layout=layout)  # type: ignore[arg-type]
-        assert list(found) == ["q"]
-        np.testing.assert_array_equal(found["q"], wanted.numpy(), strict=True)
+        assert list(result) == ["q"]
+        np.testing.assert_array_equal(result["q"], wanted.numpy(), strict=True)

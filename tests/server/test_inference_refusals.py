@@ -31,13 +31,13 @@ LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "respon
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[TritonClient]:
-    """A client of a server with small limits."""
+    """Yield a client of a server with small limits."""
     with running(config(limits=LIMITS)) as address, triton.InferenceServerClient(address) as client:
         yield client
 
 
 def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "positions") -> pb.ModelInferRequest:
-    """A request of these inputs."""
+    """Return a request of these inputs."""
     return pb.ModelInferRequest(
         model_name=model,
         inputs=[pb.ModelInferRequest.InferInputTensor(**fields) for fields in inputs],
@@ -46,7 +46,7 @@ def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "
 
 
 def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **contents: Any) -> pb.ModelInferRequest:
-    """A request of "positions" with one input."""
+    """Return a request of "positions" with one input."""
     request = pb.ModelInferRequest(model_name="positions", raw_input_contents=[] if raw is None else [raw])
     tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
     if contents:
@@ -55,14 +55,14 @@ def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **
 
 
 def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
-    """A request with its first input and its raw bytes once more."""
+    """Return a request with its first input and its raw bytes once more."""
     request.inputs.append(request.inputs[0])
     request.raw_input_contents.append(request.raw_input_contents[0])
     return request
 
 
 def parts(*elements: bytes, raw: bytes | None = None, **others: object) -> pb.ModelInferRequest:
-    """A request of "sequences" with raw parts."""
+    """Return a request of "sequences" with raw parts."""
     request = pb.ModelInferRequest(model_name="sequences")
     request.inputs.add(name="parts", datatype="BYTES", shape=[len(elements)])
     framed = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
@@ -79,7 +79,7 @@ INPUTS = (
     "lengths, offsets, grid_thw, documents, "
     "input_ids, image_grid_thw, video_grid_thw, attention_mask, cu_seqlens, start"
 )
-NO_ARRAY = "want sizes that an array can have"
+NO_ARRAY = "want a shape that an array can have"
 # Name, type, shape and bytes of the one input.
 TENSORS: list[tuple[tuple[str, str, list[int], bytes], str]] = [
     (("lengths", "INT64", [2], EIGHT), "lengths: got 8 bytes, want 16 for INT64 of shape (2,)"),
@@ -103,7 +103,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
     (one("lengths", "INT64", [1], int_contents=[1]), "lengths.contents: got int_contents, want int64_contents"),
     (
         bare({**IDS, "contents": pb.InferTensorContents(int64_contents=[1])}, MASK),
-        "attention_mask.contents: got 256, want what UINT8 holds",
+        "attention_mask.contents: got 256, want a value that fits UINT8",
     ),
     (
         one("lengths", "INT64", [1], EIGHT, int64_contents=[1]),
@@ -115,31 +115,31 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
     ),
     (twice(one("lengths", "INT64", [1], EIGHT)), "inputs[1].name: got 'lengths' again, want it once"),
     (bare(*[{"name": "lengths"}] * 11), "inputs: got 11 tensors, want at most 10"),
-    (bare(), "inputs: got [], want lengths or input_ids among them"),
-    (bare(model="sequences"), "inputs: got none of name 'parts', want it"),
-    (parts(b"ab", raw=b"\3\0\0\0ab"), "parts: got 6 bytes, want 7 or more for element 0"),
-    (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want 4 or more for element 0"),
+    (bare(), "inputs: got [], want lengths or input_ids"),
+    (bare(model="sequences"), "missing input tensor 'parts'"),
+    (parts(b"ab", raw=b"\3\0\0\0ab"), "parts: got 6 bytes, want at least 7 for element 0"),
+    (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want at least 4 for element 0"),
     (parts(b"a", b"b", raw=b"\1\0\0\0a"), "parts: got 1 elements in 5 of 5 bytes, want 2 for shape (2,)"),
     (parts(b"a", raw=b"\1\0\0\0a\1\0\0\0b"), "parts: got 1 elements in 5 of 10 bytes, want 1 for shape (1,)"),
     (
         parts(b"a", b"\xff"),
         "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text",
     ),
-    (parts(b"a", b"b", parts_per_document=[1]), "parts_per_document: got [1], want a sum of 2 like parts"),
-    (parts(b"a", parts_per_document=[2, -1]), "parts_per_document: got [2, -1], want a sum of 1 like parts"),
+    (parts(b"a", b"b", parts_per_document=[1]), "parts_per_document: got [1], want a sum of 2, the number of parts"),
+    (parts(b"a", parts_per_document=[2, -1]), "parts_per_document: got [2, -1], want a sum of 1, the number of parts"),
     (parts(b"a", parts_per_document=[1, 0]), "documents[1].parts: got no tokens, want at least one"),
 ]
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_malformed_requests_are_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
 Q = np.zeros((2, 1, 16), np.float32)
 ROTATION: dict[str, object] = {"q": Q, "position_ids": [[0, 1]] * 2}
 RIGHT_INPUTS: dict[str, dict[str, object]] = {"positions": {"lengths": [1]}, "rotate": ROTATION}
-AMONG = "want position_ids, or table and table_documents, among them"
+AMONG = "want position_ids, or table and table_documents"
 DEEP = "[" * 500 + "]" * 500
 DIGITS = "9" * 5000
 # Values of a parameter beside inputs that are right.
@@ -180,13 +180,13 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
         "positions",
         {"lengths": [1], "input_ids": [1]},
         {},
-        "inputs: got 'input_ids' beside 'lengths', want one or the other",
+        "inputs: 'input_ids' cannot be combined with 'lengths'",
     ),
     (
         "positions",
         {"input_ids": [1], "offsets": [1]},
         {},
-        "inputs: got 'offsets' beside 'input_ids', want one or the other",
+        "inputs: 'offsets' cannot be combined with 'input_ids'",
     ),
     (
         "sequences",
@@ -194,7 +194,7 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
         {},
         "documents[0].parts[0]: got kind b'video', want b'text' or b'image'",
     ),
-    ("sequences", {"parts": [b"a"], "kinds": [b"text"] * 2}, {}, "kinds: got 2, want 1 like parts"),
+    ("sequences", {"parts": [b"a"], "kinds": [b"text"] * 2}, {}, "kinds: got 2, want 1, one for each part"),
     ("rotate", {"q": Q}, {}, f"inputs: got ['q'], {AMONG}"),
     ("rotate", {"q": Q, "table": [[1]]}, {}, f"inputs: got ['q', 'table'], {AMONG}"),
     (
@@ -207,14 +207,14 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_what_is_wrong_is_refused_by_name(
+def test_wrong_requests_are_refused_by_name(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(client, model, inputs, parameters=options))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
-def test_what_is_not_known_is_not_found(client: TritonClient) -> None:
+def test_unknown_names_are_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     asks: list[Callable[[str, str], object]] = [
@@ -228,14 +228,14 @@ def test_what_is_not_known_is_not_found(client: TritonClient) -> None:
         assert refusal(partial(call, "positions", "1")) == ("NOT_FOUND", versions)
 
 
-def test_what_there_is_no_such_thing_of_is_unsupported(client: TritonClient) -> None:
+def test_unknown_parameters_and_outputs_are_unsupported(client: TritonClient) -> None:
     known = "want scheme or strict or views or image_token_id or video_token_id or spatial_merge_size or "
     known += "row_token_id or last_row_token_id"
     answers: dict[str, dict[str, Any]] = {
         f"parameters: got 'sequence_end', {known}": {"sequence_id": 1},
         f"parameters: got 'timeout', {known}": {"timeout": 5},
         f"parameters: got 'stride', {known}": {"parameters": {"stride": 5}},
-        f"parameters: got 1000 of them, {known}": {"parameters": {str(number): 5 for number in range(1000)}},
+        f"parameters: got 1000 parameters, {known}": {"parameters": {str(number): 5 for number in range(1000)}},
     }
     for message, options in answers.items():
         assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == (
@@ -333,7 +333,7 @@ BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_what_is_beyond_a_limit_is_refused_by_its_name(
+def test_requests_beyond_a_limit_are_refused_by_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(small, model, inputs, parameters=options))
@@ -407,7 +407,7 @@ RIGHT: dict[tuple[str, str], list[object]] = {
 
 
 def replaced(value: object) -> Iterator[Any]:
-    """The value with HERE in the place of each that is in it, one at a time, and of each key."""
+    """Yield the value with HERE in the place of each that is in it, one at a time, and of each key."""
     yield HERE
     if isinstance(value, list):
         for i, inner in enumerate(value[:2]):

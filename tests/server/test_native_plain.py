@@ -92,7 +92,7 @@ def both() -> Iterator[Both]:
 
 
 def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **arguments: Any) -> bytes:
-    """A request of Place."""
+    """Return a request of Place."""
     request = pb.PlaceRequest()
     put_query(request.query, PositionsQuery(SegmentTable.from_documents(documents), **arguments), profile)
     return request.SerializeToString()
@@ -125,10 +125,10 @@ def test_a_plain_query_is_answered_with_the_bytes_that_messages_give(both: Both,
     both.answers(raw)  # which makes the shapes known
     answer = both.answers(raw)
     assert answer.failed is None
-    found = both.plain.answer(raw)
-    assert found is not None
+    result = both.plain.answer(raw)
+    assert result is not None
     positions = pb.PlaceResponse.FromString(answer.raw).positions
-    assert (found[0], *found[1:3]) == (answer.raw, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
+    assert (result[0], *result[1:3]) == (answer.raw, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
     item = pb.StreamPlaceRequest(id=2**40, query=pb.PlaceRequest.FromString(raw).query).SerializeToString()
     served = both.plain.answer(item, item=True)
     assert served is not None
@@ -136,7 +136,7 @@ def test_a_plain_query_is_answered_with_the_bytes_that_messages_give(both: Both,
 
 
 def field(number: int, content: bytes, kind: int = 2) -> bytes:
-    """A field of less than 128 bytes, or with another type its bytes as they are."""
+    """Return a field of less than 128 bytes, or with another type its bytes as they are."""
     return bytes([number << 3 | kind]) + (bytes([len(content)]) + content if kind == 2 else content)
 
 
@@ -189,7 +189,7 @@ NOT_PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_what_is_not_plain_or_is_wrong_goes_by_way_of_messages(both: Both, raw: bytes) -> None:
+def test_other_or_wrong_queries_are_parsed_as_messages(both: Both, raw: bytes) -> None:
     both.answers(raw)
     assert both.plain.answer(raw) is None
 
@@ -214,7 +214,7 @@ OVER: dict[str, tuple[bytes, str | None]] = {
 }
 
 
-def test_what_is_over_a_limit_has_the_words_of_the_limit() -> None:
+def test_values_over_a_limit_name_the_limit() -> None:
     # mmpos_server checks limits of the file, of which these are smaller than any.
     limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
     for name, (raw, limit) in OVER.items():
@@ -222,9 +222,9 @@ def test_what_is_over_a_limit_has_the_words_of_the_limit() -> None:
         failed = limited.answers(raw).failed
         assert (None if failed is None else failed.message.partition(":")[0]) == limit, name
         assert (limited.plain.answer(raw) is None) == (limit is not None), name
-    found, wanted = limited.counts()
-    assert len(found) > 10
-    assert found == wanted
+    result, wanted = limited.counts()
+    assert len(result) > 10
+    assert result == wanted
     limited.stop()
 
 
@@ -254,9 +254,9 @@ def test_items_of_a_stream_have_the_answers_that_messages_give(both: Both) -> No
     requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
     items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
     there: Any = SimpleNamespace(**{**vars(THERE), "add_callback": lambda ended: True})
-    found, wanted = (list(server.streams["StreamPlace"].answers(iter(items), there)) for server in both.servers)
-    assert found == wanted
-    assert len(found) == len(items)
+    results, wanted = (list(server.streams["StreamPlace"].answers(iter(items), there)) for server in both.servers)
+    assert results == wanted
+    assert len(results) == len(items)
     assert both.counts()[0] == both.counts()[1]
 
 

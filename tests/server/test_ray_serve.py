@@ -111,7 +111,7 @@ def request(kind: str, rng: random.Random) -> client_calls.ServiceCall[Any]:
 
 
 def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:
-    """The bytes of the answer; or status, details and the id of the request, which is sent along."""
+    """Return the bytes of the answer; or status, details and the id of the request, which is sent along."""
     method: Any = channel.unary_unary(path)
     try:
         return method(request, metadata=[("x-request-id", "mine")], timeout=60)
@@ -139,7 +139,7 @@ def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> N
     with grpc.insecure_channel(pair.ingress) as channel:
         assert outcome(channel, PLACE, b"\xff") == (
             grpc.StatusCode.INVALID_ARGUMENT,
-            "request: got bytes that are no message of this method, want valid protobuf",
+            "request: the bytes are not a protobuf message of this method",
             "mine",
         )
         assert outcome(channel, PLACE, bytes(1_000_001)) == (
@@ -160,15 +160,15 @@ def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> No
     with Client(pair.ingress, timeout=60) as client:
         answers = list(client.stream(queries, errors="return"))
     assert [isinstance(each, MmposError) for each in answers] == [i == 7 for i in range(30)]
-    found: list[Any] = [each for i, each in enumerate(answers) if i != 7]
+    results: list[Any] = [each for i, each in enumerate(answers) if i != 7]
     wanted = [place(table) for i, table in enumerate(tables) if i != 7]
-    assert all(np.array_equal(g.table.dense(), w.dense()) for g, w in zip(found, wanted, strict=True))
+    assert all(np.array_equal(g.table.dense(), w.dense()) for g, w in zip(results, wanted, strict=True))
 
 
 def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
         for wrong, status, said in (
-            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"),
+            (b"\xff", "INVALID_ARGUMENT", "request: the bytes are not a protobuf message of this method"),
             (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
         ):
             broken = stream(channel)(iter([b"", wrong]), timeout=60)
@@ -207,7 +207,7 @@ def _answers(channel: grpc.Channel) -> bool:
         return False
 
 
-def test_who_finds_no_place_is_told_when_to_come_back(pair: Pair) -> None:
+def test_a_refused_call_learns_when_to_retry(pair: Pair) -> None:
     positions, refused = place(SegmentTable.from_documents([[Text(4000)]])), list[ServiceOverloadedError]()
     q, rotary, enough = torch.randn(4000, 4, 8), Rotary(head_dim=8), threading.Event()
 
@@ -239,9 +239,9 @@ def test_the_ingress_has_every_method_of_the_server_and_health() -> None:
     for method in methods(Profiles.from_config(load()), load().limits, SharedMemory()):
         names = wanted.setdefault(method.service, [])
         names.extend([method.name, *([method.twin.name] if method.twin else [])])
-    assert {name: sorted(found) for name, found in added.items()} == {name: sorted(w) for name, w in wanted.items()}
+    assert {name: sorted(result) for name, result in added.items()} == {name: sorted(w) for name, w in wanted.items()}
     # Serve routes by the last part of the path alone.
-    names = [name for found in added.values() for name in found]
+    names = [name for result in added.values() for name in result]
     assert len(set(names)) == len(names)
 
 

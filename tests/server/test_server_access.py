@@ -50,7 +50,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
 
 
 def connected(address: str) -> Any:
-    """A channel, of whose methods nothing is known."""
+    """Return a channel, of whose methods nothing is known."""
     return grpc.insecure_channel(address)
 
 
@@ -142,7 +142,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(file: Path, wrong: str | None) -> None:
+def test_a_wrong_new_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
     tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:
@@ -173,7 +173,7 @@ def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Pa
 
 
 def reflected(channel: Any) -> Iterator[str]:
-    """The paths of all methods of a server, as it tells them itself."""
+    """Yield the paths of all methods of a server, as it tells them itself."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
 
     def asked(**question: str) -> Any:
@@ -299,8 +299,7 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
         with pytest.raises(InvalidInputError) as raised:
             Listen(host, token_file=file)
         assert str(raised.value) == (
-            f"token-file: got {file} for {host} without TLS, where others could read the tokens, "
-            "want --tls-cert and --tls-key, or a loopback host"
+            f"token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on {host}"
         )
 
 
@@ -363,8 +362,8 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(file: Pa
     both = Listen("0.0.0.0", tls=tls, token_file=file)
     with running(listen=both, logs=logs) as address:
         place = address.replace("0.0.0.0", "127.0.0.1")
-        found = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
-        assert found == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
+        results = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
+        assert results == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
     assert [line["client"] for line in logs.lines() if line["event"] == "request"] == ["carol", "bob"]
 
 
@@ -391,7 +390,7 @@ def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
 
 
 def answered(address: str, token: str) -> bool:
-    """Whether a client with this token is answered, and not turned away."""
+    """Return whether a client with this token is answered, and not turned away."""
     with Client(address, token=token) as client:
         try:
             client.place(SEGMENTS)

@@ -27,7 +27,7 @@ from mmpos_server.listening import Listen
 from mmpos_server.streams import ItemWindow
 from mmpos_server.testing import running
 
-NO_MESSAGE = "request: got bytes that are no message of this method, want valid protobuf"
+NO_MESSAGE = "request: the bytes are not a protobuf message of this method"
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
@@ -64,8 +64,8 @@ def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: S
     ],
 )
 def test_errors_are_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
-    found = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
-    assert found == (status, details, {"x-request-id": "me"})
+    refused = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
+    assert refused == (status, details, {"x-request-id": "me"})
 
 
 def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path) -> None:
@@ -77,18 +77,18 @@ def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path
     calls += [partial(server.place, raw) for raw in (query("echo"), query("fail unsupported"), b"\xff")]
     calls += [partial(server.place, query("wait"), timeout=0.1), partial(closed.place, b"")]
     calls.append(partial(health.Check, health_pb2.HealthCheckRequest(service="x" * 10_000)))
-    found = [ending(call) for call in calls]
-    assert found[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want one of this server")
+    results = [ending(call) for call in calls]
+    assert results[-1] == ("NOT_FOUND", f"service: got {'x' * 300!r}, want a service of this server")
     gone = server.place.future(query("wait"))
     assert eventually(lambda: server.fake.names.count("wait") == 2)
     gone.cancel()
     server.server._admission.ending = True
-    found += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
-    assert found[-1] == ("UNAVAILABLE", "the server is about to stop")
+    results += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
+    assert results[-1] == ("UNAVAILABLE", "the server is about to stop")
     assert server.metric("refused_total", method="Place", reason="stopping") == 1
     page = (Path(__file__).parents[2] / "docs" / "service-operation.md").read_text()
     table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
-    assert sorted({status for status, _ in found}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
+    assert sorted({status for status, _ in results}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 
 def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> None:
@@ -266,9 +266,9 @@ def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Ser
     server = serve(side_by_side=side_by_side)
     # Side by side the first ones wait for later ones.
     names = ("last 3", "last 2", "fail bug", "echo 4") if side_by_side else ("last 0", "last 1", "fail bug", "echo 4")
-    found = list(server.stream(items(*names), metadata=[("x-request-id", "me")]))
+    results = list(server.stream(items(*names), metadata=[("x-request-id", "me")]))
     numbers = [int(name[-1]) if name[-1].isdigit() else None for name in names]
-    assert [(answer.id, list(answer.positions.cu_seqlens), answer.error.message) for answer in found] == [
+    assert [(answer.id, list(answer.positions.cu_seqlens), answer.error.message) for answer in results] == [
         (i, [] if number is None else [number], "internal error, request me.3" if number is None else "")
         for i, number in enumerate(numbers)
     ]
@@ -328,7 +328,7 @@ def test_a_stream_that_is_cancelled_cancels_its_items_and_leaves_its_slot(serve:
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
     more = threading.Event()
 
@@ -339,7 +339,7 @@ def test_a_stream_through_which_nothing_comes_ends(serve: Serve, monkeypatch: py
     server = serve()
     call = server.stream(some())
     next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: got nothing for 0.2 s, want a new one")
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s, want a new stream")
     more.set()
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 

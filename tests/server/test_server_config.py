@@ -151,7 +151,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
         (
             "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
-            "profiles.a.scheme.stride: got a value, want none: 'rope-tie' has no stride",
+            "profiles.a.scheme: scheme 'rope-tie' has no parameter stride",
         ),
         (
             "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
@@ -174,7 +174,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
-def test_a_mistake_in_a_file_is_said_in_one_line(file: Path, text: str, said: str) -> None:
+def test_an_error_in_a_file_is_one_line(file: Path, text: str, said: str) -> None:
     assert mistake(file, text) == said
 
 

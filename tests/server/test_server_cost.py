@@ -95,12 +95,12 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
 
 
 @pytest.mark.parametrize(("query", "segments"), ESTIMATES.values(), ids=ESTIMATES)
-def test_the_segments_of_a_query_are_told_by_its_words(query: PositionsQuery, segments: float) -> None:
+def test_the_segments_of_a_query_are_estimated_from_its_fields(query: PositionsQuery, segments: float) -> None:
     assert segments_at_work(query) == segments
 
 
 @given(places())
-def test_no_query_makes_more_segments_than_were_told(request: Any) -> None:
+def test_no_query_makes_more_segments_than_estimated(request: Any) -> None:
     query = get_query("query", request.query)
     try:
         positions = query.place(query.segments())
@@ -114,7 +114,7 @@ def test_no_query_makes_more_segments_than_were_told(request: Any) -> None:
 
 
 def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
-    """The answer to a query, and the stages of its work."""
+    """Return the answer to a query, and the stages of its work."""
     message, answer = positions_pb2.PositionsQuery(), positions_pb2.Positions()
     put_query(message, query)
     call.request_bytes = message.ByteSize()
@@ -146,13 +146,13 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
 def test_small_work_is_done_where_the_call_is_and_large_work_in_a_thread(
     call: Call, query: PositionsQuery, stages: list[str]
 ) -> None:
-    answer, found = placed(call, query)
-    assert found == stages
+    answer, result = placed(call, query)
+    assert result == stages
     assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents) + len(answer.dense.data)
 
 
 def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str]:
-    """The stages of a sequence of these parts."""
+    """Return the stages of a sequence of these parts."""
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
     call.request_bytes = request.ByteSize()
     answer = sequences_pb2.Sequences()
@@ -210,6 +210,6 @@ print("torch" in sys.modules, device() in ("cpu", "cuda"))
 
 
 def test_torch_is_imported_by_the_first_rotation_or_ahead() -> None:
-    found = subprocess.run([sys.executable, "-c", AT_REST], capture_output=True, text=True, check=True, timeout=120)
+    completed = subprocess.run([sys.executable, "-c", AT_REST], capture_output=True, text=True, check=True, timeout=120)
     absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
-    assert found.stdout == f"{absent} False True False\nTrue True\n"
+    assert completed.stdout == f"{absent} False True False\nTrue True\n"

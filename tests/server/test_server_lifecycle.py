@@ -89,7 +89,7 @@ def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_not
         failed: Any = unknown.value
         assert (failed.code(), failed.details()) == (
             grpc.StatusCode.NOT_FOUND,
-            f"service: got {'x' * 300!r}, want one of this server",
+            f"service: got {'x' * 300!r}, want a service of this server",
         )
         # Two watch one service and one of them leaves: the other one is still told.
         watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
@@ -122,14 +122,14 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
             more.wait(60)
 
         answers = stream(channel)(items())
-        found = [next(answers).id for _ in range(5)]
+        results = [next(answers).id for _ in range(5)]
         server.process.terminate()
         with pytest.raises(grpc.RpcError) as raised:
             next(answers)
         more.set()
-        assert found == [0, 1, 2, 3, 4]
+        assert results == [0, 1, 2, 3, 4]
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert raised.value.details() == "the server is about to stop, want a new stream for items without an answer"
+        assert raised.value.details() == "the server is about to stop: send unanswered items in a new stream"
         assert server.end()[0] == 0
 
 
@@ -224,7 +224,7 @@ def test_connections_leave_files_for_the_page_and_for_those_that_are_open(
 
 def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:
     port = start().port
-    said = f"port: got {port}, which is taken on 127.0.0.1, want a free one (0 picks one)"
+    said = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
     assert refused("--port", port) == said
     assert refused("--port", port, "--workers", "2") == said
 
@@ -232,7 +232,7 @@ def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: St
 def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refused: Refused) -> None:
     metrics = free_port()
     server = start("--workers", "2", "--metrics-port", str(metrics))
-    assert refused("--port", server.port).startswith("port: got ")
+    assert refused("--port", server.port).startswith(f"port: {server.port} is in use")
     workers = server.workers
     assert len(workers) == 2
 
@@ -293,11 +293,11 @@ def test_workers_that_die_again_and_again_are_soon_back_and_their_metrics_go_on(
 
 
 def served(server: Program, times: int) -> bool:
-    """Whether workers have begun to serve this many times."""
+    """Return whether workers have begun to serve this many times."""
     return sum(line["event"] == "worker serves" for line in server.lines()) == times
 
 
-def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
+def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
     said = refused("--port", "0", "--workers", "2", "--config", str(file))
@@ -324,7 +324,7 @@ def test_the_metrics_page(start: Start) -> None:
         with pytest.raises(grpc.RpcError):
             place(channel)(pb.PlaceRequest())
         list(stream(channel)(iter([pb.StreamPlaceRequest(query=REQUEST.query)] * 2)))
-        found = metrics_of(metrics)
+        numbers = metrics_of(metrics)
     expected = {
         'mmpos_requests_total{method="Place",status="OK"}': 1,
         'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,
@@ -340,10 +340,10 @@ def test_the_metrics_page(start: Start) -> None:
         "mmpos_in_flight": 0,
         "mmpos_streams": 0,
     }
-    assert {name: found.get(name) for name in expected} == expected
+    assert {name: numbers.get(name) for name in expected} == expected
 
 
-def test_tls_asks_clients_for_a_certificate_if_told_so(
+def test_tls_requires_client_certificates_if_configured(
     start: Start, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("server", "other"):
@@ -361,9 +361,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
     with pytest.raises(grpc.RpcError):
         ask(None, None)
     assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
-    assert capsys.readouterr().err == (
-        f"mmpos_server: error: --tls-cert: got {cert} alone, want --tls-cert and --tls-key\n"
-    )
+    assert capsys.readouterr().err == ("mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n")
     said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
     assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
 
@@ -372,10 +370,13 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(
     ("arguments", "said"),
     [
         (["--config", "none.toml"], "none.toml: got No such file or directory, want a file that can be read"),
-        (["--host", "192.0.2.1"], "port: got 192.0.2.1:50051 (Cannot assign requested address), want one to listen on"),
+        (
+            ["--host", "192.0.2.1"],
+            "port: got 192.0.2.1:50051 (Cannot assign requested address), want an address to listen on",
+        ),
     ],
 )
-def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_at_start_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
 

@@ -58,23 +58,23 @@ print("after", file=sys.stderr)
 
 
 def said(form: str) -> list[str]:
-    found = subprocess.run([sys.executable, "-c", SAYS, form], capture_output=True, timeout=60, check=True)
-    return found.stderr.decode(errors="replace").splitlines()
+    completed = subprocess.run([sys.executable, "-c", SAYS, form], capture_output=True, timeout=60, check=True)
+    return completed.stderr.decode(errors="replace").splitlines()
 
 
 def test_every_line_is_one_object_whoever_writes_it() -> None:
     *lines, last = said("json")
     assert last == "after"
-    found = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
     # What bypasses Python comes through a thread, and so perhaps between other lines.
-    stray = [line for line in found if line.get("logger") in ("grpc", "stderr")]
+    stray = [line for line in records if line.get("logger") in ("grpc", "stderr")]
     assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
         ("info", "Handshake failed", "grpc"),
         ("error", "bad", "grpc"),
         ("warning", "half a line \N{SNOWMAN} of somebody", "stderr"),
         ("warning", "\\xff without an end", "stderr"),
     ]
-    own = [line for line in found if line not in stray]
+    own = [line for line in records if line not in stray]
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
@@ -96,7 +96,7 @@ def test_lines_for_people_are_text() -> None:
     assert "ZeroDivisionError: division by zero" in lines
 
 
-def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: Start, tmp_path: Path) -> None:
+def test_a_connection_without_tls_is_logged(start: Start, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     server = start("--tls-cert", str(cert), "--tls-key", str(key))
     with Client(server.address) as client:
@@ -108,7 +108,7 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert server.end()[0] == 0
 
 
-def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) -> None:
+def test_lines_that_a_file_does_not_accept_are_counted_and_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
         logs = Logs("info", file=full)
         for _ in range(3):
@@ -119,7 +119,7 @@ def test_lines_that_a_file_does_not_take_are_counted_and_said(tmp_path: Path) ->
         logs.info("kept")
         logs.close()
     said, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    assert (said["event"], said["level"], said["lines"]) == ("lines of the log were dropped", "warning", 3)
+    assert (said["event"], said["level"], said["lines"]) == ("log lines dropped", "warning", 3)
     assert kept["event"] == "kept"
 
 
@@ -153,8 +153,8 @@ def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: p
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
         path.chmod(0o640)
-    no_tls = "anybody on the network may call, and read the traffic: no TLS, no tokens"
-    no_lock = "anybody on the network may call: no tokens, no certificates of clients"
+    no_tls = "anybody on the network may call and read the traffic: no TLS, no tokens"
+    no_lock = "anybody on the network may call: no tokens, no client certificates"
     tls, mutual = TlsFiles(cert, key), TlsFiles(cert, key, cert)
     for host in ("0.0.0.0", "::"):
         place = "0.0.0.0:1" if host == "0.0.0.0" else "[::]:1"

@@ -33,7 +33,7 @@ def status(port: int, path: str, host: str = "127.0.0.1") -> int:
 
 
 def shown(port: int = 0, host: str = "127.0.0.1") -> AbstractContextManager[int]:
-    """A page of a server that lives and is ready."""
+    """Return a page of a server that lives and is ready."""
     return exposed(CollectorRegistry(), lambda: True, lambda: True, host, port)
 
 
@@ -68,7 +68,7 @@ def test_silent_and_slow_connections_end_(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the other side closes it, with an answer or without."""
+    """Return whether the other side closes it, with an answer or without."""
     try:
         while connection.recv(4096):
             pass
@@ -91,7 +91,7 @@ def test_a_taken_port_and_a_strange_host_are_named() -> None:
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):
         pass
-    assert str(taken.value) == f"metrics-port: got {port}, which is taken on 127.0.0.1, want a free one"
+    assert str(taken.value) == f"metrics-port: {port} is in use on 127.0.0.1, want a free port"
     with pytest.raises(InvalidInputError) as strange, shown(0, "nowhere.invalid"):
         pass
     assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")
@@ -102,8 +102,8 @@ def test_a_socket_of_systemd_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     port = handed.getsockname()[1]
     monkeypatch.setattr("mmpos_server.listening._FIRST", handed.detach())
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
-    with shown(1, "192.0.2.1") as found:
-        assert found == port
+    with shown(1, "192.0.2.1") as result:
+        assert result == port
         assert status(port, "/livez") == 200
 
 

@@ -67,7 +67,7 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
         assert [profile.name for profile in client.info().profiles] == ["new"]
         put(file, "[limits]\ndocuments = 0\n")
         server.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: events(server, "settings stay as they were") == 1)
+        assert eventually(lambda: events(server, "settings not reloaded") == 1)
         assert client.place(TWO).num_documents == 2
     before = answered[0]
     assert eventually(lambda: answered[0] > before or bool(lost))
@@ -78,7 +78,7 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
     read = [line for line in lines if line["event"] == "settings read"]
     assert [line["profiles"] for line in read] == [["new"]] * len(read)
     assert [line["from_next_start"] for line in read if line["from_next_start"]] == [["concurrency.max_streams"]]
-    (wrong,) = (line for line in lines if line["event"] == "settings stay as they were")
+    (wrong,) = (line for line in lines if line["event"] == "settings not reloaded")
     assert (wrong["level"], wrong["reason"]) == ("error", f"{file}: limits.documents: got 0, want >= 1")
 
 
@@ -88,12 +88,12 @@ def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: 
     server = start("--config", str(file))
     put(file, "[profiles.a]\n[profiles.b]\nscheme = 'x'\n")
     server.process.send_signal(signal.SIGHUP)
-    assert eventually(lambda: events(server, "settings stay as they were") == 1)
+    assert eventually(lambda: events(server, "settings not reloaded") == 1)
     (wrong,) = server.lines()
     assert wrong["reason"].startswith(f"{file}: profiles.b.scheme: got 'x', want ")
     put(file, "broken = = 1\n")
     server.process.send_signal(signal.SIGHUP)
-    assert eventually(lambda: events(server, "settings stay as they were") == 2)
+    assert eventually(lambda: events(server, "settings not reloaded") == 2)
     assert server.lines()[1]["reason"].startswith(f"{file}: want valid TOML (")
     assert "(at line 1, column 10)" in server.lines()[1]["reason"]
     with Client(server.address) as client:
@@ -101,7 +101,7 @@ def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: 
 
 
 def served(address: str) -> str:
-    """The certificate that a server has for a new connection, in PEM."""
+    """Return the certificate that a server has for a new connection, in PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -129,13 +129,13 @@ def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
             assert late.healthy()
 
 
-def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(tmp_path: Path) -> None:
+def test_a_wrong_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
-    found = Certificates(TlsFiles(cert, key), logs := KeptLogs())
+    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs())
     os.replace(other, cert)
     for _ in range(3):
-        found.refresh()
+        certificates.refresh()
     (line,) = logs.lines()
     assert (line["level"], line["event"]) == ("error", "certificates not reloaded")
     assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
@@ -143,13 +143,13 @@ def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(tmp_pa
 
 def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
-    found = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
-    found.refresh()
+    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
+    certificates.refresh()
     for name in ("good", "old"):
         new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)
         os.replace(new_cert, cert)
         os.replace(new_key, key)
-        found.refresh()
+        certificates.refresh()
     lines = logs.lines()
     assert [(line["level"], line["event"], line["file"]) for line in lines] == [
         ("warning", "certificate has expired", str(cert))

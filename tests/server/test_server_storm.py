@@ -73,7 +73,7 @@ def requests(key: str) -> list[tuple[str, bytes]]:
 
 
 async def call(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
-    """The status of a call."""
+    """Return the status of a call."""
     method, raw = chance.choice(found)
     kind = chance.choice(["whole", "cancelled", "late", "broken"])
     raw = b"\xff" + raw if kind == "broken" else raw
@@ -88,7 +88,7 @@ async def call(channel: Any, found: list[tuple[str, bytes]], chance: random.Rand
 
 
 async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
-    """The status of a stream, which may be left."""
+    """Yield the status of a stream, which may be left."""
 
     async def items() -> AsyncIterator[bytes]:
         for _ in range(chance.randrange(20)):
@@ -109,12 +109,12 @@ async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Ra
 @pytest.mark.slow
 def test_after_a_storm_nothing_is_taken() -> None:
     async def storm(address: str, key: str) -> set[str]:
-        chance, found, seen = random.Random(7), requests(key), set[str]()
+        chance, result, seen = random.Random(7), requests(key), set[str]()
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
             start = time.monotonic()
             while (passed := time.monotonic() - start) < 6 or (passed < 60 and not seen >= WANTED):
-                calls = [call(channel, found, chance) for _ in range(50)]
-                seen |= set(await asyncio.gather(*calls, *(stream(channel, found, chance) for _ in range(8))))
+                calls = [call(channel, result, chance) for _ in range(50)]
+                seen |= set(await asyncio.gather(*calls, *(stream(channel, result, chance) for _ in range(8))))
         return seen
 
     server = Server(config(**LIMITS), shared_memory=SharedMemory(PREFIX))

@@ -56,7 +56,7 @@ def test_reflection_answers_under_both_of_its_names(serve: Serve) -> None:
             assert b"grpc.health.v1.Health" in connection.ended(stream)[1]
 
 
-def test_what_callers_send_is_not_in_the_log(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for _ in range(3):
@@ -81,8 +81,8 @@ def test_compressed_requests_are_refused(serve: Serve, encoding: bytes, status: 
     with Connection(server.address) as connection:
         stream = connection.call(PLACE, (b"grpc-encoding", encoding))
         connection.send(stream, message(bytes(1000), compressed=True))
-        code, found = connection.ended(stream)
-    assert (code, details in found) == (status, True)
+        code, error = connection.ended(stream)
+    assert (code, details in error) == (status, True)
     assert server.fake.names == []
 
 
@@ -105,9 +105,9 @@ def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(serve: Serv
         for path in (PLACE, STREAM, CHECK, WATCH, REFLECTION):
             stream = connection.call(path)
             connection.send(stream, message(b"half", 1000), end=False)
-            code, found = connection.ended(stream)
+            code, error = connection.ended(stream)
             assert code == ("DEADLINE_EXCEEDED" if path == STREAM else "CANCELLED"), path
-            assert path != STREAM or b"request: got only part of it in time" in found
+            assert path != STREAM or b"request: only part of it arrived in time" in error
         assert asked(connection, PLACE, REQUEST) == "OK"
     assert eventually(lambda: not server.taken() and server.metric("in_flight") == 0)
     time.sleep(0.1)  # the line of a call comes last
@@ -140,9 +140,9 @@ def test_half_requests_hold_no_more_than_the_share_of_their_client(
         for stream in streams:
             connection.send(stream, half, end=False)
         assert eventually(lambda: server.taken() == {gate: share})
-        code, found = connection.ended(connection.call(path))
+        code, error = connection.ended(connection.call(path))
         assert code == "RESOURCE_EXHAUSTED"
-        assert f"clients.max_share of {gate} of '127.0.0.1': got {share} taken of {share}".encode() in found
+        assert f"clients.max_share of {gate} of '127.0.0.1': got {share} taken of {share}".encode() in error
         assert asked(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
 
@@ -158,9 +158,9 @@ def test_answers_that_are_not_read_hold_their_bytes_until_they_are(serve: Serve)
             connection.send(stream, LARGE_REQUEST)
             held = min(number, 2) * LARGE
             assert eventually(partial(lambda held: server.taken().get("max_in_flight_bytes", 0) >= held, held))
-        code, found = connection.ended(streams[2])
+        code, error = connection.ended(streams[2])
         assert code == "RESOURCE_EXHAUSTED"
-        assert b"clients.max_share of max_in_flight_bytes of '127.0.0.1': got " in found
+        assert b"clients.max_share of max_in_flight_bytes of '127.0.0.1': got " in error
         connection.open(streams[0], 2 * LARGE)
         assert connection.ended(streams[0])[0] == "OK"
     assert eventually(lambda: not server.taken())
@@ -251,14 +251,14 @@ def test_a_flood_of_another_client_loses_nobody_a_call_and_leaves_nothing(
     for thread in floods:
         thread.start()
     health = health_pb2_grpc.HealthStub(server.channel)
-    found = []
+    results = []
     for _ in range(4):
-        found.append(ending(lambda: server.place(query("echo 1"), timeout=60)))
-        found.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=60)))
+        results.append(ending(lambda: server.place(query("echo 1"), timeout=60)))
+        results.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=60)))
     done.set()
     for thread in floods:
         thread.join()
-    assert set(found) == {("OK", "")}
+    assert set(results) == {("OK", "")}
     assert eventually(lambda: not server.taken()), server.taken()
 
 

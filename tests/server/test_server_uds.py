@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """A process that makes files which all may write."""
+    """Yield a process that makes files which all may write."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -84,14 +84,14 @@ def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
 
 def test_a_path_that_a_live_server_has_is_taken(path: Path) -> None:
     with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
-        assert mistake(Uds(path)) == f"uds: got {path}, which is taken, want a free one"
+        assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
         assert client.healthy()
 
 
 def test_a_socket_that_does_not_say_that_nobody_is_there_is_taken(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(path))
-        assert mistake(Uds(path)) == f"uds: got {path}, which is taken, want a free one"
+        assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
         assert path.is_socket()
 
 
@@ -111,7 +111,7 @@ def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> No
     else:
         path.symlink_to("elsewhere")
     before = path.lstat()
-    assert mistake(Uds(path)) == f"uds: got {path}, which is no socket, want a free path"
+    assert mistake(Uds(path)) == f"uds: {path} is not a socket, want a free path"
     assert path.lstat() == before
 
 
@@ -126,7 +126,7 @@ def test_a_socket_that_is_no_longer_ours_is_left_alone(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_path_that_cannot_be_one_is_refused(path: Path) -> None:
+def test_an_impossible_path_is_refused(path: Path) -> None:
     none = path.parent / "none" / "socket"
     assert mistake(Uds(none)) == f"uds: got {none}, want a path in a folder that exists"
     longest = path.parent / ("x" * (106 - len(str(path.parent))))
@@ -151,19 +151,18 @@ def test_a_folder_that_is_closed_to_the_server_is_named(path: Path, monkeypatch:
     [
         (
             ["--uds", "s", "--workers", "2"],
-            "workers: got 2 with --uds, want 1: processes can share a port, but not a unix socket",
+            "--uds cannot be combined with 2 workers: processes cannot share a unix socket",
         ),
-        (["--uds-mode", "0660"], "--uds-mode: got 0660 alone, want --uds"),
+        (["--uds-mode", "0660"], "--uds-mode requires --uds"),
         (["--uds", "s", "--uds-mode", "rw"], "--uds-mode: got 'rw', want octal digits such as 0660"),
         (["--uds", "s", "--uds-mode", "4755"], "uds-mode: got 4755, want permissions from 0 to 777"),
         (
             ["--uds", "s", "--tls-cert", "c", "--tls-key", "k"],
-            "tls-cert: got c with a unix socket alone, which is never encrypted, want --port, too",
+            "tls-cert requires --port: a unix socket is never encrypted",
         ),
         (
             ["--host", "0.0.0.0", "--token-file", "t"],
-            "token-file: got t for 0.0.0.0 without TLS, where others could read the tokens, want --tls-cert and "
-            "--tls-key, or a loopback host",
+            "token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on 0.0.0.0",
         ),
     ],
 )

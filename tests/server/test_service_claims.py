@@ -47,7 +47,7 @@ def place(**query: Any) -> Any:
 
 
 def view(**views: object) -> dict[str, object]:
-    """A query of 40,000 segments, with one view."""
+    """Return a query of 40,000 segments, with one view."""
     text = {"kind": [1] * 40_000, "height": [1] * 40_000, "width": [1] * 40_000, "segments_per_document": [40_000]}
     return {"segments": text, "views": [views]}
 
@@ -71,7 +71,7 @@ def build(*parts: Any, **query: Any) -> Any:
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A file whose header claims these sides, with hardly any pixels."""
+    """Return a file whose header claims these sides, with hardly any pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     every = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     packed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in every]
@@ -86,13 +86,13 @@ def bomb() -> bytes:
 
 
 def turn(positions: Any = None, **rotary: Any) -> Any:
-    found = {"ids": tensor([[0], [0]])} if positions is None else positions
+    result = {"ids": tensor([[0], [0]])} if positions is None else positions
     settings = rotary_pb2.RotarySettings(rotary=rotary_pb2.Rotary(**rotary))
-    return rotary_pb2.CosSinRequest(positions=rotary_pb2.RotaryPositions(**found), rotary=settings)
+    return rotary_pb2.CosSinRequest(positions=rotary_pb2.RotaryPositions(**result), rotary=settings)
 
 
 def table(num_tokens: int, width: int = INT32) -> dict[str, object]:
-    """A table of one segment of text."""
+    """Return a table of one segment of text."""
     columns = [0, 0, 1, width, 1, 0, 0, 0, 1, 0, 0, 0, 1]
     rows, documents = (np.array(numbers, "<i8").tobytes() for numbers in (columns, [0, 0, num_tokens, 0]))
     return {"table": table_pb2.PositionTable(table=rows, documents=documents, num_tokens=num_tokens, axes=2)}
@@ -229,7 +229,7 @@ TURN: dict[str, Claim] = {
 
 
 def elsewhere(byte_size: int, key: str = f"/{PREFIX}claims", offset: int = 0, **tensor: Any) -> Any:
-    """A tensor that lies in an object."""
+    """Return a tensor that lies in an object."""
     part = tensor_pb2.SharedMemory(key=key, offset=offset, byte_size=byte_size)
     return tensor_pb2.Tensor(**{"dtype": 1, "shape": [byte_size], **tensor}, shared=part)
 
@@ -321,12 +321,12 @@ def test_a_claim_is_refused_cheaply(server: Victim, method: str, claim: Claim) -
         refused(server, method.replace("/", "Service/"), claim)
 
 
-def test_what_is_unknown_in_a_rotation_is_not_kept_with_it() -> None:
+def test_unknown_fields_of_a_rotation_are_not_cached() -> None:
     rotations = RotaryService(Profiles.from_config(load()), Limits())
     rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # a field 2000 of four bytes
-    found = set()
+    results = set()
     for number in range(3):
         message = rotary_pb2.RotarySettings(rotary=rotary)
         message.rotary.MergeFromString(unknown + number.to_bytes(4, "little"))
-        found.add(id(rotations._rotary(message)))
-    assert len(found) == 1
+        results.add(id(rotations._rotary(message)))
+    assert len(results) == 1

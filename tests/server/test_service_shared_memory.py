@@ -55,7 +55,7 @@ def without() -> Iterator[Victim]:
 
 
 def elsewhere(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
-    """The message of an array whose bytes lie in an object."""
+    """Return the message of an array whose bytes lie in an object."""
     message = tensor(array, array.dtype.name)
     message.ClearField("data")
     part: dict[str, Any] = {"key": where, "offset": offset, "byte_size": array.nbytes, **fields}
@@ -80,12 +80,12 @@ def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
 
 
 def opened(server: Victim) -> list[str]:
-    """The objects that a server has open."""
-    found = []
+    """Return the objects that a server has open."""
+    results = []
     for path in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            found.append(os.readlink(path))
-    return [name for name in found if name.startswith(("/dev/shm/", f"/memfd:{PREFIX}"))]
+            results.append(os.readlink(path))
+    return [name for name in results if name.startswith(("/dev/shm/", f"/memfd:{PREFIX}"))]
 
 
 def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, object]]:
@@ -97,10 +97,10 @@ def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict
 
 
 def test_the_server_tells_the_prefix_and_the_limit(server: Victim, without: Victim) -> None:
-    found, other = (
+    result, other = (
         info_pb2.GetInfoResponse.FromString(it.call("InfoService/GetInfo", b"").data) for it in (server, without)
     )
-    assert (found.shared_memory_prefix, found.limits.shared_bytes) == (PREFIX, 2**30)
+    assert (result.shared_memory_prefix, result.limits.shared_bytes) == (PREFIX, 2**30)
     assert other.shared_memory_prefix == ""
 
 
@@ -110,10 +110,10 @@ def test_rotations_come_from_objects_and_go_to_them(server: Victim) -> None:
     want = rotary_pb2.RotateResponse.FromString(wanted.data)
     with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as there:
         request = rotate(elsewhere(Q, key), k=elsewhere(k, key, Q.nbytes + 8), **output(there, 600, 100))
-        found = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
+        rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
         # 384 bytes of q are six times 64.
         places = [tensor_pb2.SharedMemory(key=there, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
-        assert [found.q, found.k] == [
+        assert [rotated.q, rotated.k] == [
             tensor_pb2.Tensor(dtype=x.dtype, shape=x.shape, shared=at)
             for x, at in zip((want.q, want.k), places, strict=True)
         ]
@@ -142,8 +142,8 @@ def test_sealed_objects_are_rotated_from_one_to_the_other(server: Victim, unalig
         request = rotate_large(key, **output(there, size + 72, offset))
         request.q.shared.offset = offset
         for _ in range(2):
-            found = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
-        assert found.q.shared == tensor_pb2.SharedMemory(key=there, offset=offset, byte_size=size)
+            rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
+        assert rotated.q.shared == tensor_pb2.SharedMemory(key=there, offset=offset, byte_size=size)
         assert os.pread(to, size + 200, 0) == b"." * offset + want + b"." * (200 - offset)
         assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # into the message
         # Objects of clients leave no trace in the server.
@@ -201,7 +201,7 @@ def test_a_client_that_frees_its_memory_meanwhile_harms_nobody(server: Victim) -
 
 
 def mapped(server: Victim) -> str:
-    """The maps of a server."""
+    """Return the maps of a server."""
     return Path(f"/proc/{server.pid}/maps").read_text()
 
 
@@ -220,10 +220,10 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
             document.parts[1].pixels.CopyFrom(elsewhere(image, key))
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=there, byte_size=20_000))
         answer = server.call("SequenceService/Build", request)
-        found = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+        result = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
         written = content(there)
     offsets = []
-    for one, other in zip(found, want, strict=True):
+    for one, other in zip(result, want, strict=True):
         for name in ("input_ids", "patches"):
             got = getattr(one.sequence, name)
             offsets.append(got.shared.offset)
@@ -255,7 +255,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
         assert content(key) == b"." * 64
 
 
-def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> None:
+def test_sizes_known_only_after_the_work_are_refused_then(server: Victim) -> None:
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
@@ -265,7 +265,7 @@ def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> 
 
 
 REFUSALS: dict[str, tuple[dict[str, object], str]] = {
-    "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
+    "both": ({"data": b"x"}, "q.shared cannot be combined with data"),
     "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
     "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
     "no such name": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
@@ -288,10 +288,10 @@ def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
     with shared(Q.tobytes()) as key:
         there = output(key, 384)
         for request, name in ((rotate(elsewhere(Q, key)), "q.shared"), (rotate(tensor(Q), **there), "output")):
-            want = f"{name}: got shared memory, want a server started with --shared-memory"
+            want = f"{name}: shared memory requires a server started with --shared-memory"
             assert without.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
         ids = without.call("PositionService/Place", place(elsewhere(np.array(IDS), key, byte_size=56)))
-        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: got shared me")
+        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory")
 
 
 def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
@@ -306,7 +306,7 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "threads"), [(2**15, 0), (2**15 + 1, 1)])
-def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
+def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, threads: int) -> None:
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
     pools = Admission(config.concurrency, config.clients)
@@ -335,12 +335,12 @@ def test_items_of_a_stream_have_their_own(server: Victim) -> None:
         queries.append(place(elsewhere(array, key), dense={}, **output(two, 64)).query)
         items = [positions_pb2.StreamPlaceRequest(id=i, query=query) for i, query in enumerate(queries)]
         raw, end = server.stream("PositionService/StreamPlace", [item.SerializeToString() for item in items])
-        found = [positions_pb2.StreamPlaceResponse.FromString(answer) for answer in raw]
-        assert (end.status, [answer.WhichOneof("outcome") for answer in found]) == (
+        results = [positions_pb2.StreamPlaceResponse.FromString(answer) for answer in raw]
+        assert (end.status, [answer.WhichOneof("outcome") for answer in results]) == (
             "OK",
             ["positions", "error", "positions"],
         )
-        assert found[1].error.message == "query.output.byte_size: got 9, want >= 56 for the answer"
+        assert results[1].error.message == "query.output.byte_size: got 9, want >= 56 for the answer"
         assert [content(at)[:56] for at in (one, two)] == [want.positions.dense.data] * 2
 
 
@@ -383,7 +383,7 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
         (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
     ],
 )
-def test_a_wrong_command_line_is_said_before_workers_start(
+def test_a_wrong_command_line_is_reported_before_workers_start(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2

@@ -39,16 +39,16 @@ def run(*command: str | Path, cwd: Path, code: int = 0, env: Mapping[str, str] =
 
 
 def tracked(folder: str = ".") -> set[str]:
-    """The files that git knows of, relative to the folder."""
+    """Return the files that git knows of, relative to the folder."""
     return set(run("git", "ls-files", cwd=ROOT / folder).splitlines())
 
 
 @pytest.fixture(scope="session")
 def release(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the release."""
-    given: str | None = pytestconfig.getoption("release")
-    if given is not None:
-        return ROOT / given
+    """Return the folder of the release."""
+    values: str | None = pytestconfig.getoption("release")
+    if values is not None:
+        return ROOT / values
     clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("release")
     for name in tracked():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

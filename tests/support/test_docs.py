@@ -37,7 +37,7 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """A server behind the address that the documents name."""
+    """Yield a server behind the address that the documents name."""
     with running() as address:
         yield address
 
@@ -110,7 +110,7 @@ def test_names_and_paths_in_the_text_of_a_page_exist(path: Path) -> None:
 
 
 def headings(page: Path) -> list[str]:
-    """The anchors that a page of Markdown has, one per heading."""
+    """Return the anchors that a page of Markdown has, one per heading."""
     titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
@@ -143,7 +143,7 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 
 def _served(code: str, request: pytest.FixtureRequest) -> str:
-    """The example with the address of a server that is there, if it names one."""
+    """Return the example with the address of a server that is there, if it names one."""
     return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code
 
 

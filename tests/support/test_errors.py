@@ -49,12 +49,12 @@ READ_ONLY.flags.writeable = False
 
 
 def label(value: object) -> str:
-    """The name of a test: the message."""
+    """Return the name of a test: the message."""
     return value[:60] if isinstance(value, str) else "call"
 
 
 def refused(error: type[Exception], call: Callable[[], object]) -> str:
-    """The message of the error, which is exactly of this type."""
+    """Return the message of the error, which is exactly of this type."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
@@ -439,7 +439,7 @@ UNSUPPORTED: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
-def test_what_a_scheme_does_not_define(call: Callable[[], object], message: str) -> None:
+def test_undefined_results_of_a_scheme_are_unsupported(call: Callable[[], object], message: str) -> None:
     assert refused(UnsupportedError, call) == message
 
 

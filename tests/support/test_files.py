@@ -173,7 +173,7 @@ def test_libraries_get_no_descriptor_to_write_to_on_their_own(tmp_path: Path) ->
     assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_writers_are_listed(tmp_path: Path) -> None:
     name = "x[1].parquet"
     for other in (name, f".{name}.tmp", ".y.parquet.00000000.tmp", f".{name}.0000000g.tmp", f".{name}.000000000.tmp"):
         (tmp_path / other).touch()

@@ -20,7 +20,7 @@ WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every file that is written by hand, by its name as a module."""
+    """Return every file that is written by hand, by its name as a module."""
     found = {}
     for home, package in ((".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")):
         for path in sorted((ROOT / home / package).rglob("*.py")):

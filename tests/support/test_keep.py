@@ -99,6 +99,6 @@ def test_rotations_of_pruned_tokens_are_the_rows_of_the_dense_ones() -> None:
         (None, r"object \(\)"),
     ],
 )
-def test_what_is_no_mask_is_refused(mask: Any, got: str) -> None:
+def test_values_that_are_not_a_mask_are_refused(mask: Any, got: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^mask: got {got}, want bool \(10,\), one per token$"):
         place(BATCH).keep(mask)

@@ -53,7 +53,7 @@ def test_a_table_takes_nothing_per_token(way: str) -> None:
     assert abs(many - few) < 1024
 
 
-def test_a_table_takes_so_many_bytes_per_segment(way: str) -> None:
+def test_the_bytes_of_a_table_per_segment(way: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(10), Grid(3, 3)]] * 1000
     per_segment = {"C": 300, "numpy": 500}[way]
     assert peak(lambda: place(SegmentTable.from_documents(documents))) <= per_segment * 2000 + FIXED

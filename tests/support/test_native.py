@@ -71,7 +71,7 @@ def outcome(call: Callable[[], object]) -> Any:
 
 
 def both(call: Callable[[], object]) -> Any:
-    """The outcome of a call, which must be the same with the extension and without."""
+    """Return the outcome of a call, which must be the same with the extension and without."""
     with instead(None):
         want = outcome(call)
     with instead(Narrow()):
@@ -146,7 +146,7 @@ def test_tables_of_any_numbers_are_never_written_past(
     ],
     ids=lambda out: f"{out.dtype.str}-{out.shape}",
 )
-def test_what_does_not_fit_is_declined(out: npt.NDArray[Any]) -> None:
+def test_values_that_do_not_fit_are_declined(out: npt.NDArray[Any]) -> None:
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
     assert CORE.expand(positions.table, 11, False, out, None, True) is False
     assert not out.any()
@@ -334,7 +334,7 @@ def run_tests(native: str, *files: str, **environment: str) -> str:
 
 
 def library(name: str) -> str:
-    """The path of a library of the compiler."""
+    """Return the path of a library of the compiler."""
     done = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     path = done.stdout.strip()
     assert os.path.isabs(path), f"{name} is not there; it comes with gcc"

@@ -56,15 +56,15 @@ def test_rotations_by_other_cos_and_sin_are_within_their_bound_and_those_of_the_
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).float()
 
-    found = apply_rotary(x, None, torch.arange(9)[None], rotary)[0]
-    bound = rotations(found, cos_sin())
-    assert_within(found, turned(angle), bound)
+    rotated = apply_rotary(x, None, torch.arange(9)[None], rotary)[0]
+    bound = rotations(rotated, cos_sin())
+    assert_within(rotated, turned(angle), bound)
     next_id = turned(angle + torch.tensor(rotary.inv_freq_array))
-    assert ((found - next_id).abs() > bound).double().mean() > 0.9  # of the channels, the slowest ones included
-    assert_within(found.bfloat16(), turned(angle).bfloat16(), rounded(found.bfloat16(), bound))
+    assert ((rotated - next_id).abs() > bound).double().mean() > 0.9  # of the channels, the slowest ones included
+    assert_within(rotated.bfloat16(), turned(angle).bfloat16(), rounded(rotated.bfloat16(), bound))
 
 
-def test_units_are_those_of_ieee_754_and_what_is_printed_is_good_to_half_its_last_digit() -> None:
+def test_units_are_those_of_ieee_754_and_printed_values_are_rounded_to_their_last_digit() -> None:
     dtypes: list[Any] = [torch.bfloat16, torch.float16, torch.float32, np.float32, torch.float64, np.float64]
     assert [unit(dtype) for dtype in dtypes] == [2.0**-8, 2.0**-11, 2.0**-24, 2.0**-24, 2.0**-53, 2.0**-53]
     assert gamma(2, torch.float16) == 2.0**-10 / (1 - 2.0**-10)
@@ -76,13 +76,13 @@ def test_units_are_those_of_ieee_754_and_what_is_printed_is_good_to_half_its_las
 def test_numbers_are_compared_one_by_one_and_nan_is_wrong() -> None:
     assert_within([torch.zeros(2), np.ones(1)], [torch.zeros(2), [1.5]], [0, 0.5])
     assert_within(torch.tensor([1j]), np.array([1j + 3e-8]), 1e-7)
-    for found, expected, bound in (
+    for result, expected, bound in (
         (torch.tensor([0.0, torch.nan]), torch.zeros(2), 1.0),
         (np.array([0.0, 2.0]), np.zeros(2), np.array([0.0, 1.0])),
         (np.zeros((2, 1)), np.zeros(2), 1.0),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), 1.0),
     ):
         with pytest.raises(AssertionError):
-            assert_within(found, expected, bound)
+            assert_within(result, expected, bound)
     with pytest.raises(ValueError, match="zip"):
         assert_within([torch.zeros(2)], [torch.zeros(2)] * 2, 0)

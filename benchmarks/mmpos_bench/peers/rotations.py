@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmpos.rotary import apply_rotary
 from mmpos_bench.layers import EPS, Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
@@ -168,6 +169,17 @@ def compiled_diffusers(layer: Layer) -> Rotate:
     return _compiled(by_diffusers(layer))
 
 
+def compiled_norm_alone(layer: Layer) -> Rotate:
+    """Normalise by torch's norm, compiled, and rotate its results in place by mmpos: a compiled model has it so."""
+    norm = _compiled(lambda q, k: layer.normed((q, k)))
+
+    def both(q: Tensor, k: Tensor) -> Pair:
+        turned: Any = apply_rotary(*norm(q, k), layer.table, layer.rotary, inplace=True, implementation=layer.how)
+        return turned
+
+    return both
+
+
 def _compiled(both: Rotate) -> Rotate:
     _need_compiler()
     torch.compiler.reset()  # what was compiled for other shapes would count against a limit
@@ -195,6 +207,9 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
 
 NORMS: Mapping[str, Make] = {"torch.compile, norm too": compiled_norm}
 """Ways of plain torch that also normalise."""
+
+COMPILED_THEN_OURS: Mapping[str, Make] = {"norm compiled, then mmpos": compiled_norm_alone}
+"""A way of ours that compiles."""
 
 DIFFUSERS: Mapping[str, Make] = {"diffusers": by_diffusers, "diffusers, compiled": compiled_diffusers}
 """Ways of diffusers, which normalise and rotate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -138,6 +138,22 @@ class PlannedPack:
     pack: Pack
     weight: float
     needs_image: bool
+
+    def with_dummy(self, dummy: Example) -> Pack:
+        """Return the pack, where it needs an image with a dummy behind its examples, which is not trained on.
+
+        Args:
+            dummy: an example with a small image; its tokens come on top of ``max_tokens``.
+
+        Raises:
+            InvalidInputError: it has no image.
+        """
+        if not self.needs_image:
+            return self.pack
+        if not len(dummy.sequence.grid_thw):
+            raise InvalidInputError("dummy: got an example without an image, want one with a small image")
+        blind = replace(dummy, labels=np.full_like(dummy.labels, IGNORE_INDEX))
+        return Pack((*self.pack.examples, blind), self.pack.max_tokens + dummy.num_tokens)
 
 
 class PlannedPacks:

@@ -66,14 +66,15 @@ class Claim:
         """Give the folder back."""
         self._ended.set()
         self._beats.join()
-        if not self._lost:
+        owner = _owner(self._path)
+        if owner is not None and owner["id"] == self._owner["id"]:
             self._path.remove()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):
             with suppress(OSError):  # a store that fails now may answer at the next beat
-                owner = _owner(self._path)
-                if owner is None or owner["id"] != self._owner["id"]:
+                claims = self._folder.glob(".mmpos-claim-*.json")
+                if self._path not in claims or any(path > self._path for path in claims):
                     self._lost = True
                     return
                 self._owner["beat"] += 1

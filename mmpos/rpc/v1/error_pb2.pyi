@@ -37,7 +37,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Why one item of a batch or of a stream has no result. A call that fails as a whole has a gRPC status instead, whose
     message is that of an Error; trailing metadata "x-request-id" names the call in the server's log, and
-    "grpc-retry-pushback-ms" beside RESOURCE_EXHAUSTED means overload instead of a limit: come back after so many
+    "grpc-retry-pushback-ms" beside RESOURCE_EXHAUSTED means overload instead of a limit: retry after that number of
     milliseconds. A code that a client does not know is a fault of the server.
     """
 

@@ -134,7 +134,7 @@ class ProfileInfo(_message.Message):
     begin_token_id: _builtins.int
     """The id before an image's patches, or -1 where nothing stands there."""
     end_token_id: _builtins.int
-    """The id after an image's patches, or -1 likewise."""
+    """The id after an image's patches, or -1."""
     patch_size: _builtins.int
     """Side of a patch in pixels."""
     spatial_merge_size: _builtins.int

@@ -177,11 +177,11 @@ class InputIds(_message.Message):
 
     @_builtins.property
     def image_grid_thw(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Frames, height and width of each image before spatial merging, as Transformers has them: three numbers per image."""
+        """Frames, height and width of each image before spatial merging, as in Transformers: three numbers per image."""
 
     @_builtins.property
     def video_grid_thw(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Likewise of each video."""
+        """Frames, height and width of each video before spatial merging."""
 
     @_builtins.property
     def cu_seqlens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

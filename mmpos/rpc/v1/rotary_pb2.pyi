@@ -56,7 +56,7 @@ class _PrecisionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Precision.V
     PRECISION_EXACT: _Precision.ValueType  # 1
     """Integer turns of 64 bits."""
     PRECISION_HF: _Precision.ValueType  # 2
-    """float32 angles, as Transformers has them."""
+    """float32 angles, as in Transformers."""
 
 class Precision(_Precision, metaclass=_PrecisionEnumTypeWrapper):
     """How angles are computed."""
@@ -66,7 +66,7 @@ PRECISION_UNSPECIFIED: Precision.ValueType  # 0
 PRECISION_EXACT: Precision.ValueType  # 1
 """Integer turns of 64 bits."""
 PRECISION_HF: Precision.ValueType  # 2
-"""float32 angles, as Transformers has them."""
+"""float32 angles, as in Transformers."""
 Global___Precision: _TypeAlias = Precision  # noqa: Y015
 
 class _CosSinLayout:

@@ -157,7 +157,7 @@ class Part(_message.Message):
     image: _builtins.bytes
     """The bytes of a JPEG, PNG, WebP or GIF file."""
     audio: _builtins.int
-    """Audio of so many tokens; for a profile with a marker of audio."""
+    """Number of audio tokens; for a profile with an audio marker."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64 (tokens) ids, taken as they are."""

@@ -40,7 +40,7 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     SEGMENT_KIND_THUMBNAIL: _SegmentKind.ValueType  # 6
     """A whole picture, small, between two markers, and the tokens after the second one."""
     SEGMENT_KIND_TILE: _SegmentKind.ValueType  # 7
-    """A part of the picture of the thumbnail before it, likewise between two markers."""
+    """A part of the picture of the thumbnail before it, also between two markers."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
     """What a segment is."""
@@ -60,7 +60,7 @@ SEGMENT_KIND_CLIP: SegmentKind.ValueType  # 5
 SEGMENT_KIND_THUMBNAIL: SegmentKind.ValueType  # 6
 """A whole picture, small, between two markers, and the tokens after the second one."""
 SEGMENT_KIND_TILE: SegmentKind.ValueType  # 7
-"""A part of the picture of the thumbnail before it, likewise between two markers."""
+"""A part of the picture of the thumbnail before it, also between two markers."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
@@ -119,7 +119,7 @@ class SegmentTable(_message.Message):
 
     @_builtins.property
     def width(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Columns of patches, likewise; the tokens of text, audio and padding."""
+        """Columns of patches after spatial merging; the number of tokens of text, audio and padding."""
 
     @_builtins.property
     def segments_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -1,4 +1,4 @@
-"""ModelInfer requests and responses: tensors in messages and in shared memory, as arrays."""
+"""ModelInfer requests and responses: arrays from and to tensors in messages and in shared memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Datatype(NamedTuple):
     """Data type of tensors.
 
     Args:
-        dtype: numpy dtype; None for BYTES, whose elements have no fixed size, and uint16 for the bits of BF16.
-        contents: field of InferTensorContents; None for types that are sent as raw bytes only.
+        dtype: numpy dtype; None for BYTES, whose elements vary in size; uint16 for the bits of BF16.
+        contents: field of InferTensorContents; None for types that are only sent as raw bytes.
         config: value in ModelConfig.
     """
 
@@ -47,7 +47,7 @@ DATATYPES = {
     "FP64": Datatype(np.dtype("<f8"), "fp64_contents", pb.TYPE_FP64),
     "BYTES": Datatype(None, "bytes_contents", pb.TYPE_STRING),
 }
-"""Types of the tensors of all models, by their names in the protocol."""
+"""Tensor types of all models, by their names in the protocol."""
 
 _NAMES = {kind.dtype.name: name for name, kind in DATATYPES.items() if kind.dtype is not None}
 _LENGTH = struct.Struct("<I")
@@ -59,11 +59,11 @@ class Spec:
 
     Args:
         name: name of the tensor.
-        datatypes: names of its possible types, first the one in metadata.
-        shape: shape in metadata; -1 is any size.
-        optional: whether an input may be left out.
-        ndim: further numbers of axes that are accepted, with any sizes.
-        reported: whether metadata lists it; False for an output that exists only with another scheme.
+        datatypes: names of the accepted types; metadata lists the first one.
+        shape: shape in metadata; -1 stands for any size.
+        optional: whether an input may be omitted.
+        ndim: further accepted numbers of axes, of any sizes.
+        reported: whether metadata lists the tensor; False for an output that only another scheme has.
     """
 
     name: str
@@ -88,9 +88,9 @@ class Spec:
         if not fits:
             others = "".join(f" or {ndim} axes" for ndim in self.ndim)
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want {self.shape}{others}")
-        # numpy needs less than 2**63 bytes for the axes that are not empty.
+        # numpy limits the product of the nonempty axes to less than 2**63 bytes.
         if min(shape) < 0 or math.prod(size or 1 for size in shape) >= 2**60:
-            raise InvalidInputError(f"{self.name}.shape: got {shape}, want sizes that an array can have")
+            raise InvalidInputError(f"{self.name}.shape: got {shape}, want a shape that an array can have")
 
 
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -107,13 +107,13 @@ class _Range(NamedTuple):
 
 
 def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> _Range | None:
-    """Return the range of shared memory that the parameters of a tensor name; None for a tensor in the message."""
+    """Return the range of shared memory named by the parameters of a tensor, or None for a tensor in the message."""
     values = get_values(f"{where}.parameters", parameters, _RANGE)
     if not values:
         return None
     for name in (_REGION, _SIZE):
         if name not in values:
-            raise InvalidInputError(f"{where}.parameters: got {', '.join(values)}, want {name}, too")
+            raise InvalidInputError(f"{where}.parameters: {', '.join(values)} requires {name}")
     region = regions.get(f"{where}.parameters[{_REGION!r}]", values[_REGION])
     offset, byte_size = values.get(_OFFSET, 0), values[_SIZE]
     region.within(where, offset, byte_size)
@@ -121,7 +121,7 @@ def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Reg
 
 
 _MAX_AXES = 64
-"""Most axes of a shape that an error quotes; no tensor has as many."""
+"""Maximum number of axes of a shape that an error quotes; every tensor has fewer."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Input:
     Args:
         name: name of the tensor.
         datatype: name of the type.
-        shape: shape of the tensor, which was checked.
+        shape: shape of the tensor, already checked.
         source: raw bytes, numbers in the message, or a range of shared memory.
     """
 
@@ -141,7 +141,7 @@ class Input:
     source: bytes | pb.InferTensorContents | _Range
 
     def array(self) -> Array:
-        """Return the array of a tensor of numbers: of raw bytes a view, of shared memory a copy to be written to.
+        """Return the array of a tensor of numbers: a view of raw bytes, or a writable copy of shared memory.
 
         Raises:
             InvalidInputError: the bytes or numbers do not fit the type and shape, or the region has shrunk.
@@ -155,39 +155,39 @@ class Input:
                 return np.array(values, native).reshape(self.shape)
             except OverflowError:
                 raise InvalidInputError(
-                    f"{self.name}.contents: got {max(values)}, want what {self.datatype} holds"
+                    f"{self.name}.contents: got {max(values)}, want a value that fits {self.datatype}"
                 ) from None
-        data, wanted = self._raw(self.source), math.prod(self.shape) * dtype.itemsize
-        if len(data) != wanted:
+        data, size = self._raw(self.source), math.prod(self.shape) * dtype.itemsize
+        if len(data) != size:
             raise InvalidInputError(
-                f"{self.name}: got {len(data)} bytes, want {wanted} for {self.datatype} of shape {self.shape}"
+                f"{self.name}: got {len(data)} bytes, want {size} for {self.datatype} of shape {self.shape}"
             )
         return np.frombuffer(data, dtype).reshape(self.shape).astype(native, copy=False)
 
     def elements(self) -> list[bytes]:
-        """Return the elements of a tensor of BYTES, each of which has its length in four bytes before it.
+        """Return the elements of a tensor of BYTES; in raw bytes, four bytes of length precede each element.
 
         Raises:
-            InvalidInputError: more or fewer elements than the shape has, or one that is cut off.
+            InvalidInputError: the number of elements differs from the shape, or an element is cut off.
         """
         if isinstance(self.source, pb.InferTensorContents):
             return self._contents(self.source)
         data = self._raw(self.source)
         values: list[bytes] = []
-        wanted, at = math.prod(self.shape), 0
-        while at < len(data) and len(values) < wanted:
+        count, at = math.prod(self.shape), 0
+        while at < len(data) and len(values) < count:
             begin = at + _LENGTH.size
             end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= len(data) else begin
             if end > len(data):
                 raise InvalidInputError(
-                    f"{self.name}: got {len(data)} bytes, want {end} or more for element {len(values)}"
+                    f"{self.name}: got {len(data)} bytes, want at least {end} for element {len(values)}"
                 )
             values.append(bytes(data[begin:end]))
             at = end
-        if len(values) != wanted or at != len(data):
+        if len(values) != count or at != len(data):
             raise InvalidInputError(
                 f"{self.name}: got {len(values)} elements in {at} of {len(data)} bytes, "
-                f"want {wanted} for shape {self.shape}"
+                f"want {count} for shape {self.shape}"
             )
         return values
 
@@ -203,9 +203,9 @@ class Input:
             if field.name != known:
                 raise InvalidInputError(f"{self.name}.contents: got {field.name}, want {known or 'raw bytes'}")
         values = list(getattr(contents, known)) if known else []
-        wanted = math.prod(self.shape)
-        if len(values) != wanted:
-            raise InvalidInputError(f"{self.name}.contents: got {len(values)} elements, want {wanted} for {self.shape}")
+        count = math.prod(self.shape)
+        if len(values) != count:
+            raise InvalidInputError(f"{self.name}.contents: got {len(values)} elements, want {count} for {self.shape}")
         return values
 
 
@@ -218,7 +218,7 @@ class Request:
         named: whether the client named the version.
         parameters: values by name.
         inputs: input tensors by name.
-        outputs: names of the wanted outputs, each with its range of shared memory if it goes there; None is all.
+        outputs: names of the requested outputs, each with its range of shared memory if it goes there; None is all.
         shared_bytes: bytes of inputs in shared memory.
     """
 
@@ -230,11 +230,11 @@ class Request:
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
-        """Check whether an output is wanted."""
+        """Return whether the client asks for an output."""
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """Return the array of an input; None for an input that is left out."""
+        """Return the array of an input; or None for an omitted input."""
         return self.inputs[name].array() if name in self.inputs else None
 
 
@@ -259,10 +259,10 @@ def get_request(
         limits: limits of one request.
 
     Raises:
-        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, data twice, or another type or
+        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, data twice, or a wrong type or
             shape.
         UnsupportedError: a parameter is unknown.
-        LimitExceededError: too many bytes in shared memory.
+        LimitExceededError: the inputs have too many bytes in shared memory.
     """
     tensors = _inputs(message, inputs, regions)
     shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, _Range))
@@ -299,7 +299,7 @@ def _inputs(message: pb.ModelInferRequest, specs: Sequence[Spec], regions: Regio
         tensors[spec.name] = Input(spec.name, tensor.datatype, shape, source)
     for spec in specs:
         if not spec.optional and spec.name not in tensors:
-            raise InvalidInputError(f"inputs: got none of name {spec.name!r}, want it")
+            raise InvalidInputError(f"missing input tensor {spec.name!r}")
     return tensors
 
 
@@ -312,14 +312,14 @@ def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list
     if len(tensors) > len(specs):
         raise InvalidInputError(f"{where}: got {len(tensors)} tensors, want at most {len(specs)}")
     left = {spec.name: spec for spec in specs}
-    known, found = list(left), list[Spec]()
+    known, matched = list(left), list[Spec]()
     for i, tensor in enumerate(tensors):
         if tensor.name not in known:
             raise InvalidInputError(f"{where}[{i}].name: got {tensor.name[:100]!r}, want one of {', '.join(known)}")
         if tensor.name not in left:
             raise InvalidInputError(f"{where}[{i}].name: got {tensor.name!r} again, want it once")
-        found.append(left.pop(tensor.name))
-    return found
+        matched.append(left.pop(tensor.name))
+    return matched
 
 
 Outputs = Mapping[str, Callable[[], Array]]
@@ -327,18 +327,18 @@ Outputs = Mapping[str, Callable[[], Array]]
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:
-    """Make the wanted outputs and fill a message with them.
+    """Make the requested outputs and fill a message with them.
 
-    Outputs in shared memory come last: some clients count all outputs to locate raw bytes, others only those outside
-    shared memory, and in this order both get the same.
+    Outputs in shared memory come last: some clients locate raw bytes by counting all outputs, others by counting those
+    outside shared memory; in this order both get the same result.
 
     Args:
         message: message to fill.
-        request: names the wanted outputs, and their ranges of shared memory.
+        request: names the requested outputs, and their ranges of shared memory.
         outputs: functions that make the outputs.
 
     Raises:
-        UnsupportedError: a wanted output does not exist.
+        UnsupportedError: a requested output does not exist.
         InvalidInputError: an output is larger than its range of shared memory.
     """
     wanted: Mapping[str, _Range | None] = dict.fromkeys(outputs) if request.outputs is None else request.outputs
@@ -362,5 +362,5 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outp
         tensor.parameters[_SIZE].int64_param = array.nbytes
         tensor.parameters[_OFFSET].int64_param = shared.offset
         held.append((name, shared, array))
-    for name, shared, array in held:  # once all outputs are known to fit
+    for name, shared, array in held:  # after all outputs are known to fit
         shared.region.write(name, shared.offset, array.reshape(-1).view(np.uint8).data)

@@ -30,7 +30,7 @@ SERVICE = "inference.GRPCInferenceService"
 """Full name of the service."""
 
 _PLATFORM = "mmpos"
-"""Platform and backend of all models, in their metadata."""
+"""Platform and backend in the metadata of all models."""
 
 
 class OpenInference:
@@ -54,7 +54,7 @@ class OpenInference:
         }
 
     def methods(self) -> list[Method]:
-        """Return all methods; liveness and readiness are answered under any load."""
+        """Return all methods; the server answers liveness and readiness under any load."""
         probes: dict[str, Run] = {
             "ServerLive": _server_live,
             "ServerReady": _server_ready,
@@ -161,7 +161,7 @@ class OpenInference:
         self._regions.unregister(message.name)
 
     def _find(self, name: str, version: str) -> tuple[Model, Profile]:
-        """Return a model and its version; an empty version is the default one.
+        """Return a model and its version; an empty version stands for the default.
 
         Raises:
             NotFoundError: the model or the version does not exist.
@@ -198,18 +198,18 @@ def _server_ready(message: object, answer: pb.ServerReadyResponse, call: Call) -
 
 def _cuda_memory_status(message: pb.CudaSharedMemoryStatusRequest, answer: object, call: Call) -> None:
     if message.name:
-        raise InvalidInputError(f"name: got region {message.name[:300]!r}, want one that is registered")
+        raise InvalidInputError(f"name: got region {message.name[:300]!r}, want a registered region")
 
 
 def _register_cuda_memory(message: object, answer: object, call: Call) -> None:
-    raise UnsupportedError("region: got memory of a GPU, want system shared memory")
+    raise UnsupportedError("region: memory of a GPU is not supported, want system shared memory")
 
 
 def _unregister_cuda_memory(message: object, answer: object, call: Call) -> None:
-    """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
+    """Do nothing, so that clients can clean up: GPU regions are never registered."""
 
 
-# Stages of a call by their names in the protocol. Encoding comes after ``infer``, and has no name there.
+# Stages of a call by their names in the protocol. Encoding, after ``infer``, has no name there.
 _DURATIONS = {
     "queue": "queue",
     "decode": "compute_input",
@@ -255,7 +255,7 @@ class _Statistics:
         self._lock = Lock()
 
     def count(self, model: str, version: str, call: Call, *, answered: bool) -> None:
-        """Count a request that was answered, or that failed or was cancelled."""
+        """Count a request that was answered, failed, or was cancelled."""
         times = self._times[model, version]
         with self._lock:
             times.last = time()

@@ -1,4 +1,4 @@
-"""The models "positions" and "sequences" of the Open Inference Protocol; their versions are the profiles."""
+"""Models "positions" and "sequences" of the Open Inference Protocol; their versions are the profiles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scheme_of_profile(profile: Profile) -> Scheme:
 
 
 def _position_specs(profile: Profile) -> list[Spec]:
-    """Return the outputs with positions, as they are without a scheme in the request."""
+    """Return the outputs with positions for a request without a scheme."""
     scheme = scheme_of_profile(profile)
     return [
         Spec("position_ids", ("FP64" if scheme.fractional else "INT32",), (scheme.axes, -1)),
@@ -51,7 +51,7 @@ def _position_specs(profile: Profile) -> list[Spec]:
 
 
 def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
-    """Check the bytes of the wanted outputs against the limit, before they are made."""
+    """Check the bytes of the requested outputs against the limit, before they are made."""
     if request.wants("position_ids"):
         check_reply(positions, Dense(), limits, call)
     if request.wants("table") or request.wants("table_documents"):
@@ -59,7 +59,7 @@ def check_outputs(positions: PositionTable, request: Request, call: Call, limits
 
 
 def _position_outputs(positions: PositionTable) -> Outputs:
-    """Return the outputs of a position table; without next positions where the scheme has none."""
+    """Return the outputs of a position table; next positions are absent if the scheme defines none."""
     result = PositionsResult.of(positions)
     arrays = {
         "next_positions": result.next_positions,
@@ -74,7 +74,7 @@ def _position_outputs(positions: PositionTable) -> Outputs:
 
 
 def always(array: Array) -> Callable[[], Array]:
-    """Return the function of an output that exists already."""
+    """Return a function that returns an existing output."""
     return lambda: array
 
 
@@ -82,7 +82,7 @@ _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
 
 _NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
-"""Parameters of input_ids, all of them Placeholders but one."""
+"""Parameters of input_ids; all but one are fields of Placeholders."""
 
 
 class Positions:
@@ -106,7 +106,7 @@ class Positions:
         self._service, self._limits = service, limits
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return spans and input_ids: all are optional, since a request has one kind or the other."""
+        """Return spans and input_ids; all are optional, since a request has either kind."""
         ids = ("INT64", "INT32")
         return [
             Spec("lengths", ("INT64",), (-1,), optional=True),
@@ -166,7 +166,7 @@ class Positions:
 
     def _input_ids(self, request: Request) -> InputIds:
         if "input_ids" not in request.inputs:
-            raise InvalidInputError(f"inputs: got {list(request.inputs)}, want lengths or input_ids among them")
+            raise InvalidInputError(f"inputs: got {list(request.inputs)}, want lengths or input_ids")
         _only(request, "input_ids", _SPANS)
         arrays: dict[str, Any] = {name: request.array(name) for name in _IDS}
         ids, cu_seqlens = arrays["input_ids"], arrays["cu_seqlens"]
@@ -176,16 +176,16 @@ class Positions:
         check("images", sum(grids), self._limits)
         image, video, merge, row, last_row = map(request.parameters.get, _NUMBERS)
         if last_row is not None and row is None:
-            raise InvalidInputError(f"last_row_token_id: got {last_row}, want row_token_id, too")
+            raise InvalidInputError("last_row_token_id requires row_token_id")
         rows = None if row is None else (row, row if last_row is None else last_row)
         return InputIds(**arrays, placeholders=Placeholders(image, video, rows=rows), spatial_merge_size=merge)
 
 
 def _only(request: Request, kind: str, others: Sequence[str]) -> None:
-    """Refuse inputs that describe documents in the other way."""
+    """Refuse inputs that describe the documents in a second way."""
     for name in others:
         if name in request.inputs:
-            raise InvalidInputError(f"inputs: got {name!r} beside {kind!r}, want one or the other")
+            raise InvalidInputError(f"inputs: {name!r} cannot be combined with {kind!r}")
 
 
 _PIXELS = {"uint8": "UINT8", "float32": "FP32"}
@@ -249,7 +249,7 @@ class Sequences:
         [count] = inputs["parts"].shape
         check("segments", count, self._limits)
         if "kinds" in inputs and inputs["kinds"].shape != (count,):
-            raise InvalidInputError(f"kinds: got {inputs['kinds'].shape[0]}, want {count} like parts")
+            raise InvalidInputError(f"kinds: got {inputs['kinds'].shape[0]}, want {count}, one for each part")
         parts = inputs["parts"].elements()
         kinds = inputs["kinds"].elements() if "kinds" in inputs else [b"text"] * count
         counts = request.array("parts_per_document")
@@ -258,7 +258,7 @@ class Sequences:
         check("images", kinds.count(b"image"), self._limits)
         if counts.min(initial=0) < 0 or sum(counts.tolist()) != count:
             some = str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
-            raise InvalidInputError(f"parts_per_document: got {some}, want a sum of {count} like parts")
+            raise InvalidInputError(f"parts_per_document: got {some}, want a sum of {count}, the number of parts")
         ends = counts.cumsum().tolist()
         return [
             PendingDocument(
@@ -285,7 +285,7 @@ def _part(name: str, part: bytes, kind: bytes) -> str | bytes:
 
 
 def _built(name: str, document: PendingDocument) -> InterleavedSequence:
-    """Return the sequence of a document; its error fails the whole request, since the tensors are packed."""
+    """Return the sequence of a document; an error fails the whole request, since the tensors are packed."""
     outcome = document.outcome
     if isinstance(outcome, MmposError):
         raise type(outcome)(f"{name}.{outcome}") from outcome

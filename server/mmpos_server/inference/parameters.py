@@ -1,4 +1,4 @@
-"""Parameters of ModelInfer requests: their kinds, and JSON of limited length and depth in them."""
+"""Parameters of ModelInfer requests: their kinds, and JSON texts of limited length and depth."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Kind", "get_values", "loaded", "scheme_of", "views_of"]
 M = TypeVar("M", bound=Message)
 
 MAX_TEXT = 2**20
-"""Most characters of a JSON text: parsing it blocks the process."""
+"""Maximum number of characters of a JSON text, since parsing it blocks the process."""
 
 MAX_DEPTH = 16
-"""Deepest nesting of lists and objects, which are parsed and quoted by recursion."""
+"""Maximum nesting of lists and objects, since parsing and quoting them is recursive."""
 
 MAX_SCHEME = 2**12
-"""Most characters of a scheme."""
+"""Maximum number of characters of a scheme."""
 
 Kind = Literal["bool", "int64", "string"]
 
 IGNORED = ("triton_enable_empty_final_response",)
-"""Accepted without effect: it asks to mark the last answer to a request, which is always marked."""
+"""Parameters without effect: they ask to mark the last answer to a request, which is always marked."""
 
 
 def get_values(where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def get_values(where: str, parameters: Mapping[str, pb.InferParameter], known: M
         known: kind of each known parameter.
 
     Raises:
-        UnsupportedError: a parameter is unknown, and so would be ignored.
+        UnsupportedError: a parameter is unknown.
         InvalidInputError: a value is of another kind.
     """
-    if len(parameters) > len(known) + len(IGNORED):  # counted first: a million of them would take seconds
-        raise UnsupportedError(f"{where}: got {len(parameters)} of them, want {' or '.join(known)}")
+    if len(parameters) > len(known) + len(IGNORED):  # counted first, since checking a million names would take seconds
+        raise UnsupportedError(f"{where}: got {len(parameters)} parameters, want {' or '.join(known)}")
     unknown = set(parameters) - set(known) - set(IGNORED)
     if unknown:
         raise UnsupportedError(f"{where}: got {min(unknown)[:100]!r}, want {' or '.join(known)}")
@@ -75,18 +75,18 @@ def loaded(name: str, text: str, most: int = MAX_TEXT) -> object:
         raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
     try:
         value: object = json.loads(text)
-        # Python also parses what JSON does not have: infinities, which are no integers, and lone surrogates, which no
-        # message and no status can hold.
+        # Python also parses input that is not JSON: infinities, which are not integers, and lone surrogates, which
+        # messages and statuses cannot hold.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
     if _deeper(value, MAX_DEPTH):
-        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want at most {MAX_DEPTH} lists in lists")
+        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want at most {MAX_DEPTH} nested lists")
     return value
 
 
 def _deeper(value: object, levels: int) -> bool:
-    """Check whether lists and objects are nested deeper than so many levels."""
+    """Return whether lists and objects are nested deeper than ``levels``."""
     nested = [value] if isinstance(value, list | dict) else []
     for _ in range(levels):
         inner = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in nested)

@@ -1,4 +1,4 @@
-"""The model "rotate" of the Open Inference Protocol."""
+"""Model "rotate" of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Rotate:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return q, and k if it is sent, of their own type."""
+        """Return q, and k if the request has it, each in its own type."""
         kinds = ("FP32", "FP16", "BF16")
         head_dim = -1 if profile.rotary is None else profile.rotary.head_dim
         return [Spec(name, kinds, (-1, -1, head_dim), optional=name == "k", ndim=(3, 4)) for name in ("q", "k")]
 
     def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Rotate q and k; few of them are rotated in this thread."""
+        """Rotate q and k; this thread rotates small tensors itself."""
         if is_small(call):
             self._infer(request, answer, call)
         else:
@@ -100,7 +100,7 @@ class Rotate:
         ids, table, documents = (request.array(name) for name in ("position_ids", "table", "table_documents"))
         if (ids is None) == (table is None) or (table is None) != (documents is None):
             raise InvalidInputError(
-                f"inputs: got {list(request.inputs)}, want position_ids, or table and table_documents, among them"
+                f"inputs: got {list(request.inputs)}, want position_ids, or table and table_documents"
             )
         if ids is not None:
             import torch
@@ -119,9 +119,7 @@ def _rotary(text: str) -> Rotary:
     """Parse the parameter ``rotary``."""
     values = loaded("rotary", text)
     if not isinstance(values, dict):
-        raise InvalidInputError(
-            f"parameters['rotary']: got {text[:100]!r}, want a JSON object as Rotary.to_dict gives it"
-        )
+        raise InvalidInputError(f"parameters['rotary']: got {text[:100]!r}, want a JSON object from Rotary.to_dict")
     head_dim = values.get("head_dim")
     if isinstance(head_dim, int):
         check_head_dim(head_dim)
@@ -138,7 +136,7 @@ def _rotary_of(text: str) -> Rotary:
 
 
 def _tensor(request: Request, name: str) -> Tensor | None:
-    """Return the torch tensor of an input, which may be written to."""
+    """Return an input as a writable torch tensor."""
     array = request.array(name)
     if array is None:
         return None

@@ -1,0 +1,283 @@
+"""The manifest of a folder and the claim on it: what is finished, what a loader accepts, and who may write."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_preprocess import PAGES, contents, corpus
+
+from mmpos import InvalidInputError
+from mmpos.data import sequence_shards, shards, write_sequences
+from mmpos.data.preprocess import claim, shard_job
+from mmpos.data.preprocess.job import Progress
+from mmpos.data.stores import StorePath
+
+NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part ends with the record that reaches 62 bytes: the second page, of 15 bytes and two gaps of eight each."""
+    monkeypatch.setattr(shard_job, "PART_BYTES", 62)
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return stored
+
+
+def test_a_shard_becomes_files_of_neighbouring_records_that_the_manifest_lists(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 5))
+    summary = write_sequences(readers, tmp_path / "out", PAGES)
+    assert [output.path.name for output in summary.outputs] == NAMES
+    opened = sequence_shards(tmp_path / "out", PAGES)
+    keys = [[example.key for example in shard.examples()] for shard in opened]
+    assert keys == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4"]]
+    stored = manifest(tmp_path / "out")
+    assert (stored["version"], stored["complete"]) == (1, True)
+    assert stored["settings"]["part_bytes"] == 62
+    assert {"python", "multimodal-positions", "numpy", "pyarrow"} <= stored["versions"].keys()
+    (shard,) = stored["shards"]
+    assert (shard["name"], shard["parts"], shard["source"]["source"]) == ("s0", 3, "s0.jsonl")
+    assert [(file["name"], file["part"], file["documents"], file["tokens"]) for file in shard["files"]] == [
+        ("s0.parquet", 0, 2, 206),
+        ("s0.part00001.parquet", 1, 2, 206),
+        ("s0.part00002.parquet", 2, 1, 103),
+    ]
+    assert [file["size"] for file in shard["files"]] == [(tmp_path / "out" / name).stat().st_size for name in NAMES]
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["manifest saved", "killed before it was"])
+def test_parts_that_are_there_are_not_made_again(tmp_path: Path, listed: bool) -> None:
+    readers = shards(corpus(tmp_path, 2, 5))
+    out = tmp_path / "out"
+    write_sequences(readers, out, PAGES)
+    whole, stored = contents(out), (out / "manifest.json").read_bytes()
+    (out / NAMES[1]).unlink()
+    if not listed:
+        (out / "manifest.json").unlink()
+    made: list[str] = []
+
+    def counting(record: Any, location: Any) -> Any:
+        made.append(record["id"])
+        return PAGES(record, location)
+
+    progress: list[Progress] = []
+    settings = shard_job.describe_job(PAGES, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_job, "describe_job", lambda *_: settings)
+        again = write_sequences(readers, out, counting, report=progress.append)
+    assert made == ["0-2", "0-3"]
+    assert [output.reused for output in again.outputs] == [True, False, True, True, True, True]
+    assert progress[-1].done == 2
+    assert contents(out) == whole
+    assert (out / "manifest.json").read_bytes() == stored
+
+
+def test_files_of_a_longer_input_go_when_it_is_overwritten(tmp_path: Path) -> None:
+    write_sequences(shards(corpus(tmp_path, 2, 5)), tmp_path / "out", PAGES)
+    write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, overwrite=True)
+    kept = [name.replace("s0", "s1") for name in NAMES]
+    assert sorted(contents(tmp_path / "out")) == [*NAMES[:2], *kept]
+    assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [2, 1, 2, 2, 1]
+
+
+def test_shards_join_a_folder_only_with_its_settings(tmp_path: Path) -> None:
+    first, second = shards(corpus(tmp_path, 2, 1))
+    write_sequences([first], tmp_path / "out", PAGES)
+    with pytest.raises(
+        InvalidInputError, match=r"s0\.parquet: got the output of preprocess\.train_markers False, want"
+    ):
+        write_sequences([second], tmp_path / "out", replace(PAGES, train_markers=True))
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+    write_sequences([second], tmp_path / "out", PAGES)
+    assert [Path(shard.path).name for shard in sequence_shards(tmp_path / "out")] == ["s0.parquet", "s1.parquet"]
+
+
+def test_a_name_that_would_be_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    other = tmp_path / "s0.part00001.jsonl"
+    Path(paths[1]).rename(other)
+    with pytest.raises(InvalidInputError, match=r"which would both become '.*s0\.part00001\.parquet', want different"):
+        write_sequences(shards([paths[0], other]), tmp_path / "out", PAGES)
+
+
+def remove(out: Path) -> None:
+    (out / NAMES[1]).unlink()
+
+
+def shorten(out: Path) -> None:
+    (out / NAMES[2]).replace(out / NAMES[1])
+    (out / NAMES[2]).hardlink_to(out / NAMES[0])
+
+
+def change_settings(out: Path) -> None:
+    stored = manifest(out)
+    stored["settings"]["preprocess.train_markers"] = True
+    (out / "manifest.json").write_text(json.dumps(stored))
+
+
+def change(name: str, value: object) -> Callable[[Path], None]:
+    def changing(out: Path) -> None:
+        stored = manifest(out)
+        stored[name] = value
+        (out / "manifest.json").write_text(json.dumps(stored))
+
+    return changing
+
+
+def forget(out: Path) -> None:
+    stored = manifest(out)
+    stored["shards"][0]["parts"] = None
+    (out / "manifest.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (remove, "OUT/s0.part00001.parquet: got no file, want the one that OUT/manifest.json lists"),
+        (shorten, "OUT/s0.part00001.parquet: rows: got 1, want 2 as OUT/manifest.json says"),
+        (
+            change_settings,
+            "OUT/s0.parquet: settings: got preprocess.train_markers False, want True as OUT/manifest.json says",
+        ),
+        (
+            forget,
+            "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
+            "finish it",
+        ),
+        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder anew"),
+        (
+            change("shards", 3),
+            "OUT/manifest.json: got no manifest (TypeError(\"'int' object is not iterable\")), want ",
+        ),
+        (
+            lambda out: (out / "manifest.json").unlink(),
+            "folder: got 'OUT' without manifest.json, want one that mmpos preprocess wrote",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_as_its_manifest_says_is_refused(
+    tmp_path: Path, harm: Callable[[Path], None], message: str
+) -> None:
+    out = tmp_path / "out"
+    write_sequences(shards(corpus(tmp_path, 1, 5)), out, PAGES)
+    harm(out)
+    with pytest.raises(InvalidInputError) as refused:
+        _ = [list(shard.examples()) for shard in sequence_shards(out)]
+    assert str(refused.value).replace(str(out), "OUT").startswith(message)
+
+
+def test_sequences_of_another_preprocess_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_sequences(shards(corpus(tmp_path, 1, 1)), out, PAGES)
+    with pytest.raises(InvalidInputError) as refused:
+        sequence_shards(out, replace(PAGES, train_markers=True))
+    assert str(refused.value) == f"{out}/manifest.json: settings: got preprocess.train_markers False, want True"
+
+
+def test_a_failed_run_leaves_a_manifest_that_says_so(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 5, frozenset({(0, 3)})))
+    with pytest.raises(InvalidInputError, match=r"none\.jpg"):
+        write_sequences(readers, tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == [NAMES[0]]
+    with pytest.raises(InvalidInputError, match=r"manifest\.json: s0: got 1 of an unknown number of parts, want all"):
+        sequence_shards(tmp_path / "out")
+
+
+def test_outputs_may_be_in_a_store(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 1, 5, frozenset({(0, 1)}))
+    url = f"memory://ready/{tmp_path.name}"
+    options: dict[str, Any] = {"on_error": "skip"}
+    write_sequences(shards(paths), tmp_path / "out", PAGES, **options)
+    summary = write_sequences(shards(paths), url, PAGES, **options)
+    assert [str(output.path) for output in summary.outputs] == [f"{url}/{name}" for name in NAMES[:2]]
+    names = [path.name for path in StorePath(url).glob("*")]
+    assert names == ["manifest.json", *sorted(contents(tmp_path / "out"))]
+    assert all((StorePath(url) / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in names)
+    assert [shard.count() for shard in sequence_shards(url)] == [2, 2]
+    assert all(output.reused for output in write_sequences(shards(paths), url, PAGES, **options).outputs)
+
+
+def write_claim(folder: Path, **facts: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / ".mmpos-claim-00000007.json"
+    owner = {"id": "a", "machine": "elsewhere", "process": 1, "born": "1", "started": "2026-11-26 08:00:00 UTC"}
+    path.write_text(json.dumps(owner | {"beat": 3} | facts))
+    return path
+
+
+def test_the_claim_of_a_dead_run_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "_BEAT", 0.05)
+    monkeypatch.setattr(claim, "_PATIENCE", 0.2)
+    readers = shards(corpus(tmp_path, 1, 1))
+    machine = claim._machine()
+    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):  # does not beat; number used again
+        path = write_claim(tmp_path / "out", **facts)
+        write_sequences(readers, tmp_path / "out", PAGES)
+        assert not path.exists()
+        assert not list((tmp_path / "out").glob(".mmpos-claim*"))
+
+
+def test_a_run_on_another_machine_that_beats_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "_BEAT", 0.05)
+    path = write_claim(tmp_path / "out")
+    read = claim._owner
+
+    def beating(of: StorePath) -> Any:
+        owner = read(of)
+        if owner is not None:
+            write_claim(tmp_path / "out", beat=owner["beat"] + 1)
+        return owner
+
+    monkeypatch.setattr(claim, "_owner", beating)
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
+    who = "process 1 on elsewhere, since 2026-11-26 08:00:00 UTC"
+    want = f"folder: got '{tmp_path}/out', to which another run is writing ({who}), want one run at a time"
+    assert str(refused.value) == want
+    assert path.exists()
+
+
+def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "_BEAT", 0.02)
+
+    def slowly(record: Any, location: Any) -> Any:
+        write_claim(tmp_path / "out")  # of a greater number
+        (thread,) = (each for each in threading.enumerate() if each.name == "mmpos-claim")
+        thread.join(60)
+        return PAGES(record, location)
+
+    with pytest.raises(InvalidInputError, match=r"which another run took over while this one stood still for 30 s"):
+        write_sequences(shards(corpus(tmp_path, 1, 5)), tmp_path / "out", slowly)
+    assert sorted(os.listdir(tmp_path / "out")) == [".mmpos-claim-00000007.json", "manifest.json"]
+
+
+def test_two_claims_at_once_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StorePath(str(tmp_path))
+    looked = claim._dead_claims
+
+    def looking(where: StorePath) -> Any:
+        dead = looked(where)
+        monkeypatch.setattr(claim, "_dead_claims", looked)
+        with claim.claimed(where):
+            pass
+        held.enter_context(claim.claimed(where))
+        return dead
+
+    monkeypatch.setattr(claim, "_dead_claims", looking)
+    with (
+        ExitStack() as held,
+        pytest.raises(InvalidInputError, match=rf"process {os.getpid()} on"),
+        claim.claimed(folder),
+    ):
+        raise AssertionError("both are held")
+    assert os.listdir(tmp_path) == []

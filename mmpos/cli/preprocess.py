@@ -183,7 +183,9 @@ def preprocess(
         list[str],
         typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.", show_default=False)],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FOLDER", help="Where to: a folder or a URL.", show_default=False)
+    ],
     records: RecordFlags,
     sequences: SequenceFlags,
     work: WorkFlags,
@@ -350,7 +352,7 @@ def _counted(progress: Progress) -> str:
     return f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')}, {images}{skipped}"
 
 
-def _print(summary: Summary, folder: Path) -> None:
+def _print(summary: Summary, folder: str) -> None:
     counts, fill = summary.counts, summary.fill
     reused = sum(output.reused for output in summary.outputs)
     shards = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")

@@ -197,7 +197,7 @@ def test_info_says_whether_the_extension_is_there() -> None:
 
 def test_documents_that_overlap_are_placed_inside_their_table() -> None:
     kind, offsets = np.zeros(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three texts
-    extents, plan = np.ones((3, 3), np.int64), np.zeros((1 + 2, 8 + 7), np.int64)
+    extents, plan = np.ones((3, 3), np.int64), np.zeros((1 + 2, 8 + 8), np.int64)
     plan[0, [7, -1]] = 1  # text is over 1, and goes on by 1
     table, documents, _ = CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True, True, True))
     assert (len(table), len(documents)) == (8 * 9 * 3, 8 * 4 * 7)

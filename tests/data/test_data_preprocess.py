@@ -728,12 +728,18 @@ def everything(terminal: int) -> Iterator[str]:
 
 
 def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
-    """Kill a program once it has written a file and writes another; its descendants with this in their command."""
+    """Kill a program once it has written a file and writes another; return its descendants with this in their command.
+
+    Where a command is asked for, the program is killed only while there is such a descendant.
+    """
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
+        while True:
             assert process.poll() is None
+            if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
+                children = [child for child in descendants(process.pid) if of in of_process(child, "cmdline")]
+                if children or not of:
+                    break
             time.sleep(0.005)
-        children = [child for child in descendants(process.pid) if of in of_process(child, "cmdline")]
         process.kill()
     return children
 

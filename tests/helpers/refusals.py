@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from mmpos import InvalidInputError
+
+_SENTENCE = re.compile(r"missing |.+?(: | must | requires | cannot | has no )", re.DOTALL)
+
+
+def is_sentence(message: str) -> bool:
+    """Tell whether the words of a refusal name what they are about before they say what is wrong with it."""
+    return _SENTENCE.match(message) is not None
 
 
 def assert_refused(

@@ -149,6 +149,7 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
 def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not a cluster that an earlier test is still stopping
     corpus(tmp_path, 8, 40)
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"

@@ -33,7 +33,6 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.files import local_path, whole_file
 from mmpos.support.html import page
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
 
@@ -81,23 +80,11 @@ def check(
     start = first if start is None else start
     diagnosis = diagnose(read_array(ids), segments, how, start, side=padding, tolerance=tolerance)
     if report_to is not None:
-        write_report(report_to, f"{ids.name} compared with {diagnosis.scheme}", diagnosis._repr_html_())
+        title = f"{ids.name} compared with {diagnosis.scheme}"
+        report.save_html("--html", report_to, page(title, diagnosis._repr_html_()))
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
-
-
-def write_report(path: Path, title: str, body: str) -> None:
-    """Write a report that opens in any browser.
-
-    Raises:
-        InvalidInputError: a name that does not end in .html.
-    """
-    target = local_path("--html", path)
-    if target.suffix.lower() != ".html":
-        raise InvalidInputError(f"--html: got {str(path)!r}, want a file ending in .html")
-    with whole_file(target) as file:
-        file.write(page(title, body).encode())
 
 
 def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:

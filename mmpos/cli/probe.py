@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import HTML, read_array, read_config, write_report
+from mmpos.cli.analysis import HTML, read_array, read_config
 from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_specs
-from mmpos.cli.report import progress_bar
+from mmpos.cli.report import progress_bar, save_html
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
-from mmpos.support.html import paragraphs
+from mmpos.support.html import page, paragraphs
 from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def run(
     equal = all(verdict.equal for verdict in found.values())
     if report_to is not None:
         layers_html = (f"<h2>{escape(name)}</h2>\n{_html(found, name, meant)}" for name in found)
-        write_report(report_to, f"Keys of {keys.name}", "\n".join(layers_html))
+        save_html("--html", report_to, page(f"Keys of {keys.name}", "\n".join(layers_html)))
     unjudged = [name for name in layers if name not in references]
     if as_json:
         fields = {name: {"layer_type": kinds[name], **_json(found, name, meant)} for name in found}

@@ -178,6 +178,24 @@ def save_ids(path: Path, positions: PositionTable) -> None:
         np.save(file, positions.dense())
 
 
+def save_html(option: str, path: Path, text: str) -> None:
+    """Write a page that opens in any browser.
+
+    Args:
+        option: the option that names the file, for errors.
+        path: the file, ending in .html.
+        text: the page.
+
+    Raises:
+        InvalidInputError: a URL, or another suffix.
+        OSError: the file cannot be written.
+    """
+    if local_path(option, path).suffix.lower() != ".html":
+        raise InvalidInputError(f"{option}: got {str(path)!r}, want a file ending in .html")
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
 def npy(positions: PositionTable) -> bytes:
     """Write the dense ids of a batch as the bytes of a .npy file."""
     file = BytesIO()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,9 +17,9 @@ from aiohttp import ClientSession, web
 
 from mmpos import place
 from mmpos.cli import app
-from mmpos.cli.explore.command import make_app
+from mmpos.cli.explore.command import make_app, write_page
 from mmpos.cli.explore.request import Explorer
-from mmpos.cli.options import read_spec
+from mmpos.cli.options import make_scheme, read_spec
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import RopeTieV2
 from mmpos.segments.table import SegmentTable
@@ -96,6 +97,7 @@ def test_input_ids_are_read_by_the_config_of_their_model() -> None:
         ({"spec": "3", "schemes": ["os:system"]}, "schemes: got 'os:system', want the name of a scheme"),
         ({"spec": "3", "schemes": ["flatten"] * 4}, "schemes: got 4, want 1 to 3"),
         ({"spec": "3", "pair": 64}, "pair: got 64, want"),
+        ({"input_ids": [1], "config": "/etc"}, "config: got str, want the content of a config.json"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused(request_: object, words: str) -> None:
@@ -139,10 +141,17 @@ def test_a_file_holds_the_page_whole(tmp_path: Path) -> None:
     path = tmp_path / "ids.html"
     app(args=["explore", "3,2x3,2", "-s", "rope-tie", "-o", str(path)], prog_name="mmpos", standalone_mode=False)
     text = path.read_text("utf-8")
-    assert "</html>" in text
+    assert text.endswith("</body>\n</html>\n")
     assert 'src="' not in text.split("<script>", 1)[0]
     with pytest.raises(InvalidInputError, match=r"--output: got '.*ids.txt', want a file ending in .html"):
         app(args=["explore", "-o", str(tmp_path / "ids.txt")], prog_name="mmpos", standalone_mode=False)
+
+
+def test_no_text_of_a_request_ends_the_script_that_holds_it(tmp_path: Path) -> None:
+    path, words = tmp_path / "ids.html", "a</script>&<b>"
+    write_page(Explorer({words: RopeTieV2()}), {"spec": "3", "schemes": [words]}, path)
+    (state,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', path.read_text("utf-8"))
+    assert json.loads(state)["request"] == {"spec": "3", "schemes": [words]}
 
 
 no_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed: no page was opened")
@@ -166,7 +175,7 @@ def test_the_page_shows_the_ids_of_twelve_documents(tmp_path: Path) -> None:
                 shown = await page.evaluate(_SHOWN)
                 assert len(shown) == len(schemes)
                 for (_, rows), words in zip(shown, schemes, strict=True):
-                    ids = place(SegmentTable.from_documents([read_spec(spec)]), Explorer()._scheme(words))
+                    ids = place(SegmentTable.from_documents([read_spec(spec)]), make_scheme(words))
                     numerators, denominators = ids.rationals()
                     got = np.array([[_number(cell) for cell in row] for row in rows])
                     assert (got[:, 0] == np.arange(ids.num_tokens)).all()
@@ -247,7 +256,7 @@ async def _served() -> AsyncIterator[str]:
 
 
 def _ids(spec: str, scheme: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    made = Explorer()._scheme(scheme) if isinstance(scheme, str) else scheme
+    made = make_scheme(scheme) if isinstance(scheme, str) else scheme
     return place(SegmentTable.from_documents([read_spec(spec)]), made).dense()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import webbrowser
 from collections.abc import Awaitable, Callable
-from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +14,10 @@ import typer
 
 from mmpos.cli.commands import SPECS, app
 from mmpos.cli.options import make_scheme, read_specs, scheme_option, to_json
+from mmpos.cli.report import save_html
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes import SCHEMES
 from mmpos.support.extras import needed_for
-from mmpos.support.files import local_path, whole_file
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -62,11 +61,10 @@ def explore(
         write_page(explorer, begin, output)
         typer.echo(f"wrote {output}")
         return
-    explorer.answer(begin)  # an error belongs to the terminal, before a browser opens
-    with needed_for("mmpos explore", extra="explore"):
-        import aiohttp.web  # noqa: F401
-        import plotly  # noqa: F401
-    asyncio.run(_serve(explorer, begin, port, browser))
+    # An error belongs to the terminal, before a browser opens.
+    explorer.answer(begin)
+    _asset("plotly.js")
+    asyncio.run(_serve(make_app(explorer, begin), port, browser))
 
 
 def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
@@ -77,20 +75,12 @@ def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
         begin: the request.
         path: the file, ending in .html.
     """
-    target = local_path("--output", path)
-    if target.suffix.lower() != ".html":
-        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .html")
     page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
-    for name, tag in (("explorer.css", "style"), ("plotly.js", "script"), ("explorer.js", "script")):
-        reference = _STYLE if tag == "style" else f'<script src="{name}" defer></script>'
-        page = page.replace(reference, "" if tag == "script" else f"<style>\n{_asset(name)}</style>")
-        if tag == "script":  # at the end, since an inline script cannot wait for the body
-            page = page.replace("</body>", f"<script>\n{_asset(name)}\n</script>\n</body>")
-    with whole_file(target) as file:
-        file.write(page.encode())
-
-
-_STYLE = '<link rel="stylesheet" href="explorer.css">'
+    page = page.replace('<link rel="stylesheet" href="explorer.css">', f"<style>\n{_asset('explorer.css')}</style>")
+    head, _, tail = page.rpartition("</body>")
+    for name in ("plotly.js", "explorer.js"):  # at the end, since an inline script cannot wait for the body
+        head = head.replace(f'<script src="{name}" defer></script>\n', "", 1) + f"<script>\n{_asset(name)}\n</script>\n"
+    save_html("--output", path, f"{head}</body>{tail}")
 
 
 def _asset(name: str) -> str:
@@ -105,7 +95,7 @@ def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] |
     """Fill the page with its first request, the names of schemes and, where nothing is served, the answer."""
     names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
     state = json.dumps({"request": begin, "schemes": names, "answer": answer})
-    return _asset("explorer.html").replace("{{state}}", escape(state, quote=False).replace("&gt;", ">"))
+    return _asset("explorer.html").replace("{{state}}", state.replace("<", "\\u003c"))  # no text ends the script
 
 
 def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
@@ -115,7 +105,8 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
         explorer: computes the answers.
         begin: the request that the page begins with.
     """
-    from aiohttp import web
+    with needed_for("mmpos explore", extra="explore"):
+        from aiohttp import web
 
     @web.middleware
     async def guard(
@@ -151,11 +142,11 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
     return application
 
 
-async def _serve(explorer: Explorer, begin: dict[str, Any], port: int, browser: bool) -> None:
+async def _serve(application: web.Application, port: int, browser: bool) -> None:
     """Serve the page until the program is interrupted."""
     from aiohttp import web
 
-    runner = web.AppRunner(make_app(explorer, begin))
+    runner = web.AppRunner(application)
     await runner.setup()
     site = web.TCPSite(runner, _HOST, port)
     try:

@@ -104,7 +104,10 @@ def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
     """Make the table of input_ids by a model's config, with the scheme of the model."""
     from mmpos.integrations.models import from_hf_config
 
-    settings = from_hf_config(request.get("config"))
+    config = request.get("config")
+    if not isinstance(config, Mapping):  # never a path, which from_hf_config would read
+        raise InvalidInputError(f"config: got {type(config).__name__}, want the content of a config.json")
+    settings = from_hf_config(config)
     grids = {name: request[name] for name in ("image_grid_thw", "video_grid_thw") if request.get(name) is not None}
     segments = settings.segments(request["input_ids"], **grids)
     if segments.num_documents != 1:

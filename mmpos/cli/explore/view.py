@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -111,7 +112,6 @@ def _noun(kind: int, frames: int) -> str:
 def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, named: Sequence[int]) -> dict[str, object]:
     """Compute what one scheme makes of the document."""
     positions = place(explored.segments, scheme, explored.start)
-    rotary = Rotary(head_dim=HEAD_DIM, axes=positions.axes)
     resumable = bool(positions.resumable[0])
     names = axis_names(positions.axes)
     return {
@@ -125,21 +125,28 @@ def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, named: Se
         "delta": int(positions.documents[DELTA, 0]) if resumable else None,
         "sentences": {str(each): positions.explain(each, explored.segments) for each in named},
         "python": _program(explored, scheme),
-        **_rotation(positions, rotary, token, pair),
+        **_rotation(positions, token, pair),
     }
 
 
-def _rotation(positions: PositionTable, rotary: Rotary, token: int, pair: int) -> dict[str, object]:
+def _rotation(positions: PositionTable, token: int, pair: int) -> dict[str, object]:
     """Compute the phases of one pair, and the mean cosine over pairs between the selected token and each other."""
+    rotary = _rotary(positions.axes)
     ids = positions.dense(dtype=np.float64)
-    frequency = rotary.inv_freq_array[pair]
-    phases = rotary.pair_ids(ids)[pair] * frequency % (2 * np.pi)
+    frequency, turning = rotary.inv_freq_array[pair], int(rotary.pair_axis[pair])
+    phases = ids[turning] * frequency % (2 * np.pi)
     scores = np.cos(rotary.pair_ids(ids - ids[:, [token]]) * rotary.inv_freq_array[:, None]).mean(axis=0)
-    axis = axis_names(positions.axes)[int(rotary.pair_axis[pair])]
+    axis = axis_names(positions.axes)[turning]
     return {
         "pair": {"index": pair, "axis": axis, "inv_freq": float(frequency), "phases": phases.round(6).tolist()},
         "scores": scores.round(6).tolist(),
     }
+
+
+@cache
+def _rotary(axes: int) -> Rotary:
+    """Make the default rotation over these axes; its exact frequencies take longer than a view."""
+    return Rotary(head_dim=HEAD_DIM, axes=axes)
 
 
 def _program(explored: Explored, scheme: Scheme) -> str:

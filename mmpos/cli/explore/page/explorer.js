@@ -359,12 +359,18 @@ function ids(panel, scheme) {
 }
 
 function python(panel, scheme) {
+  const code = element("pre", { tabIndex: 0, textContent: scheme.python });
   const copy = element("button", { type: "button", textContent: "Copy" });
   copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(scheme.python);
-    copy.textContent = "Copied";
+    try {
+      await navigator.clipboard.writeText(scheme.python);
+      copy.textContent = "Copied";
+    } catch { // a browser may keep files from the clipboard
+      getSelection().selectAllChildren(code);
+      copy.textContent = "Selected";
+    }
   });
-  panel.append(copy, element("pre", { tabIndex: 0, textContent: scheme.python }));
+  panel.append(copy, code);
 }
 
 const VIEWS = { plane, maps, phases, scores, ids, python };

@@ -27,7 +27,10 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what torch.compile writes to this run: kernels for vectors of other settings have the same key."""
+    """Keep this run apart from others: the kernels of torch.compile, whose key leaves out the processor, and clusters of
+    Ray, which joins one that it finds, be it of another test that is still stopping.
+    """
+    os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp()
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -36,11 +36,8 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def stopped() -> Iterator[None]:
     """Stop the Ray of the last test, whatever it was."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        yield
-        ray.shutdown()
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -149,7 +146,6 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
 def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # not a cluster that an earlier test is still stopping
     corpus(tmp_path, 8, 40)
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"

@@ -69,12 +69,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path, port = tmp_path_factory.mktemp("settings") / FILE, free_port()
     path.write_text(SETTINGS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         for check in ("READY", "HEALTH"):  # by which a proxy that starts on a busy machine is killed
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "300")
         patch.chdir(path.parent)
-        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
         try:
             serve.start(
                 http_options={"port": free_port()},

@@ -139,6 +139,25 @@ def test_threads_share_a_plan() -> None:
     assert tables_of_threads == [place(segments).table.tolist() for segments in tables]
 
 
+@pytest.mark.parametrize("scheme", [RopeTie(axes=3), "mrope", "mrope-qwen3", "videorope", "vrope"])
+def test_times_that_no_ids_follow_change_neither_the_plan_nor_the_ids(scheme: str | Scheme) -> None:
+    frames = 3 if get_scheme(scheme).frames else 1
+    grids = [Grid(2, 4, frames=frames, seconds_per_frame=time) for time in (None, Fraction(1, 24), Fraction(1, 30))]
+    tables = [by_plan(SegmentTable.from_documents([[Text(2), grid, Text(1)]]), scheme) for grid in grids]
+    ids = [None if table is None else table.dense().tolist() for table in tables]
+    assert ids[0] is not None
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_new_times_do_not_drop_the_plans_of_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
+    place(image)
+    monkeypatch.setattr(RopeTie, "consumed", None)  # not asked again
+    for n in range(70):
+        place(SegmentTable.from_documents([[Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 20 + n))]]), "cosmos")
+    assert place(image).num_tokens == 9
+
+
 def test_a_scheme_is_asked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     consumed = RopeTie.consumed

@@ -19,12 +19,14 @@ from diffusers_models import MODELS, Flux2, Model, Wan, WanFromImages, joined
 from diffusers_ranks import run
 from tolerance import FREQUENCY, assert_within, gamma, rounding
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.diffusers import pack_latents, patch, unpack_latents, unpatch
 from mmpos.integrations.diffusers.anatomy import ANATOMIES, NOT_PATCHED
 from mmpos.integrations.diffusers.classes import TRANSFORMERS
 from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
+from mmpos.integrations.patches import Attribute, Patch
 from mmpos.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -404,6 +406,38 @@ def test_a_processor_that_came_after_patch_is_not_silent() -> None:
     transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2AttnProcessor())
     with pytest.raises(UnsupportedError, match="transformer: got 1 of 2 attentions that did not turn by positions"):
         model.call(transformer, THREE, False, model.positions(THREE))
+
+
+def test_a_processor_of_another_patched_transformer_is_refused() -> None:
+    first, second = (Flux2().transformer() for _ in range(2))
+    second.transformer_blocks[0].attn.set_processor(first.transformer_blocks[0].attn.processor)
+    patch(first)
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedError, match=r"^processor: got one that another patched transformer has, want one of its own$"
+        ):
+            patch(second)
+    unpatch(first)
+    unpatch(patch(second))
+
+
+class Other:
+    """A class that an object may get."""
+
+
+@pytest.mark.parametrize("fails", ["class", "hook"])
+def test_a_patch_that_fails_leaves_nothing_behind(fails: str) -> None:
+    module, one = nn.Linear(1, 1), type("One", (), {})()
+    before, kind = sorted(vars(module)), type(one)
+
+    def hooks() -> Iterator[RemovableHandle]:
+        yield module.register_forward_hook(lambda *_: None)
+        raise RuntimeError("no more hooks")
+
+    classes = [(one, Other), *([(object(), Other)] if fails == "class" else [])]
+    with pytest.raises(TypeError if fails == "class" else RuntimeError):
+        Patch.install("module", module, hooks, [Attribute(module, "forward", module.forward)], classes)
+    assert (sorted(vars(module)), type(one), len(module._forward_hooks)) == (before, kind, 0)
 
 
 def test_transformers_that_are_not_known_are_refused_by_name() -> None:

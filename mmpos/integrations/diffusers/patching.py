@@ -241,6 +241,8 @@ def _after_rope(
     if streams is None:
         return None
     tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
+    if anatomy.rows is None:
+        return streams.rows(anatomy.order, tokens)
     return anatomy.rows(streams, anatomy.order, tokens, rope, *args)
 
 

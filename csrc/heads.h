@@ -1,12 +1,11 @@
-/* Channels of one head, rotated: float32 arithmetic, one rounding at the end. Included once per width of
- * vectors, with
+/* Channels of one head, rotated: float32 arithmetic, one rounding at the end. Included once per width of vectors, with
  *
  *   V        bytes of a vector
  *   NAME(x)  the name x has for this width
  *
  * bfloat16 is the upper half of float32. A word of two of them becomes two floats by a shift and by a mask, and two
- * floats become a word again in the same way: no lane ever moves. For that, cos and sin of halves stand evens first, then odds, in
- * groups of V / 2 pairs; see order_of in tokens.c. out may be x.
+ * floats become a word again in the same way: no lane ever moves. For that, cos and sin of halves stand evens first,
+ * then odds, in groups of V / 2 pairs; see order_of in tokens.c. out may be x.
  *
  * Each function rotates whole vectors of pairs from j on, and returns the pair it has come to. */
 

@@ -129,12 +129,11 @@ static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
 
 /* Count the text tokens of these segments, including audio; return any number above INT32_MAX if there are more. */
 static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
-    int64_t tokens = 0, shape[CONSUMED];
+    int64_t tokens = 0;
     for (int64_t s = first; s < stop && tokens <= INT32_MAX; s++) {
         int64_t what = kind_of(batch, s);
         if (what == TEXT || what == AUDIO) {
-            read_shape(batch, s, shape);
-            tokens = plus(tokens, shape[COLUMNS]);
+            tokens = plus(tokens, entry(&batch->extents, COLUMNS, s));
         }
     }
     return tokens;
@@ -144,12 +143,11 @@ static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
 static int put_document(Batch *batch, int64_t d, int64_t start) {
     int64_t first = item(&batch->offsets, d), stop = item(&batch->offsets, d + 1);
     int64_t real = 0, demanded = INT64_MIN, before = PAD, free = 0;
-    int64_t asked;
     Place place = {start, start, 0, 0};
     if (first < 0 || stop > batch->kind.size) {
         return 0;
     }
-    asked = entry(&batch->plan, TEXTS, CLEARED);
+    int64_t asked = entry(&batch->plan, TEXTS, CLEARED);
     free = asked & ANY_CLEARS ? cleared(batch, first, stop) : 0;
     place.text = asked & ANY_COUNTS ? text_tokens(batch, first, stop) : 0;
     if (free > INT32_MAX || place.text > INT32_MAX) {
@@ -227,7 +225,8 @@ int place_batch(Batch *batch, const Vector *starts, int64_t start) {
     return fits;
 }
 
-/* A new bytearray of (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory. */
+/* A new bytearray of (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory.
+ */
 static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
     PyObject *bytes = PyByteArray_FromStringAndSize(NULL, 8 * rows * columns);
     Matrix block = {bytes == NULL ? NULL : PyByteArray_AsString(bytes), rows, columns, 8 * columns, 8, 8, 'q'};
@@ -236,13 +235,13 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
 }
 
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
- * -> (table, documents, tokens), arrays as bytearrays; or the first grid of a shape that the plan does not have; or None.
+ * -> (table, documents, tokens), arrays as bytearrays; or the first grid of a shape that the plan does not have; or
+ * None.
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
  * grids must not touch, may have frames and may have row separators, and whether documents have next positions and may
- * hold audio; timed is whether frames have times that ids may follow, for
- * which no plan holds. It declines what it cannot place, whatever
- * the reason. */
+ * hold audio; timed is whether frames have times that ids may follow, for which no plan holds. It declines what it
+ * cannot place, whatever the reason. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;

@@ -205,8 +205,8 @@ enum {
 /* rotate(tensors, source, norm, part, parts, flags) -> bool, whether the tokens of a part were rotated.
  *
  * tensors: (q, q_out, k, k_out) or (q, q_out), capsules of DLPack, each (batch, seq, heads, head_dim) or (tokens, heads,
- * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from, or None, which is
- ** the same. part, parts: index and number of parts of about equal numbers of tokens.
+ * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from, or None, which is the
+ * same. part, parts: index and number of parts of about equal numbers of tokens.
  * source: (positions, kind, tokens, row, constants): a table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or
  * int64, or int64 in units of 2**-32, as the kind says; tokens in a row of a batch, 0 for any number; constants as bytes,
  * see Constants. Positions are a buffer, or a capsule; then ids may be (axes, batch, seq), and say tokens and row

@@ -39,13 +39,16 @@ WORKLOADS: dict[str, list[Document]] = {
     "d: 1 × 8k tokens of text": workload(1, 8192, 0, 1),
 }
 
-_DRAW = random.Random(0)
+
+def prompted(images: int) -> list[Document]:
+    """Draw images with sides of 32 to 80, each behind its prompt."""
+    draw = random.Random(0)
+    return [[Text(512), Grid(draw.randint(32, 80), draw.randint(32, 80))] for _ in range(images)]
+
 
 PROMPTED: dict[str, list[Document]] = {
     "1 image of 64×64": [[Text(512), Grid(64, 64)]],
-    "64 images, sides of 32 to 80": [
-        [Text(512), Grid(_DRAW.randint(32, 80), _DRAW.randint(32, 80))] for _ in range(64)
-    ],
+    "64 images, sides of 32 to 80": prompted(64),
 }
 """Images of models that generate, each behind its prompt."""
 

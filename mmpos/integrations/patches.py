@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,11 +47,18 @@ class Patch:
         cls,
         what: str,
         module: nn.Module,
-        hooks: Callable[[], Sequence[RemovableHandle]],
+        hooks: Callable[[], Iterator[RemovableHandle]],
         attributes: Sequence[Attribute],
         classes: Sequence[tuple[Any, type]] = (),
     ) -> None:
-        """Set all attributes and classes, or none, and register hooks.
+        """Set all attributes and classes and register all hooks, or do nothing.
+
+        Args:
+            what: name of the module in errors.
+            module: gets the patch.
+            hooks: registers hooks and yields the handle of each.
+            attributes: to set.
+            classes: objects and the class that each gets.
 
         Raises:
             UnsupportedError: an attribute is set on an instance already.
@@ -59,11 +67,19 @@ class Patch:
             if attribute.name in vars(attribute.module):
                 got = f"{type(attribute.module).__name__}.{attribute.name}"
                 raise UnsupportedError(f"{what}: got {got} set on the instance, want that of the class")
-        for attribute in attributes:
-            setattr(attribute.module, attribute.name, attribute.value)
-        for one, kind in classes:
-            one.__class__ = kind
-        setattr(module, _MARK, cls(hooks(), attributes, classes))
+        handles = []
+        with ExitStack() as undo:
+            for attribute in attributes:
+                setattr(attribute.module, attribute.name, attribute.value)
+                undo.callback(delattr, attribute.module, attribute.name)
+            for one, kind in classes:
+                undo.callback(setattr, one, "__class__", type(one))
+                one.__class__ = kind
+            for handle in hooks():
+                undo.callback(handle.remove)
+                handles.append(handle)
+            setattr(module, _MARK, cls(handles, attributes, classes))
+            undo.pop_all()
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def place(
         strict: whether two grids without text between them are an error; with None the scheme decides.
 
     Returns:
-        A PositionTable.
+        A PositionTable; equal calls may get the same one, since tables are immutable.
 
     Raises:
         InvalidInputError: the scheme is unknown, the start is wrong, or grids touch although the scheme forbids it.
@@ -76,8 +76,11 @@ def place(
     placed = place_by_plan(scheme, segments, start, strict)
     if placed is not None:
         return placed
-    if scheme.kept and native.core is not None and type(start) in (int,) and segments.kind.size <= _MOST_KEPT:
-        return _kept(_Request.of(segments, scheme, start, strict))
+    if _may_keep(scheme, segments, start):
+        of_grids = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
+        arrays = segments.kind, segments.extents, segments.segment_offsets, *of_grids
+        data = tuple(None if array is None else array.tobytes() for array in arrays)
+        return _kept(_Request(scheme, start, strict, data, segments))
     return _place(segments, scheme, start, strict)
 
 
@@ -85,21 +88,29 @@ def place(
 class _Request:
     """All that a table of one start follows from; arrays as bytes, so that requests can be compared."""
 
-    key: tuple[object, ...]
+    scheme: Scheme
+    start: npt.ArrayLike
+    strict: bool
+    arrays: tuple[bytes | None, ...]
     segments: SegmentTable = field(compare=False)
-
-    @classmethod
-    def of(cls, segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> _Request:
-        of_grids = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
-        arrays = segments.kind, segments.extents, segments.segment_offsets, *of_grids
-        data = tuple(None if array is None else array.tobytes() for array in arrays)
-        return cls((scheme, start, strict, data), segments)
 
 
 @lru_cache(maxsize=256)
 def _kept(request: _Request) -> PositionTable:
-    scheme, start, strict, _ = request.key
-    return _place(request.segments, scheme, start, strict)  # type: ignore[arg-type]
+    return _place(request.segments, request.scheme, request.start, request.strict)
+
+
+def _may_keep(scheme: Scheme, segments: SegmentTable, start: object) -> bool:
+    """Tell whether the table of a batch may be kept."""
+    if native.core is None:  # what is then placed is the reference of tests, which must not be an earlier table
+        return False
+    if type(start) is not int or segments.kind.size > _MOST_KEPT or not vars(type(scheme)).get("kept"):
+        return False
+    try:
+        hash(scheme)
+    except TypeError:  # a user-defined scheme that cannot be hashed
+        return False
+    return True
 
 
 def _place(segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> PositionTable:

@@ -51,12 +51,10 @@ class Plan:
 
     Args:
         scheme: scheme with ``by_shape``.
-        seconds: numerator and denominator of the seconds per frame of all grids, or None.
     """
 
-    def __init__(self, scheme: Scheme, seconds: tuple[int, int] | None = None) -> None:
+    def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self.seconds = seconds
         self.rules = scheme.frames, scheme.row_separators
         self.table = np.zeros((1 + 2, _ROW + _PER_AXIS * scheme.axes), np.int64)
         self.table[0, _SHAPE:] = _row_of_text(scheme)
@@ -67,7 +65,7 @@ class Plan:
         Args:
             shapes: (4, shapes) frames, height, width, and whether rows end in a separator; all different.
         """
-        rows = _rows(self.scheme, shapes, self.seconds)
+        rows = _rows(self.scheme, shapes)
         text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
         if len(known) + len(rows) <= MAX_SHAPES:
             rows = np.concatenate([known, rows])
@@ -80,19 +78,19 @@ class Plan:
         self.table = table  # atomic, for threads that read the previous table
 
 
-def plan_of(scheme: Scheme, seconds: tuple[int, int] | None = None) -> Plan | None:
-    """Return the plan of a scheme and a time, shared by equal ones; None if the scheme has no plan."""
+def plan_of(scheme: Scheme) -> Plan | None:
+    """Return the plan of a scheme, shared by equal schemes; None if the scheme has no plan."""
     if not vars(type(scheme)).get("by_shape"):
         return None
     try:
-        return _plan_of(scheme, seconds)
+        return _plan_of(scheme)
     except TypeError:  # a user-defined scheme that cannot be hashed
         return None
 
 
 @lru_cache(maxsize=64)
-def _plan_of(scheme: Scheme, seconds: tuple[int, int] | None) -> Plan:
-    return Plan(scheme, seconds)
+def _plan_of(scheme: Scheme) -> Plan:
+    return Plan(scheme)
 
 
 def forget_plans() -> None:
@@ -109,13 +107,10 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         start: unchecked start; see ``place``.
         strict: whether grids must not touch.
     """
-    core, seconds, timed = native.core, None, scheme.timed and segments.seconds_per_frame is not None
-    if timed:
-        seconds = _one_time(segments)
-        timed = seconds is None
-        if timed and scheme.fractional:  # even the denominator of a single frame depends on its time
-            return None
-    plan = plan_of(scheme, seconds)
+    core, plan = native.core, plan_of(scheme)
+    timed = scheme.timed and segments.seconds_per_frame is not None
+    if timed and scheme.fractional:  # even the denominator of a single frame depends on its time
+        return None
     if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None
     for _ in range(2):
@@ -134,14 +129,6 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
     return None  # another thread has restarted the plan
 
 
-def _one_time(segments: SegmentTable) -> tuple[int, int] | None:
-    """Return the seconds per frame that all grids have, if it is one."""
-    assert segments.seconds_per_frame is not None
-    times = segments.seconds_per_frame[:, segments.kind == GRID].T
-    first = times[:1].tolist()
-    return (first[0][0], first[0][1]) if first and first[0][0] and (times == times[0]).all() else None
-
-
 def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
     """Return the distinct grid shapes of a batch that a plan lacks, (4, shapes)."""
     grid = segments.kind == GRID
@@ -155,15 +142,15 @@ def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
     return shapes if len(known) + len(new) > MAX_SHAPES else shapes[:, new]
 
 
-def _rows(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
+def _rows(scheme: Scheme, shapes: IntArray) -> IntArray:
     """Build the rows of shapes from the scheme; a row without a denominator marks a shape that is not affine."""
     rows = np.zeros((shapes.shape[1], _ROW + _PER_AXIS * scheme.axes), np.int64)
     rows[:, :_SHAPE] = shapes.T
     try:
-        rows[:, _SHAPE:] = _numbers(scheme, shapes, seconds)
+        rows[:, _SHAPE:] = _numbers(scheme, shapes)
     except (MmposError, _NotAffineError):
         if len(rows) > 1:  # find the shape that failed
-            return np.concatenate([_rows(scheme, shapes[:, i : i + 1], seconds) for i in range(len(rows))])
+            return np.concatenate([_rows(scheme, shapes[:, i : i + 1]) for i in range(len(rows))])
     return rows
 
 
@@ -188,7 +175,7 @@ def _row_of_text(scheme: Scheme) -> IntArray:
     return np.concatenate([[1, _NONE, clears], axes])
 
 
-def _numbers(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) -> IntArray:
+def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
     """Compute the rows of shapes without the shapes, (shapes, values).
 
     Raises:
@@ -200,8 +187,7 @@ def _numbers(scheme: Scheme, shapes: IntArray, seconds: tuple[int, int] | None) 
     document = (_DOCUMENT + (_DOCUMENT[-1] + 1) * np.arange(count)[:, None]).reshape(-1)
     cursor, start = np.tile(_ASKED[:, _CURSOR], count), np.tile(_ASKED[:, _START], count)
     separator = of_shape[3] > 0 if shapes[3].any() else None
-    times = None if seconds is None else np.tile(np.array(seconds)[:, None], document.size)
-    grids = Grids(of_shape[:3], start, document, separator, times, text_tokens=np.tile(_ASKED[:, _TEXT], count))
+    grids = Grids(of_shape[:3], start, document, separator, text_tokens=np.tile(_ASKED[:, _TEXT], count))
     if scheme.unit(grids) is not None:
         raise _NotAffineError
     placement, demanded, cleared = scheme.place(grids, cursor), scheme.next_after(grids, cursor), scheme.cleared(grids)

@@ -17,8 +17,8 @@ class QKV(NamedTuple):
 
     Attributes:
         q: (tokens, num_heads, head_dim) or (batch, seq, num_heads, head_dim).
-        k: likewise with num_kv_heads.
-        v: likewise with num_kv_heads.
+        k: as q, with num_kv_heads.
+        v: as q, with num_kv_heads.
         gate: as q, what multiplies the output of attention once a sigmoid is taken of it; None where there is none.
     """
 

@@ -305,7 +305,7 @@ class Norm(NamedTuple):
 
     Attributes:
         q_weight: (head_dim,) float32, bfloat16 or float16; None does not normalise q.
-        k_weight: likewise of k.
+        k_weight: as q_weight, of k.
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         offset: added to the weights: 1.0 for Gemma's, which are 1.0 less than what multiplies.
         after: whether x is the head once it is rotated, instead of the head before.

@@ -202,13 +202,13 @@ class Scheme(ABC):
     kinds: frozenset[int] = frozenset()
     """Kinds of segments with markers that documents may hold and ``place`` counts: CLIP, or THUMBNAIL and TILE."""
     by_shape: ClassVar[bool] = False
-    """Whether ids follow from the shape of the grid, its seconds per frame, the cursor, the first id of the document,
-    the number of grids before in it and its tokens of text alone: ``place`` then asks once a shape where they are
-    linear in these. Each class says it for itself; its instances must be equal where they place alike, and text must
-    follow from cursor and first id alone."""
+    """Whether ids follow from the shape of the grid, the cursor, the first id of the document, the number of grids
+    before in it and its tokens of text alone, unless frames have times that they follow: ``place`` then asks the scheme
+    once per shape, if ids are linear in these. Each class must set it itself; equal instances must place alike, and
+    text must follow from cursor and first id alone."""
     kept: ClassVar[bool] = False
-    """Whether ``place`` keeps the tables of small batches that no plan places, since sizes of requests come again;
-    instances must be equal where they place alike."""
+    """Whether ``place`` keeps the tables of small batches that no plan places, since requests repeat sizes. Each class
+    must set it itself; equal instances must place alike."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 

@@ -46,7 +46,6 @@ class LatentScheme(Scheme):
     frames = False
     audio = False
     timed = False
-    kept = True
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
     """Axes on which text runs."""
@@ -154,6 +153,7 @@ class QwenImage(LatentScheme):
 
     name: ClassVar[str] = "qwen-image"
     by_shape = True
+    kept = True
     frames = True
     text_axes = (0, 1, 2)
     layered: bool = False
@@ -327,6 +327,7 @@ class JoyImage(LatentScheme):
     """
 
     name: ClassVar[str] = "joyimage"
+    kept = True
     frames = True
     text_runs: bool = False
 

@@ -32,6 +32,7 @@ class Wan(LatentScheme):
 
     name: ClassVar[str] = "wan"
     by_shape = True
+    kept = True
     text = False
     frames = True
     skip_length: int = 0
@@ -63,6 +64,7 @@ class AnyFlowFar(LatentScheme):
     """
 
     name: ClassVar[str] = "anyflow-far"
+    kept = True
     text = False
     frames = True
     fractional = True
@@ -286,6 +288,7 @@ class Ltx(_Ltx):
     """
 
     name: ClassVar[str] = "ltx"
+    kept = True
     fps = 25
 
     @property
@@ -311,6 +314,7 @@ class Ltx2(_Ltx):
     """
 
     name: ClassVar[str] = "ltx2"
+    kept = True
     fps = 24
     axes: int = 3
 
@@ -338,6 +342,7 @@ class Cosmos(LatentScheme):
 
     name: ClassVar[str] = "cosmos"
     by_shape = True
+    kept = True
     text = False
     frames = True
     timed = True
@@ -375,6 +380,7 @@ class Cosmos3(Cosmos):
 
     name: ClassVar[str] = "cosmos3"
     by_shape = True
+    kept = True
     text = True
     text_axes = (0, 1, 2)
     margin: int = 15000
@@ -397,6 +403,7 @@ class MiniMaxH3(LatentScheme):
     """
 
     name: ClassVar[str] = "minimax-h3"
+    kept = True
     frames = True
     fractional = True
     text_axes = (0,)

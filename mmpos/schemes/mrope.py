@@ -24,6 +24,7 @@ class MRope(Scheme):
     name: ClassVar[str] = "mrope"
     by_shape = True
     axes = 3
+    timed = False
 
     def advance(self, grids: Grids) -> IntArray:
         return grids.extents.max(axis=0)
@@ -62,6 +63,7 @@ class MRopeInterleaveReset(MRope):
 class TimedMRope(MRope):
     """M-RoPE whose frames are at c + what ``frame_ids`` gives, each a piece of its own, since floors are not affine."""
 
+    timed = True
     tokens_per_second: int | Fraction | None = None
 
     def frame_ids(self, grids: Grids, grid: IntArray, frame: IntArray) -> IntArray:

@@ -25,6 +25,7 @@ class _Tie(Scheme):
     centred = False
     """Whether the strides leave slack on both sides: γ(n + 1) < E + 1."""
     strict = True
+    timed = False
     row_separators = True
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ class VideoRope(Scheme):
     name: ClassVar[str] = "videorope"
     by_shape = True
     axes = 3
+    timed = False
     delta: int = 2
 
     def __post_init__(self) -> None:
@@ -49,6 +50,7 @@ class VRope(Scheme):
     name: ClassVar[str] = "vrope"
     by_shape = True
     axes = 4
+    timed = False
 
     def advance(self, grids: Grids) -> IntArray:
         return grids.frames * self._span(grids)

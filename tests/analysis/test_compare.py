@@ -29,7 +29,7 @@ from mmpos.analysis.compare import (
 )
 from mmpos.encodings import ENCODINGS, AdditiveTable, Encoding, LearnedAbsolute, Sinusoidal
 from mmpos.errors import InvalidInputError
-from mmpos.schemes import Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
+from mmpos.schemes import Cosmos, Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
 from mmpos.support.checks import IntArray
 
 MARKS = {"✓": True, "✗": False, "–": None}
@@ -38,7 +38,8 @@ MARKS = {"✓": True, "✗": False, "–": None}
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
 #   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0, as are all but
 #   one axis of xd-rope, and those of qwen-image-2.1 around 0. An image of bagel is one id, whatever its size.
-# unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id.
+# unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id,
+#   and so does ⌊t·25/30⌋ of tmrope.
 # delta 0: ids consumed less patches; rows and grid-2d have no next position.
 # prefix-stable: a frame more changes the strides, or the centre, of three-axis ties.
 # Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
@@ -59,7 +60,7 @@ SCHEMES = f"""
     mrope-qwen3                  3 ✓✗✓✗✓✓ 24 576 1
     mrope-interleave-reset       3 ✓✗✓✗✓✓ 24 576 1
     mrope-canvas                 3 ✓✗✓✗✓✓ 25 577 {log2(129 / 65)}
-    tmrope                       3 ✓✗✓✗✓✓ 24 576 1
+    tmrope                       3 ✓✗✗✗✓✓ 24 576 1
     tmrope-qwen3                 3 ✓✗✓✗✗✓ 24 576 1
     v2pe                         1 ✓✗✓✗✗✓ 144 144 2
     videorope                    3 ✓✗✓✗✓✓ 1 1 0
@@ -194,6 +195,7 @@ def found(properties: tuple[Property, ...], named: Any, name: str) -> PropertyVa
         (Backwards(), "prefix-stable", "1,1x1,1: a token more moves token 2 from (2, 2) to (3, 3)"),
         (FarOff(), "symmetric", "1,1x1,1: gaps (2, 2) and (0, 0)"),
         (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002); holds for 132 of 144 images"),
+        (Cosmos(), "integer", "2x1x1 (1/30 s per frame): token 1 is at (4/5, 0, 0); holds for every image"),
         (Floored(), "symmetric", "1,3x1x1,1 (3/2 s per frame): gaps 2 and 3 at patch 1; holds for every image"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,

@@ -51,6 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_layers": 2,
         "rope_max_seq_len": 32,
     },
+    "CosmosTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "num_layers": 1,
+        "text_embed_dim": 8,
+        "adaln_lora_dim": 8,
+        "extra_pos_embed_type": None,
+    },
     "ErnieImageTransformer2DModel": {
         "hidden_size": 128,
         "num_attention_heads": 2,
@@ -101,6 +111,17 @@ def test_cross_attention_has_no_keys_to_judge_and_one_norm_over_all_heads_is_ser
     layers = keys_of(transformer, {"hidden_states": latents, "encoder_hidden_states": texts, "timestep": torch.ones(1)})
     assert [(one.layer, one.keys.shape) for one in layers] == [(0, (1, 60, 2, 64)), (1, (1, 60, 2, 64))]
     assert all(verdict(transformer, one, [[Grid(4, 5, frames=3)]]).equal for one in layers)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_a_norm_after_heads_and_tokens_are_exchanged_is_served(width: int) -> None:
+    """Cosmos norms keys of (batch, heads, tokens, head_dim), which may have as many tokens as heads."""
+    transformer = made("CosmosTransformer3DModel")
+    latents, mask = torch.zeros(1, 4, 1, 4, 2 * width), torch.zeros(1, 1, 4, 2 * width)
+    call = {"hidden_states": latents, "padding_mask": mask, "encoder_hidden_states": torch.zeros(1, 6, 8)}
+    (layer,) = keys_of(transformer, {**call, "timestep": torch.ones(1)})
+    assert layer.keys.shape == (1, 2 * width, 2, 64)
+    assert verdict(transformer, layer, [[Grid(2, width)]]).equal
 
 
 def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_mends_it() -> None:

@@ -291,7 +291,13 @@ class Ltx(Tokens):
 
 
 class Latents(Model):
-    """Transformers that cut latents into patches."""
+    """Transformers that cut latents into patches.
+
+    Attributes:
+        text_name: name of the argument that brings texts.
+    """
+
+    text_name: ClassVar[str] = "encoder_hidden_states"
 
     def latents_of(self, i: int) -> Tensor:
         return self.latents[i] if self.frames else self.latents[i][:, 0]
@@ -299,8 +305,8 @@ class Latents(Model):
     def alone(self, transformer: Any, i: int) -> Tensor:
         return transformer(
             hidden_states=self.latents_of(i)[None],
-            encoder_hidden_states=self.texts[i][None],
             timestep=self.timestep,
+            **{self.text_name: self.texts[i][None]},
             **self.one(i),
         ).sample[0]
 
@@ -308,9 +314,9 @@ class Latents(Model):
         latents = [self.latents_of(i) for i in which]
         got = transformer(
             hidden_states=pack_latents(latents, 2, batch=batch),
-            encoder_hidden_states=self.texts_in_rows(which, batch),
             timestep=self.rows(self.timestep, which, batch),
             positions=positions,
+            **{self.text_name: self.texts_in_rows(which, batch)},
             **self.all(which, batch),
         )
         return unpack_latents(got.sample, [x.shape[1:] for x in latents], 2)
@@ -433,6 +439,7 @@ class Lumina2(Latents):
 
 class ErnieImage(Latents):
     name = "ErnieImageTransformer2DModel"
+    text_name = "text_bth"
     config: ClassVar[dict[str, Any]] = {
         "in_channels": 4,
         "out_channels": 4,
@@ -448,20 +455,14 @@ class ErnieImage(Latents):
     def document(self, i: int) -> list[Text | Grid]:
         return super().document(i)[::-1]
 
-    def alone(self, transformer: Any, i: int) -> Tensor:
-        lengths = torch.tensor([TEXTS[i]])
-        return transformer(self.latents_of(i)[None], self.timestep, self.texts[i][None], lengths).sample[0]
+    def one(self, i: int) -> dict[str, Any]:
+        return {"text_lens": torch.tensor([TEXTS[i]])}
 
-    def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
-        latents = [self.latents_of(i) for i in which]
-        got = transformer(
-            hidden_states=pack_latents(latents, 2, batch=batch),
-            timestep=self.rows(self.timestep, which, batch),
-            text_bth=joined([self.texts[i] for i in which], batch),
-            text_lens=None,
-            positions=positions,
-        )
-        return unpack_latents(got.sample, [x.shape[1:] for x in latents], 2)
+    def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
+        return {"text_lens": None}
+
+    def texts_in_rows(self, which: Sequence[int], batch: bool) -> Tensor:
+        return joined([self.texts[i] for i in which], batch)
 
 
 _ALL = (

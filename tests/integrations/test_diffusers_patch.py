@@ -19,12 +19,14 @@ from diffusers_models import MODELS, Flux2, Model, Wan, WanFromImages, joined
 from diffusers_ranks import run
 from tolerance import FREQUENCY, assert_within, gamma, rounding
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.diffusers import pack_latents, patch, unpack_latents, unpatch
 from mmpos.integrations.diffusers.anatomy import ANATOMIES, NOT_PATCHED
 from mmpos.integrations.diffusers.classes import TRANSFORMERS
 from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
+from mmpos.integrations.patches import Attribute, Patch
 from mmpos.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,14 +96,15 @@ def test_positions_decide(name: str) -> None:
     model, transformer = made(name)
     patch(transformer)
     right = model.call(transformer, THREE, False, model.positions(THREE))
+    bound = rounding(lambda: model.call(transformer, THREE, False, model.positions(THREE)), transformer.parameters())
     documents = [model.document(i) for i in THREE]
     swapped = [
         [Grid(part.width, part.height, frames=part.frames) if isinstance(part, Grid) else part for part in document]
         for document in documents
     ]
     wrong = model.call(transformer, THREE, False, model.settings().place(swapped))
-    for one, other in zip(right, wrong, strict=True):
-        assert (one - other).abs().max() > 1e-4 * one.abs().max()
+    for one, other, off in zip(right, wrong, bound, strict=True):
+        assert (one - other).abs().max() > off
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,10 +164,16 @@ def test_compiled_transformers_give_the_same(name: str) -> None:
 def test_ranks_among_which_diffusers_splits_tokens_give_what_one_process_does(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run, args=(rank, tmp_path)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
     for rank in "01":
         shares = json.loads((tmp_path / rank).read_text())
         assert shares.pop("ring") == (
@@ -177,7 +186,6 @@ def test_ranks_among_which_diffusers_splits_tokens_give_what_one_process_does(tm
         )
         assert len(shares) == 8
         assert max(shares.values()) <= 1, shares
-        print(shares)
 
 
 def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +412,38 @@ def test_a_processor_that_came_after_patch_is_not_silent() -> None:
     transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2AttnProcessor())
     with pytest.raises(UnsupportedError, match="transformer: got 1 of 2 attentions that did not turn by positions"):
         model.call(transformer, THREE, False, model.positions(THREE))
+
+
+def test_a_processor_of_another_patched_transformer_is_refused() -> None:
+    first, second = (Flux2().transformer() for _ in range(2))
+    second.transformer_blocks[0].attn.set_processor(first.transformer_blocks[0].attn.processor)
+    patch(first)
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedError, match=r"^processor: got one that another patched transformer has, want one of its own$"
+        ):
+            patch(second)
+    unpatch(first)
+    unpatch(patch(second))
+
+
+class Other:
+    """A class that an object may get."""
+
+
+@pytest.mark.parametrize("fails", ["class", "hook"])
+def test_a_patch_that_fails_leaves_nothing_behind(fails: str) -> None:
+    module, one = nn.Linear(1, 1), type("One", (), {})()
+    before, kind = sorted(vars(module)), type(one)
+
+    def hooks() -> Iterator[RemovableHandle]:
+        yield module.register_forward_hook(lambda *_: None)
+        raise RuntimeError("no more hooks")
+
+    classes = [(one, Other), *([(object(), Other)] if fails == "class" else [])]
+    with pytest.raises(TypeError if fails == "class" else RuntimeError):
+        Patch.install("module", module, hooks, [Attribute(module, "forward", module.forward)], classes)
+    assert (sorted(vars(module)), type(one), len(module._forward_hooks)) == (before, kind, 0)
 
 
 def test_transformers_that_are_not_known_are_refused_by_name() -> None:

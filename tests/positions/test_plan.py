@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from oracle import CASES, batches
 
 from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
 from mmpos.positions import plan
+from mmpos.positions.place import _kept
 from mmpos.positions.plan import forget_plans, place_by_plan
 from mmpos.schemes import (
     Grids,
@@ -41,8 +42,9 @@ START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**
 
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
-    """Begin without plans."""
+    """Begin without plans and kept tables."""
     forget_plans()
+    _kept.cache_clear()
 
 
 def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
@@ -104,10 +106,16 @@ def test_references_that_are_counted_are_placed_by_a_plan_and_others_are_not(
     assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == placed
 
 
-def test_small_batches_of_requests_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Ltx]:
+    """Record each scheme that counts ids of grids in the general way."""
+    asked: list[Ltx] = []
     advance = Ltx.advance
     monkeypatch.setattr(Ltx, "advance", lambda self, grids: asked.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
+    return asked
+
+
+def test_small_batches_of_requests_are_placed_once(asked: list[Ltx]) -> None:
     seconds = [Fraction(1, 25), Fraction(1, 25), Fraction(1, 24), Fraction(1, 25)]
     segments = [SegmentTable.from_documents([[Grid(5, 61, frames=9, seconds_per_frame=each)]]) for each in seconds]
     tables = [place(one, Ltx(causal_offset=2)) for one in segments]
@@ -117,6 +125,43 @@ def test_small_batches_of_requests_are_placed_once(monkeypatch: pytest.MonkeyPat
     place(segments[0], Ltx(causal_offset=3))
     place(segments[0], Ltx(causal_offset=2), 1)
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize(("segments", "times"), [(64, 1), (65, 2)])
+def test_only_batches_of_at_most_64_segments_are_kept(segments: int, times: int, asked: list[Ltx]) -> None:
+    table = SegmentTable.from_documents([[Grid(1, 2, frames=3)]] * segments)
+    assert place(table, "ltx").table.tolist() == place(table, "ltx").table.tolist()
+    assert len(asked) == times
+
+
+@dataclass(frozen=True)
+class Moved(Ltx):
+    """A scheme of somebody's own whose first id equality does not see."""
+
+    first: list[int] = field(default_factory=lambda: [0], compare=False)
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        placement = super().place(grids, cursor)
+        return replace(
+            placement, origin=[origin + self.first[0] * placement.denominator for origin in placement.origin]
+        )
+
+
+@dataclass(frozen=True)
+class Unhashable(Ltx):
+    """A scheme of somebody's own that asks for kept tables and cannot be a key."""
+
+    kept = True
+    weights: list[int] = field(default_factory=list)
+
+
+def test_tables_of_a_subclass_are_kept_only_where_it_says_so_and_can_be_hashed(asked: list[Ltx]) -> None:
+    segments = SegmentTable.from_documents([[Grid(1, 2, frames=3)]])
+    first, second = (place(segments, Moved(first=[n])).dense() for n in (0, 7))
+    assert (second - first == 7).all()
+    for _ in range(2):
+        assert place(segments, Unhashable()).dense().tolist() == place(segments, "ltx").dense().tolist()
+    assert [type(scheme) for scheme in asked] == [Moved, Moved, Unhashable, Ltx, Unhashable]
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
@@ -137,6 +182,25 @@ def test_threads_share_a_plan() -> None:
         tables_of_threads = list(threads.map(lambda segments: place(segments).table.tolist(), tables))
     forget_plans()
     assert tables_of_threads == [place(segments).table.tolist() for segments in tables]
+
+
+@pytest.mark.parametrize("scheme", [RopeTie(axes=3), "mrope", "mrope-qwen3", "videorope", "vrope"])
+def test_times_that_no_ids_follow_change_neither_the_plan_nor_the_ids(scheme: str | Scheme) -> None:
+    frames = 3 if get_scheme(scheme).frames else 1
+    grids = [Grid(2, 4, frames=frames, seconds_per_frame=time) for time in (None, Fraction(1, 24), Fraction(1, 30))]
+    tables = [by_plan(SegmentTable.from_documents([[Text(2), grid, Text(1)]]), scheme) for grid in grids]
+    ids = [None if table is None else table.dense().tolist() for table in tables]
+    assert ids[0] is not None
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_new_times_do_not_drop_the_plans_of_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
+    place(image)
+    monkeypatch.setattr(RopeTie, "consumed", None)  # not asked again
+    for n in range(70):
+        place(SegmentTable.from_documents([[Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 20 + n))]]), "cosmos")
+    assert place(image).num_tokens == 9
 
 
 def test_a_scheme_is_asked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:

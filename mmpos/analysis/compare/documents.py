@@ -38,12 +38,13 @@ VIDEOS = tuple(
         (
             Grid(h, w, frames=f, seconds_per_frame=seconds)
             for f, h, w in product(range(2, 5), range(1, 5), range(1, 5))
-            for seconds in (None, Fraction(1, 4), Fraction(3, 2))
+            for seconds in (None, Fraction(1, 4), Fraction(3, 2), Fraction(1, 30))
         ),
         key=_smallest_first,
     )
 )
-"""Every video of 2 to 4 frames of up to 4×4 patches: without times, with four frames a second, and with slow ones."""
+"""Every video of 2 to 4 frames of up to 4×4 patches: without times, with four and thirty frames a second, and with slow
+ones."""
 
 
 def grids(scheme: Scheme) -> tuple[Grid, ...]:

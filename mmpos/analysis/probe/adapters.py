@@ -111,14 +111,8 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
 
     instance("transformer", transformer, torch.nn.Module, "a ModelMixin of diffusers")
     instance("call", call, Mapping, "what the pipeline gives")  # type: ignore[type-abstract]
-    attending = Attending()
-    handles = attending.hooks(transformer)
-    try:
-        with torch.no_grad(), attending:
-            transformer(**call)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), Attending(transformer) as attending:
+        transformer(**call)
     if not attending.keys:
         got = f"transformer: got no keys from {type(transformer).__name__}"
         raise UnsupportedError(f"{got}, want attentions that end in scaled_dot_product_attention")
@@ -129,8 +123,8 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
 class KeyRecorder:
     """Record the keys of every call of a model, inside a ``with`` block, and leave the model as it was.
 
-    It is for calls of your own: a trainer's, a pipeline's. ``use_cache=False`` is served, too. Under gradient
-    checkpointing call ``backward`` inside the block, too: it computes layers anew, which is not recorded again.
+    It is for calls of your own: a trainer's, a pipeline's. ``use_cache=False`` works as well. Under gradient
+    checkpointing call ``backward`` inside the block: it computes layers anew, which is not recorded again.
 
     Args:
         model: a PreTrainedModel.

@@ -1,9 +1,12 @@
-"""One key for all tokens of a transformer of diffusers, read once it is rotated, where torch attends."""
+"""One key for all tokens of a transformer of diffusers, read once it is rotated, where torch attends.
+
+It is apart from the adapters, which load torch when they are called: the base class of Attending is torch's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +23,48 @@ _CROSS = "attn2"
 
 
 class Attending(TorchFunctionMode):
-    """Record what torch attends to, inside a ``with`` block and while the hooks are there.
+    """Give all tokens of each self-attention one key inside a ``with`` block, and record what torch attends to.
 
     ``keys`` are (batch, tokens, heads, head_dim) of each attention, and ``references`` (heads, head_dim) before they
     are rotated.
+
+    Args:
+        transformer: a ModelMixin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
         self.keys: list[Tensor] = []
         self.references: list[Tensor] = []
+        self._transformer = transformer
+        self._handles: list[RemovableHandle] = []
         self._key: Tensor | None = None  # of the attention that runs
 
-    def hooks(self, transformer: nn.Module) -> list[RemovableHandle]:
-        """Give all tokens of each self-attention one key."""
-        handles = []
-        for name, module in transformer.named_modules():
+    def __enter__(self) -> Self:
+        for name, module in self._transformer.named_modules():
             if not hasattr(module, "processor") or name.rpartition(".")[2] == _CROSS:
                 continue
             for names in _LAST:
                 parts = (getattr(module, name, None) for name in names)
                 part = next((part for part in parts if part is not None), None)
                 if part is not None:
-                    handles.append(part.register_forward_hook(self._one_key))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        return handles
+                    self._handles.append(part.register_forward_hook(self._one_key))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _one_key(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        if self._key is None:
+        if (
+            self._key is None
+        ):  # of the last axis alone, since heads stand before the tokens in some, after them in others
             generator = torch.Generator().manual_seed(len(self.keys))
-            self._key = torch.randn(output.shape[2:], generator=generator).to(output)
+            self._key = torch.randn(output.shape[-1:], generator=generator).to(output)
         return self._key.expand_as(output)
 
     def _leave(self, *_: object) -> None:

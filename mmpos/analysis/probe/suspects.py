@@ -133,13 +133,13 @@ def _apart(meant: Rotary) -> Iterator[Suspect]:
         seconds = slice(axis.size, None)
     else:  # angles lie twice one after the other: channels 2j and 2j + 1 are neighbours among them
         laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
-    lies = "side by side" if meant.pairing == "half" else "in two halves"
+    where = "side by side" if meant.pairing == "half" else "in two halves"
     change: dict[str, Any] = {"mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA, "scaling": None}
     first, second = (
         replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **change)
         for of in (laid[firsts], laid[seconds])
     )
-    cause = f"the two channels of a pair turn apart: both angles of a pair lie {lies}, and pairs are {meant.pairing!r}"
+    cause = f"the two channels of a pair turn apart: both angles of a pair lie {where}, and pairs are {meant.pairing!r}"
     remedy = "give both channels of a pair one angle; a model that was trained so (ERNIE-Image) has a second_rotary"
     yield Suspect(cause, remedy, first, second=second)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,11 +250,12 @@ class _Layer:
             if diagnosis.equal and reading.reference is not None:
                 notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
         equal, cause = diagnosis is not None and diagnosis.equal, None if diagnosis is None else diagnosis.cause
+        verdict = partial(Verdict, (reading,), foreign=self.foreign, diagnosis=diagnosis)
         if not equal and not alone and self._one_key(reading):
             if wrong is None and meant is not None:
                 wrong = int(meant.changes.argmax())
             notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
-            return Verdict((reading,), False, wrong, (*said, *notes), ONE_KEY, (), self.foreign, diagnosis)
+            return verdict(False, wrong, (*said, *notes), ONE_KEY)
         if not alone:
             identified = self.identified  # ids may be read through a wrong rotation
             first, other = identified.first_wrong, identified.named and not identified.as_meant
@@ -264,10 +266,10 @@ class _Layer:
             if other or earlier or (not differs and (not equal or reading.notes)):
                 notes.append(str(identified))
             if other:  # the cause in the ids is what they look like through the rotation that was meant
-                return Verdict((reading,), equal, wrong, (*said, *notes), identified.kind, (), self.foreign, diagnosis)
+                return verdict(equal, wrong, (*said, *notes), identified.kind)
         if diagnosis is not None:
             said += diagnosis.explanation
-        return Verdict((reading,), equal, wrong, (*said, *notes), cause, (), self.foreign, diagnosis)
+        return verdict(equal, wrong, (*said, *notes), cause)
 
     def _one_key(self, reading: Reading) -> bool:
         """Tell whether tokens have one key, also where its pairs are too few to tell ids, though ids should differ."""

@@ -23,10 +23,6 @@ Arguments = dict[str, Any]
 Order = tuple[str, ...]
 
 
-def _joint_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> object:
-    return streams.rows(order, tokens)
-
-
 def _later_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> None:
     """Make rows once rope has seen the tokens of all streams, one by one; blocks get them by joint_attention_kwargs."""
     streams.arrived.append(tokens)
@@ -60,7 +56,7 @@ class TransformerAnatomy:
         times: whether every token may have a timestep of its own.
         text: name of the argument that brings texts.
         text_module: name of the module through which texts go document by document before they join a row, or "".
-        rows: what blocks get in place of rope's output, which None leaves.
+        rows: makes what blocks get in place of rope's output, or leaves that by None; None for the rows of ``order``.
         unlike: field of the config and the value with which a transformer is another one.
     """
 
@@ -75,7 +71,7 @@ class TransformerAnatomy:
     times: bool = False
     text: str = TEXT
     text_module: str = ""
-    rows: Callable[..., object] = _joint_rows
+    rows: Callable[..., object] | None = None
     unlike: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:

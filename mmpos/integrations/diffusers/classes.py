@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import pi
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.diffusers.config import TransformerConfig
@@ -44,6 +44,7 @@ from mmpos.schemes.generation_video import (
 __all__ = ["REFUSED", "TRANSFORMERS"]
 
 Settings = dict[str, Any]
+Pairing = Literal["half", "adjacent"]
 """Arguments of TransformerSettings but for the class."""
 
 Reader = Callable[[TransformerConfig], Settings]
@@ -95,7 +96,7 @@ def _axial(
     return read
 
 
-def _ladders(channels: tuple[int, ...], theta: Any = 10000.0, pairing: Any = "adjacent") -> Rotary:
+def _ladders(channels: tuple[int, ...], theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
     """Make the rotation with a full ladder for each axis, block after block."""
     axes = len(channels)
     return Rotary(
@@ -332,12 +333,12 @@ def _ltx_2(config: TransformerConfig) -> Settings:
         causal_offset=config.integer("causal_offset", 1, minimum=0),
         frames_per_latent=scales[0],
     )
-    pairing = "half" if config.get("rope_type") == "split" else "adjacent"
+    pairing: Pairing = "half" if config.get("rope_type") == "split" else "adjacent"
     rotary = _climbing(heads, channels, config.number("rope_theta", 10000.0), pairing)
     return {"scheme": scheme, "rotary": rotary, "vae_scale": scales}
 
 
-def _climbing(heads: int, channels: int, theta: float = 10000.0, pairing: Any = "adjacent") -> Rotary:
+def _climbing(heads: int, channels: int, theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
     """Make the rotation of LTX, whose ladder climbs through all heads and whose axes take turns on every rung.
 
     The first pairs, which the axes do not share out evenly, do not turn.

@@ -8,7 +8,7 @@ arguments, also through checkpoints, and nothing is kept on a module between cal
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -49,6 +49,9 @@ class _Processing:
     turns: bool
 
 
+_MARK = "_mmpos_turns"
+"""The attribute of the classes of processors that turn by positions."""
+
 _STREAMS: ContextVar[Streams | None] = ContextVar("mmpos_streams", default=None)
 """Streams of the transformer's forward that runs."""
 
@@ -84,7 +87,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         the transformer itself.
 
     Raises:
-        UnsupportedError: a class or a processor that is not known.
+        UnsupportedError: a class or a processor that is not known, or a processor of another patched transformer.
         InvalidInputError: the transformer is patched already, or rotary has other heads, axes or pairs than it.
     """
     if is_patched(_checked_module(transformer)):
@@ -137,28 +140,27 @@ def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
     return [rotary]
 
 
-def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Sequence[RemovableHandle]:
-    handles = [
-        transformer.register_forward_pre_hook(hook, with_kwargs=True),
-        transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True),
-    ]
+def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Iterator[RemovableHandle]:
+    yield transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    yield transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
     rope = getattr(transformer, anatomy.rope)
-    handles.append(rope.register_forward_hook(partial(_after_rope, anatomy)))
+    yield rope.register_forward_hook(partial(_after_rope, anatomy))
     if anatomy.text_module:
         texts = getattr(transformer, anatomy.text_module)
-        handles.append(texts.register_forward_pre_hook(_mask_texts))
-        handles.append(texts.register_forward_hook(_texts_in_rows))
+        yield texts.register_forward_pre_hook(_mask_texts)
+        yield texts.register_forward_hook(_texts_in_rows)
     for name in anatomy.blocks:
         for block in getattr(transformer, name):
-            handles.append(block.register_forward_pre_hook(_enter_block, with_kwargs=True))
-            handles.append(block.register_forward_hook(_leave_block, always_call=True))
-    return handles
+            yield block.register_forward_pre_hook(_enter_block, with_kwargs=True)
+            yield block.register_forward_hook(_leave_block, always_call=True)
 
 
 def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
     """List the processors of attentions, each once, with the class of those that turn by positions."""
     unique = {id(attention.processor): attention.processor for attention in attentions}
     kinds: list[tuple[Any, Any]] = [(one, type(one)) for one in unique.values()]
+    if any(_MARK in vars(kind) for _, kind in kinds):
+        raise UnsupportedError("processor: got one that another patched transformer has, want one of its own")
     return [(one, _turning(kind)) for one, kind in kinds]
 
 
@@ -239,6 +241,8 @@ def _after_rope(
     if streams is None:
         return None
     tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
+    if anatomy.rows is None:
+        return streams.rows(anatomy.order, tokens)
     return anatomy.rows(streams, anatomy.order, tokens, rope, *args)
 
 
@@ -302,7 +306,7 @@ def _turning(kind: type) -> type:
     # Attentions hand to their processor what its signature names.
     key = inspect.Parameter(_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
     extended = signature.replace(parameters=[*signature.parameters.values(), key])
-    members = {"__call__": __call__, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    members = {"__call__": __call__, "__doc__": kind.__doc__, "__module__": kind.__module__, _MARK: True}
     __call__.__signature__ = extended  # type: ignore[attr-defined]
     return type(kind.__name__, (kind,), members)
 

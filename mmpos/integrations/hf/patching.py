@@ -6,7 +6,7 @@ module between calls: what a call brings is in its own arguments, also through c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import FunctionType, MethodType
@@ -99,15 +99,12 @@ def unpatch(model: Model) -> Model:
     return unpatched("model", model)
 
 
-def _hooks(anatomy: Anatomy, hook: ModelHook) -> tuple[RemovableHandle, ...]:
+def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:
     base = anatomy.base
-    handles = [
-        base.register_forward_pre_hook(hook, with_kwargs=True),
-        base.register_forward_hook(_check_reached, with_kwargs=True),
-    ]
+    yield base.register_forward_pre_hook(hook, with_kwargs=True)
+    yield base.register_forward_hook(_check_reached, with_kwargs=True)
     for attention, layer_type in zip(anatomy.attentions, anatomy.layer_types, strict=True):
-        handles.append(attention.register_forward_pre_hook(AttentionHook(layer_type), with_kwargs=True))
-    return tuple(handles)
+        yield attention.register_forward_pre_hook(AttentionHook(layer_type), with_kwargs=True)
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:

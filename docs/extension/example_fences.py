@@ -11,7 +11,7 @@ FENCE = re.compile(r" *(?:```+|~~~+)")
 
 
 class Examples(Preprocessor):
-    """Fence doctests, and drop the word after which the tests leave a block alone."""
+    """Fence doctests, and remove `no-run` from the fences of pages."""
 
     def run(self, lines: list[str]) -> list[str]:
         """Return the lines that pymdownx.superfences understands."""
@@ -37,11 +37,6 @@ class Examples(Preprocessor):
 class ExamplesExtension(Extension):
     """Register Examples before the fences are read."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         """Add the preprocessor."""
         md.preprocessors.register(Examples(md), "examples", 40)
-
-
-def makeExtension(**options: object) -> ExamplesExtension:  # noqa: N802
-    """Return the extension, as Markdown looks it up by the name of this module."""
-    return ExamplesExtension(**options)

@@ -38,8 +38,20 @@ __all__ = [
     "rationals",
 ]
 
-TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE = range(7)
-"""Kinds of segments."""
+TEXT = 0
+"""The kind of a run of text."""
+GRID = 1
+"""The kind of an image or a video."""
+PAD = 2
+"""The kind of padding."""
+AUDIO = 3
+"""The kind of a run of audio."""
+CLIP = 4
+"""The kind of a video with its sound."""
+THUMBNAIL = 5
+"""The kind of a downscaled picture, which tiles follow."""
+TILE = 6
+"""The kind of a part of the picture of the preceding thumbnail."""
 
 PATCH, AUDIO_TOKEN = 1, 3
 """Token types of patches and audio tokens, numbered like Transformers' mm_token_type_ids (2 is video there); text,

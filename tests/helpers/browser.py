@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WAIT = 60.0  # seconds for whatever a page is to do
+WAIT = 60.0  # timeout of each step, in seconds
 
 
 class Page:
@@ -39,12 +38,12 @@ class Page:
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         return await asyncio.wait_for(self._answers[number], WAIT)
 
-    async def open(self, address: str, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
-        """Open an address in a window of this size, and wait until it has loaded."""
+    async def open(self, address: str, width: int = 1400, dark: bool = False) -> None:
+        """Open an address in a window of this width, and wait until it has loaded."""
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
         await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -66,17 +65,10 @@ class Page:
                 await asyncio.sleep(0.03)
         return value
 
-    async def press(self, key: str) -> None:
-        """Press a key, such as Tab or ArrowRight, in the element that has the focus."""
-        code = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13, "End": 35, "Home": 36}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
+    async def press_right(self) -> None:
+        """Press the right arrow key in the element that has the focus."""
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
-
-    async def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a picture of the page: all of it, or the part in the window."""
-        result = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(result["data"]))
+            await self.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
 
     async def _listen(self) -> None:
         async for message in self._socket:

@@ -103,11 +103,18 @@ def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path)
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_all_files_that_repeat_the_version_have_that_of_the_project() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
-    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    copies = [
+        copy
+        for name in ("CITATION.cff", "deploy/helm/Chart.yaml", "deploy/kubernetes.yaml")
+        for copy in re.findall(
+            r"(?:^version: |^appVersion: |image: mmpos:)(\S+)$", (ROOT / name).read_text(), re.MULTILINE
+        )
+    ]
+    assert copies == [PROJECT["version"]] * 4
 
 
 def test_release_notes_are_the_topmost_section_of_the_changelog() -> None:

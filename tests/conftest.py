@@ -27,8 +27,9 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep this run apart from others: the kernels of torch.compile, whose key leaves out the processor, and clusters of
-    Ray, which joins one that it finds, be it of another test that is still stopping.
+    """Keep this run apart from others: its kernels of torch.compile, whose key leaves out the processor, and its Ray.
+
+    Ray joins a cluster that it finds, even that of another test that is still stopping.
     """
     os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

@@ -110,6 +110,7 @@ class MRopeTransformers(TimedMRope):
         if self.tokens_per_second is not None:
             rate = integer("MRopeTransformers.tokens_per_second", self.tokens_per_second, minimum=1, maximum=INT32_MAX)
             object.__setattr__(self, "tokens_per_second", rate)
+        object.__setattr__(self, "timed", self.tokens_per_second is not None)
 
     def advance(self, grids: Grids) -> IntArray:
         return grids.extents[1:].max(axis=0)

@@ -112,7 +112,7 @@ class ServiceCall(Generic[T_co]):
     Args:
         method: method to call; its stream takes the same call as an item.
         put: function that fills a request and returns the function that reads the response; large tensors go beside
-            the request or into shared memory.
+            the message of the request or into shared memory.
         shares: whether tensors of the call may lie in shared memory.
         refused: function that turns an error of the whole call into a result.
         waits: whether the call waits for a server that has disappeared.

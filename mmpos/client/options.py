@@ -33,7 +33,7 @@ class Tls:
         server_name: name that the server's certificate must contain; None is the host of the first address.
 
     Raises:
-        InvalidInputError: a value has the wrong type, or certificate and key are not both set.
+        InvalidInputError: a value has the wrong type, or only one of certificate and key is set.
     """
 
     root_certificates: Pem | None = None
@@ -110,7 +110,7 @@ class Token:
                 f"token: got {type(source).__name__}, want a token, the path of a token file, or None"
             )
         if not is_token(source):
-            raise InvalidInputError(f"the token must consist of {TOKEN_CHARACTERS}")
+            raise InvalidInputError(f"token must consist of {TOKEN_CHARACTERS}")
         return cls(source)
 
     def pair(self) -> Pair:
@@ -180,7 +180,7 @@ class Destination:
         if not isinstance(addresses, list | tuple):
             raise InvalidInputError(f"addresses: got {type(addresses).__name__}, want a host:port or a list of them")
         if not addresses:
-            raise InvalidInputError("addresses: got an empty list, want at least one")
+            raise InvalidInputError("addresses: got 0 addresses, want at least one")
         for i, address in enumerate(addresses):
             _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
         if not isinstance(tls, Tls | None):

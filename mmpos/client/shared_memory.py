@@ -45,7 +45,7 @@ class SharedObject:
             same pid namespace may map it; otherwise the object is a file.
 
     Raises:
-        LimitExceededError: the machine is out of memory.
+        LimitExceededError: the machine cannot create the object.
     """
 
     def __init__(self, prefix: str, size: int, *, sealed: bool = False) -> None:
@@ -105,7 +105,7 @@ class SharedObjects:
         """Take a region of at least ``size`` bytes.
 
         Raises:
-            LimitExceededError: the budget is exceeded, or the machine is out of memory.
+            LimitExceededError: the budget is exceeded, or the machine cannot create the object.
         """
         with self._lock:
             fitting = [region for region in self._idle if size <= region.size <= max(2 * size, 4 * LEAST)]

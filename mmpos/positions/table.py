@@ -743,7 +743,9 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             raise InvalidInputError("out: got a read-only array, want a writeable one")
         kind = self._checked_dtype("out", out.dtype)
         if dtype is not None and self._checked_dtype("dtype", dtype) != kind:
-            raise InvalidInputError(f"dtype: got {np.dtype(dtype)} with out of {kind}, want the same or none")
+            raise InvalidInputError(
+                f"dtype: got {np.dtype(dtype)} with out of {kind}, want equal dtypes, or only one of the two"
+            )
         return out
 
     def _checked_dtype(self, name: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -792,7 +794,7 @@ def of_bytes(arrays: tuple[bytearray, bytearray, int], rows: int, fractional: bo
     table, documents, num_tokens = arrays
     made = object.__new__(PositionTable)
     fields = vars(made)
-    # Of memory that could be written to, since torch.compile reads no array that cannot be made writeable.
+    # The memory is writable, since torch.compile rejects arrays that cannot be made writable.
     columns = np.ndarray((rows, len(table) // (8 * rows)), native.INT64, table)
     header = np.ndarray((4, len(documents) // 32), native.INT64, documents)
     columns.flags.writeable = header.flags.writeable = False

@@ -122,7 +122,8 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    On a server, a profile replaces a spatial_merge_size of None and placeholders without an image token.
+    If the client names a profile, the server takes an unset spatial_merge_size from it and, if there is no image token,
+    the unset placeholders.
     """
 
     input_ids: npt.ArrayLike
@@ -158,7 +159,7 @@ class Dense:
         if self.axes is not None:
             object.__setattr__(self, "axes", tuple(int_array("axes", self.axes, (None,)).tolist()))
             if not self.axes:  # a message without axes asks for all axes
-                raise InvalidInputError("axes: got an empty list, want at least one axis, or None for all")
+                raise InvalidInputError("axes: got no axes, want at least one axis, or None for all")
 
 
 @dataclass(frozen=True, eq=False)

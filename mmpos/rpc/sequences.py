@@ -60,8 +60,8 @@ def put_parts(message: pb.Document, parts: object, memory: Memory | None = None)
     """Fill a message with the parts of a document, up to the first part that cannot be sent.
 
     The parts are those of SequenceBuilder.build. A path is sent as the bytes of its file, an image without a file as
-    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. A part that cannot be sent
-    raises the error of SequenceBuilder.build.
+    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. ``Sent.error`` holds the error
+    of a part that cannot be sent, the same as that of SequenceBuilder.build.
     """
     if not isinstance(parts, list | tuple):
         return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))

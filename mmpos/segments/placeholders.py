@@ -75,8 +75,8 @@ class Placeholders:
             tokens without text between them form a clip, with two markers before it and two after it.
         rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
             [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL): then each
-            grid needs its own run, and one more patch token before and after the grid counts as text. None if nothing
-            stands between rows.
+            grid needs its own run, which may have one more patch token before and after the grid, both or neither;
+            these count as text. None if nothing stands between rows.
         crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
             of one frame, with its own run of placeholders between its markers.
     """
@@ -277,7 +277,10 @@ def _match(
 def _match_framed(
     batch: PackedIds, runs: PlaceholderRuns, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Match grids whose rows end in a placeholder with one run each; a run may have one more token at both ends."""
+    """Match grids whose rows end in a placeholder with one run each.
+
+    A run may have one more token before and after its grid, both or neither.
+    """
     count = min(runs.tokens.size, tokens.size)
     frame = runs.tokens[:count] - tokens[:count]
     fits = (frame == 0) | (frame == 2)
@@ -388,13 +391,16 @@ def _merged_runs(video: PlaceholderRuns, sound: PlaceholderRuns) -> tuple[Placeh
 
 
 def _starts(document: IntArray, first: IntArray, tokens: IntArray) -> IntArray:
-    """Return whether each run begins after a gap, not where the previous run ends."""
+    """Return the indices of the runs that do not begin where the previous run ends."""
     apart = (first[1:] != first[:-1] + tokens[:-1]) | (document[1:] != document[:-1])
     return np.append(True, apart)[: first.size].nonzero()[0]
 
 
 def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray, runs: PlaceholderRuns) -> IntArray:
-    """Move the first token of each clip to its first marker; check that its run holds no other video."""
+    """Move the first token of each clip to its first marker.
+
+    Check that its run holds no other video and has room for the markers.
+    """
     assert runs.audio is not None
     clip = runs.audio > 0
     first, length = runs.first - CLIP_MARKERS * clip, runs.tokens + runs.audio + 2 * CLIP_MARKERS

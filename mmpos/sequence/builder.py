@@ -462,7 +462,7 @@ class InterleavedSequence:
         return spans[spans[:, 0].argsort()]
 
     def span_name(self, span: int) -> str:
-        """Name an entry of marked_spans for errors: image 0, audio 2 …."""
+        """Name an entry of marked_spans for errors, such as image 0 or audio 2."""
         first, stop = self.marked_spans[span].tolist()
         for name, spans in (("image", self.image_spans), ("audio", self.audio_spans)):
             (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()

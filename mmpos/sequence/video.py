@@ -1,4 +1,4 @@
-"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame …."""
+"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame and so on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Video:
     ) -> None:
         if (times is None) == (seconds_per_frame is None):
             got = "neither" if times is None else "both"
-            raise InvalidInputError(f"Video: got {got} of times and seconds_per_frame, want one of them")
+            raise InvalidInputError(f"Video: want either times or seconds_per_frame, got {got}")
         images = _frames(frames)
         step = rational("Video.seconds_per_frame", seconds_per_frame)
         seconds = tuple(k * step for k in range(len(images))) if step is not None else _times(times, len(images))

@@ -43,12 +43,12 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
 def needed_for(what: str, *, extra: str) -> Iterator[None]:
     """Turn the failure of an import in this block into the error that names the pip command.
 
-    Only a package that is not there fails so: one that is broken has words of its own, and a module of ours that is not
-    there is a mistake of ours.
+    Only a missing package becomes this error: a broken package keeps its own, and a missing module of this project is
+    our mistake.
 
     Args:
         what: feature that needs the imports of the block; begins the message.
-        extra: extra that installs it.
+        extra: extra that installs them.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def lazy_names(
         package: full name of the package.
         modules: submodule of each name; a name that equals its submodule is that module.
         extra: extra that installs the requirements of the submodules, or None.
-        what: beginning of the error if these are missing; None uses the package and the name.
+        what: beginning of the error if these requirements are missing; None uses the package and the name.
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Small HTML for notebooks and reports: tables, maps of tokens, and pages that need nothing beside themselves."""
+"""Small HTML for notebooks and reports: tables, maps of tokens, and self-contained pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ svg { max-width: 100%; height: auto; }
 """
 
 _WIDTH, _LEFT, _ROW = 800, 130, 16  # pixels
-_COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # which colour-blind readers can tell apart
+_COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # distinguishable for colour-blind readers
 
 
 def paragraphs(sentences: Iterable[str]) -> str:

@@ -108,7 +108,7 @@ def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
         try:
             digest, name = _entry(words)
             if digest in names:
-                raise InvalidInputError("the token stands on an earlier line already")
+                raise InvalidInputError("the token is already on an earlier line")
         except InvalidInputError as error:
             raise InvalidInputError(f"token-file: {path}: line {number}: {error}") from None
         names[digest] = name

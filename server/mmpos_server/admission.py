@@ -29,7 +29,7 @@ _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
 
 _LONG_CALLS = 16
-"""Maximum number of calls, waiting or at work, that rotate, and that decode images of more than 16 megapixels."""
+"""Maximum number of calls that rotate, and of those that decode images above 16 megapixels, waiting or at work."""
 
 # Bounds of retry hints in seconds: a shorter hint would make clients retry without pause, a longer one give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
@@ -105,7 +105,7 @@ class Gate:
 class WorkPool:
     """Threads for work of one kind, and the queue of the calls that wait for them.
 
-    After a refusal only a few calls may wait, for a second: since some calls must be refused anyway, a short queue
+    For a second after a refusal, only a few calls may wait: since some calls must be refused anyway, a short queue
     serves the others quickly.
 
     Args:

@@ -95,7 +95,7 @@ class ClientLimits(_Settings):
     Args:
         max_share: share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams; at least one call.
         requests_per_second: calls and items of streams, on average; 0 sets no limit.
-        burst: maximum number of calls at once after a pause; 0 equals the calls of one second.
+        burst: maximum number of these at once after a pause; 0 stands for those of one second.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
@@ -323,8 +323,8 @@ def _named(name: str, make: Callable[[], T]) -> T:
 
 
 def _begins_with_a_field(message: str) -> bool:
-    head, colon, _ = message.partition(": got ")
-    return bool(colon) and head.replace(".", "").isidentifier()
+    head, _, rest = message.partition(": ")
+    return rest.startswith(("got ", "scheme ")) and head.replace(".", "").isidentifier()
 
 
 def _tokenizer(setting: str, folder: Path) -> object:
@@ -368,7 +368,7 @@ def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
     scheme = type(get_scheme(setting.get("name", "")))
     arguments = {key: value for key, value in setting.items() if key != "name"}
     for key in arguments.keys() - set(parameters(scheme)):
-        raise InvalidInputError(f"scheme {scheme.name!r} has no parameter {key}")
+        raise InvalidInputError(f"{key}: scheme {scheme.name!r} has no such parameter")
     for key in arguments.keys() & RATIONAL_PARAMETERS:
         if isinstance(arguments[key], str | float):
             arguments[key] = _rational(key, arguments[key])

@@ -39,7 +39,7 @@ LAST_SECONDS = 3.0
 """Seconds after the drain in which the process must exit; less than the supervisor waits."""
 
 _LOOK_SECONDS = 0.5
-"""Maximum seconds between two looks of the main thread for signals."""
+"""Maximum seconds between two checks for signals by the main thread."""
 
 _SWITCH_SECONDS = 0.001
 """Maximum seconds for which a computing thread keeps the others waiting."""
@@ -175,7 +175,10 @@ class Running:
                 self.server.stop(grace)
                 for thread in _at_work():
                     thread.join()
-            finally:  # an error, which is logged, must not cost the whole drain
+            except Exception as error:  # must not delay the exit until the end of the drain
+                self._logs.error("stop failed", error)
+                self._events.put("failed")
+            else:
                 self._events.put("ended")
 
         Thread(target=end, name="mmpos-end", daemon=True).start()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from threading import Event, Thread
 from time import time_ns
 from typing import TYPE_CHECKING
@@ -22,7 +24,6 @@ with needed_for("--otel", extra="otel"):
         Histogram,
         HistogramDataPoint,
         Metric,
-        MetricExporter,
         MetricsData,
         NumberDataPoint,
         ResourceMetrics,
@@ -44,27 +45,36 @@ _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By"}
 
+_LAST_SECONDS = 2.0
+"""Seconds for the last export, so that a collector that does not answer cannot delay the exit for longer."""
+
 
 @contextmanager
-def exported(registry: CollectorRegistry, exporter: MetricExporter | None = None) -> Iterator[None]:
-    """Export the metrics while the context is open, at intervals and once more at its end.
+def exported(registry: CollectorRegistry) -> Iterator[None]:
+    """Export the metrics by OTLP over gRPC while the context is open, at intervals and once more at its end.
 
-    The interval is OTEL_METRIC_EXPORT_INTERVAL in milliseconds, 60,000 unless it is set.
+    The environment (OTEL_...) describes the export and may switch it off. The interval is OTEL_METRIC_EXPORT_INTERVAL
+    in milliseconds, 60,000 unless it is set.
 
     Args:
         registry: the metrics.
-        exporter: sends them; None is OTLP over gRPC as the environment (OTEL_...) describes it.
 
     Raises:
-        InvalidInputError: the interval is no positive number.
+        InvalidInputError: the interval is not a positive number.
     """
+    if _is("OTEL_SDK_DISABLED", "true") or _is("OTEL_METRICS_EXPORTER", "none"):
+        yield
+        return
     seconds = _seconds()
-    sender = OTLPMetricExporter() if exporter is None else exporter
+    sender, described = OTLPMetricExporter(), resource()
     ended, begun = Event(), time_ns()
 
     def send() -> None:
-        with suppress(Exception):  # the exporter logs its own failures; those of a collector must not end the thread
-            sender.export(converted(registry.collect(), begun))
+        try:
+            scope = converted(registry.collect(), begun)
+            sender.export(MetricsData([ResourceMetrics(described, [scope], schema_url="")]))
+        except Exception:  # of a Prometheus collector, say; the thread goes on
+            logging.getLogger(__name__).exception("metrics not exported")
 
     def keep_sending() -> None:
         while not ended.wait(seconds):
@@ -81,11 +91,7 @@ def exported(registry: CollectorRegistry, exporter: MetricExporter | None = None
         sender.shutdown()
 
 
-_LAST_SECONDS = 2.0
-"""Seconds for the last export, so that a collector that does not answer holds up no exit."""
-
-
-def converted(families: Iterable[Family], begun: int) -> MetricsData:
+def converted(families: Iterable[Family], begun: int) -> ScopeMetrics:
     """Convert families of Prometheus to metrics of OpenTelemetry: counters to monotonic sums, the rest by its kind.
 
     Args:
@@ -93,8 +99,7 @@ def converted(families: Iterable[Family], begun: int) -> MetricsData:
         begun: unix time in nanoseconds from which counters and histograms count.
     """
     metrics = [_metric(family, begun, time_ns()) for family in families]
-    scope = ScopeMetrics(InstrumentationScope("mmpos_server", version()), metrics, "")
-    return MetricsData([ResourceMetrics(resource(), [scope], "")])
+    return ScopeMetrics(InstrumentationScope("mmpos_server", version()), metrics, schema_url="")
 
 
 def _metric(family: Family, begun: int, now: int) -> Metric:
@@ -103,10 +108,13 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
         data = Histogram(_histogram_points(family.samples, begun, now), _CUMULATIVE)
     elif family.type == "counter":
         totals = (sample for sample in family.samples if sample.name.endswith("_total"))
-        data = Sum([NumberDataPoint(each.labels, begun, now, each.value) for each in totals], _CUMULATIVE, True)
+        data = Sum(
+            [NumberDataPoint(each.labels, begun, now, each.value) for each in totals], _CUMULATIVE, is_monotonic=True
+        )
     else:
         data = Gauge([NumberDataPoint(sample.labels, 0, now, sample.value) for sample in family.samples])
-    return Metric(family.name, family.documentation, _UNITS.get(family.name.rpartition("_")[2], ""), data)
+    name = f"{family.name}_info" if family.type == "info" else family.name  # as on the metrics page
+    return Metric(name, family.documentation, _UNITS.get(family.name.rpartition("_")[2], ""), data)
 
 
 def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
@@ -122,21 +130,25 @@ def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[H
     points = []
     for labels, buckets in below.items():
         bounds, counts = zip(*sorted(buckets), strict=True)
-        between = [int(count - before) for count, before in zip(counts, (0.0, *counts), strict=False)]
+        between = [int(count - before) for before, count in pairwise((0.0, *counts))]
         points.append(
             HistogramDataPoint(
                 dict(labels),
-                begun,
-                now,
-                int(counts[-1]),
-                sums[labels],
-                between,
-                bounds[:-1],
-                float("inf"),
-                float("-inf"),
+                start_time_unix_nano=begun,
+                time_unix_nano=now,
+                count=int(counts[-1]),
+                sum=sums[labels],
+                bucket_counts=between,
+                explicit_bounds=bounds[:-1],
+                min=float("inf"),
+                max=float("-inf"),
             )
         )
     return points
+
+
+def _is(variable: str, value: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() == value
 
 
 def _seconds() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -32,7 +33,7 @@ def serve(**flags: Any) -> None:
     options = Flags(**flags)
     if options.otel:
         # Report a missing package once instead of once per worker.
-        import mmpos_server.tracing  # noqa: F401
+        import_module("mmpos_server.tracing")
     if options.workers == 1:
         serve_here(options)
     else:

@@ -287,17 +287,21 @@ class Regions:
 
         Raises:
             UnsupportedError: shared memory is disabled.
-            InvalidInputError: the name is in use, or Region refuses the object.
+            InvalidInputError: the name is empty or in use, or Region refuses the object.
             LimitExceededError: too many regions are registered, or the name is too long.
         """
         region = self._memory.open("region", key, offset, byte_size)
+        if not name:
+            raise InvalidInputError("region.name: got '', want a name")
         if len(name) > MAX_NAME:
             raise LimitExceededError(f"region.name: got {len(name)} characters, want at most {MAX_NAME}")
         with self._lock:
-            if not name or name in self._regions:
+            if name in self._regions:
                 raise InvalidInputError(f"region.name: {name[:300]!r} is already registered")
             if len(self._regions) >= MAX_REGIONS:
-                raise LimitExceededError(f"regions: want at most {MAX_REGIONS} registered regions")
+                raise LimitExceededError(
+                    f"regions: got {MAX_REGIONS + 1}, want at most {MAX_REGIONS} registered regions"
+                )
             self._regions[name] = region
 
     def unregister(self, name: str) -> None:

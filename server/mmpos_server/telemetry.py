@@ -55,7 +55,9 @@ class Metrics:
             "mmpos_refused", "Refused calls and streams, by limit.", ["method", "reason"], registry=registry
         )
         self.unauthenticated = Counter(
-            "mmpos_unauthenticated", "Calls and streams refused because they lack a credential.", registry=registry
+            "mmpos_unauthenticated",
+            "Calls and streams refused for lack of a known credential.",
+            registry=registry,
         )
         self.documents = Counter("mmpos_documents", "Documents answered.", method, registry=registry)
         self.tokens = Counter("mmpos_tokens", "Tokens answered.", method, registry=registry)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
 
@@ -61,6 +62,7 @@ def supervise(options: Flags) -> None:
         raise InvalidInputError(
             f"--uds cannot be combined with {options.workers} workers: processes cannot share a unix socket"
         )
+    # Without relaying the lines of gRPC's core, which runs in the supervisor only to export metrics with --otel.
     with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as held:
         # Report errors in files once instead of once per worker.
         config = options.settings()
@@ -76,6 +78,7 @@ def supervise(options: Flags) -> None:
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         shared = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
+        held.callback(os.close, _use(folder))
         os.environ[_METRICS_FOLDER] = folder  # before the process from which the workers are forked starts
         held.callback(os.environ.pop, _METRICS_FOLDER)
         _Supervisor(options, shared, config, folder, logs).run()
@@ -241,8 +244,8 @@ class _Supervisor:
             return
         if monotonic() - worker.began > _YOUNG_SECONDS:
             worker.pause = _FIRST_PAUSE
-        values = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
-        self._logs.error("worker died", None, **values, **({"reason": worker.failure} if worker.failure else {}))
+        details = {"worker": worker.number, "exit_code": process.exitcode, "again_in_seconds": worker.pause}
+        self._logs.error("worker died", None, **details, **({"reason": worker.failure} if worker.failure else {}))
         worker.due, worker.pause = monotonic() + worker.pause, min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop(self) -> None:
@@ -292,12 +295,13 @@ def _catch_signals() -> int:
 
 def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
     """Serve as a worker until the supervisor tells it to stop or is gone."""
+    used = _use(folder)
     gc.freeze()  # the collector then does not touch shared memory, so it stays shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by the terminal; the supervisor gets it as well
     # By the number of the worker, so that the next process continues the files of the previous one.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
     prepare()
-    sending, orphaned = Lock(), Event()
+    sending = Lock()
 
     def say(message: bool | str) -> None:
         with sending, suppress(OSError):
@@ -309,7 +313,7 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
         try:
             running = Running(options, listen, config, logs)
             beating.append(running)
-            Thread(target=_obey, args=(pipe, running, orphaned), name="mmpos-supervisor", daemon=True).start()
+            Thread(target=_obey, args=(pipe, running), name="mmpos-supervisor", daemon=True).start()
 
             def started(_: list[str]) -> None:
                 signal.signal(signal.SIGTERM, lambda *_: running.stop())
@@ -320,17 +324,17 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
             say(str(error))
         except Exception as error:
             logs.error("worker failed", error)
-    if orphaned.is_set():
-        _remove_values(Path(folder), number)
+    with suppress(BlockingIOError):  # the supervisor or other workers still use the folder
+        fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
     leave()
 
 
-def _remove_values(folder: Path, number: int) -> None:
-    """Remove a worker's files of metrics, and with the last of them the folder, which a killed supervisor left."""
-    for file in folder.glob(f"*_{number}.db"):
-        file.unlink(missing_ok=True)
-    with suppress(OSError):  # other workers still have files there
-        folder.rmdir()
+def _use(folder: str) -> int:
+    """Open the folder of metrics with a shared lock, so that the last process that uses it can remove it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
@@ -341,13 +345,12 @@ def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
             say(any(running.server.ready for running in beating))
 
 
-def _obey(pipe: Connection, running: Running, orphaned: Event) -> None:
+def _obey(pipe: Connection, running: Running) -> None:
     """Do what the supervisor says; without a supervisor, end."""
     while True:
         try:
             message = pipe.recv()
         except (EOFError, OSError):
-            orphaned.set()
             running.stop()
             return
         if message == _STOP:

@@ -71,7 +71,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"addresses": []}, "addresses: got an empty list, want at least one"),
+        ({"addresses": []}, "addresses: got 0 addresses, want at least one"),
         ({"addresses": 5}, "addresses: got int, want a host:port or a list of them"),
         ({"addresses": "localhost"}, 'addresses[0]: got \'localhost\', want "host:port", "unix:path"'),
         ({"addresses": "localhost:0"}, "addresses[0]: got 'localhost:0'"),
@@ -314,8 +314,8 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
 
 def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        results = dict(channel_options(Destination(*arguments)))
-        return results, json.loads(str(results["grpc.service_config"]))
+        values = dict(channel_options(Destination(*arguments)))
+        return values, json.loads(str(values["grpc.service_config"]))
 
     several, config = options(("a:1", "b:2"), 3, Tls())
     streams, calls = config["methodConfig"]

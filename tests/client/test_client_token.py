@@ -74,7 +74,7 @@ def test_on_this_machine_a_token_needs_no_tls_and_sees_no_proxy(address: str) ->
 def test_a_malformed_token_is_refused_and_not_quoted() -> None:
     want = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
     for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
-        assert mistake(Client, token=wrong) == f"the token must consist of {want}"
+        assert mistake(Client, token=wrong) == f"token must consist of {want}"
     assert mistake(Client, token=b"secret") == "token: got bytes, want a token, the path of a token file, or None"
     said = "metadata[1]: 'authorization' cannot be combined with a token"
     metadata = [("a", "b"), ("authorization", "Basic secret")]
@@ -144,9 +144,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
-    values = ["--server", server, "--token-file", str(file)]
+    options = ["--server", server, "--token-file", str(file)]
     for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
-        assert run(capsys, "remote", *command, *values)[::2] == (0, "")
+        assert run(capsys, "remote", *command, *options)[::2] == (0, "")
     said = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
     assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
 

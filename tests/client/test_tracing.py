@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +25,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collecto
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
+from prometheus_client.registry import Collector
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
@@ -393,8 +394,7 @@ def test_the_program_sends_spans_and_metrics_where_the_environment_says_and_the_
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
     names = [span.name for scope in resource.scope_spans for span in scope.spans]
-    assert NAME in names
-    assert "place" in names
+    assert sorted(names) == sorted([NAME, "place"])
     last = metrics[-1]
     attributes = {each.key: each.value.string_value for each in last.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
@@ -410,7 +410,8 @@ def test_metrics_of_prometheus_become_those_of_opentelemetry() -> None:
     for value in (0.25, 0.75, 0.75, 4):
         seconds.labels("Place").observe(value)
     Gauge("open_bytes", "Open.", registry=registry).set(7)
-    (scope,) = converted(registry.collect(), begun=5).resource_metrics[0].scope_metrics
+    Info("build", "Build.", registry=registry).info({"version": "1"})
+    scope = converted(registry.collect(), begun=5)
     by_name: dict[str, Any] = {metric.name: metric for metric in scope.metrics}
     (count,) = by_name["calls"].data.data_points
     assert (by_name["calls"].data.is_monotonic, count.value, count.attributes, count.start_time_unix_nano) == (
@@ -423,6 +424,42 @@ def test_metrics_of_prometheus_become_those_of_opentelemetry() -> None:
         7,
         ["", "s", "By"],
     )
+    (build,) = by_name["build_info"].data.data_points
+    assert (build.value, build.attributes) == (1, {"version": "1"})
+
+
+def test_an_error_of_one_collection_is_logged_and_the_next_one_is_exported(
+    collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Collector):
+        collections = 0
+
+        def collect(self) -> Iterable[Metric]:
+            self.collections += 1
+            if self.collections == 1:
+                raise ZeroDivisionError
+            return ()
+
+    endpoint, _, metrics = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "10")
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Failing())
+    with exported(registry):
+        assert eventually(lambda: len(metrics) > 0)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["metrics not exported"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("OTEL_SDK_DISABLED", "True"), ("OTEL_METRICS_EXPORTER", "none")])
+def test_the_environment_switches_metrics_off(
+    variable: str, value: str, collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, _, metrics = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv(variable, value)
+    with exported(CollectorRegistry()):
+        pass
+    assert metrics == []
 
 
 def test_an_interval_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

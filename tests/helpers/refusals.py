@@ -9,7 +9,13 @@ import pytest
 
 from mmpos import InvalidInputError
 
-_SENTENCE = re.compile(r"missing |.+?(: | must | requires | cannot | has no )", re.DOTALL)
+_NAME = r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+|\[[^\]]*\])*"
+_SENTENCE = re.compile(
+    rf"missing input tensor '|{_NAME} (?:must|requires|cannot be combined with) |{_NAME}.*?: "
+    r"(?:(?:got|want|the|this|no|only|cannot) |scheme '|shared memory requires |memory of |token types of |"
+    r".+? (?:is already registered|is in use|is not a socket|requires |cannot be combined with ))",
+    re.DOTALL,
+)
 
 
 def is_sentence(message: str) -> bool:

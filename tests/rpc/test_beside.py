@@ -37,9 +37,9 @@ def whole(kind: Kind, raw: bytes) -> Message | None:
     except DecodeError:
         return None
     memory = Beside(raw)
-    for result in TENSORS[kind](message):
-        if result.data:
-            result.data = bytes(memory.data(result))
+    for large in TENSORS[kind](message):
+        if large.data:
+            large.data = bytes(memory.data(large))
     return message
 
 

@@ -193,9 +193,9 @@ def test_arrays_travel_with_any_strides_and_byte_order(dtype: str) -> None:
     array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, array)
-    results = tensors.get_tensor("tensor", travelled(message))
-    assert results.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(results, array)
+    received = tensors.get_tensor("tensor", travelled(message))
+    assert received.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(received, array)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
@@ -203,9 +203,9 @@ def test_torch_tensors_travel(dtype: torch.dtype) -> None:
     tensor = torch.arange(24).to(dtype).reshape(4, 6).T
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, tensor)
-    array = tensors.get_torch("tensor", travelled(message))
-    assert torch.equal(array, tensor)
-    array += 1  # it is the caller's own
+    received = tensors.get_torch("tensor", travelled(message))
+    assert torch.equal(received, tensor)
+    received += 1  # it is the caller's own
 
 
 def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
@@ -217,12 +217,12 @@ def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
 
 def test_sizes_and_grids_travel() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
-    values = [ImageSize(300, 400), "x", grid]
+    parts = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert sequences.put_parts(message, values) == sequences.Sent(
+    assert sequences.put_parts(message, parts) == sequences.Sent(
         origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
     )
-    assert sequences.get_parts("", travelled(message)) == values
+    assert sequences.get_parts("", travelled(message)) == parts
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
     ("make", "message"),
     [
         (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
-        (lambda: Dense(axes=()), "axes: got an empty list, want at least one axis, or None for all"),
+        (lambda: Dense(axes=()), "axes: got no axes, want at least one axis, or None for all"),
         (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
         (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
     ],

@@ -149,10 +149,10 @@ def test_a_video_shows_its_times_and_pickles() -> None:
 
 GRID = Grid(1, 1)
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: Video([GRID]), "Video: got neither of times and seconds_per_frame, want one of them"),
+    (lambda: Video([GRID]), "Video: want either times or seconds_per_frame, got neither"),
     (
         lambda: Video([GRID], times=[0], seconds_per_frame=1),
-        "Video: got both of times and seconds_per_frame, want one of them",
+        "Video: want either times or seconds_per_frame, got both",
     ),
     (lambda: Video([], times=[]), "Video.frames: got none, want at least one"),
     (lambda: Video(b"photo", times=[0]), "Video.frames: got bytes, want a list of images"),

@@ -34,10 +34,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    results = Clock()
+    clock = Clock()
     for module in (admission_module, transit_module):
-        monkeypatch.setattr(module, "monotonic", results)
-    return results
+        monkeypatch.setattr(module, "monotonic", clock)
+    return clock
 
 
 def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, float]:
@@ -351,11 +351,11 @@ def test_an_answer_holds_room_until_it_was_read_or_its_time_is_up(transit: Trans
 
 @pytest.fixture
 def admission() -> Iterator[Admission]:
-    results = Admission(
+    admission = Admission(
         Concurrency(max_in_flight=8, max_in_flight_images=2, image_threads=1), ClientLimits(max_share=1)
     )
-    yield results
-    results.close()
+    yield admission
+    admission.close()
 
 
 def taken(admission: Admission) -> list[int]:

@@ -18,10 +18,10 @@ MEMORY = 400
 def verdict(**changes: object) -> Verdict:
     """Return a run in which nothing was wrong, but for these."""
     rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
-    results = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
+    verdict_ = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
-        setattr(results, name, value)
-    return results
+        setattr(verdict_, name, value)
+    return verdict_
 
 
 def test_forbidden_values_are_named() -> None:
@@ -49,12 +49,12 @@ def test_forbidden_values_are_named() -> None:
 def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
     said: list[str] = []
-    results = asyncio.run(
+    verdict_ = asyncio.run(
         fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, say=said.append)
     )
     with capsys.disabled():
-        print("", *said, results.told(), sep="\n")
-    assert replace(results, after=results.before).faults(float("inf"), 0.0) == []
+        print("", *said, verdict_.told(), sep="\n")
+    assert replace(verdict_, after=verdict_.before).faults(float("inf"), 0.0) == []
     assert len(said) >= 2
-    assert results.after["MiB"] < results.before["MiB"] + MEMORY
-    assert results.witness.polite["right"] > 0
+    assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY
+    assert verdict_.witness.polite["right"] > 0

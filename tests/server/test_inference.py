@@ -160,9 +160,9 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
 
 
 def test_the_server_lists_its_models_and_extensions(client: TritonClient) -> None:
-    results = client.get_server_metadata()
+    served = client.get_server_metadata()
     offered = ["model_configuration", "parameters", "statistics"]
-    assert (results.name, results.version, list(results.extensions)) == (
+    assert (served.name, served.version, list(served.extensions)) == (
         "mmpos",
         metadata.version("multimodal-positions"),
         offered,
@@ -172,15 +172,19 @@ def test_the_server_lists_its_models_and_extensions(client: TritonClient) -> Non
 @pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
 @pytest.mark.parametrize("version", ["", "halves", "flat"])
 def test_configuration_and_metadata_say_the_same(client: TritonClient, model: str, version: str) -> None:
-    results, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
+    shown, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
     names = {value.number: value.name for value in model_config_pb2.DataType.DESCRIPTOR.values}
-    for tensors, configured in ((results.inputs, config.input), (results.outputs, config.output)):
+    for tensors, configured in ((shown.inputs, config.input), (shown.outputs, config.output)):
         assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in tensors] == [
             (tensor.name, names[tensor.data_type].removeprefix("TYPE_").replace("STRING", "BYTES"), list(tensor.dims))
             for tensor in configured
         ]
     assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
-    assert (results.name, results.platform, list(results.versions)) == (model, "mmpos", ["default", "halves", "flat"])
+    assert (shown.name, shown.platform, list(shown.versions)) == (
+        model,
+        "mmpos",
+        ["default", "halves", "flat"],
+    )
     assert config.HasField("model_transaction_policy")
     assert not config.model_transaction_policy.decoupled
 

@@ -174,7 +174,7 @@ def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, 
     both._get_tensor().contents.int64_contents.append(1)
     for tensor, message in (
         (half, "inputs[0].parameters: shared_memory_region requires shared_memory_byte_size"),
-        (both, "lengths: got contents and shared memory, want one of them"),
+        (both, "lengths: contents cannot be combined with shared memory"),
     ):
         assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
 

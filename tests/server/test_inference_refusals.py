@@ -108,7 +108,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
     ),
     (
         one("lengths", "INT64", [1], EIGHT, int64_contents=[1]),
-        "lengths: got contents and raw_input_contents, want one of them",
+        "lengths: contents cannot be combined with raw_input_contents",
     ),
     (
         bare(LENGTHS, {**LENGTHS, "name": "start"}, raw=[EIGHT]),

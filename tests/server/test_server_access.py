@@ -90,7 +90,7 @@ def test_tokens_are_not_kept(file: Path) -> None:
             f"al,ice {ALICE}\n",
             "{}: line 1: the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-",
         ),
-        (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token stands on an earlier line already"),
+        (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
 def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, text: str, said: str) -> None:

@@ -151,7 +151,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
         (
             "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
-            "profiles.a.scheme: scheme 'rope-tie' has no parameter stride",
+            "profiles.a.scheme.stride: scheme 'rope-tie' has no such parameter",
         ),
         (
             "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",

@@ -199,6 +199,24 @@ def test_a_server_ends_after_its_drain_whatever_its_threads_do(
     assert "sitecustomize.py" in cut[0]["traceback"]
 
 
+FAILING_STOP = """
+import mmpos_server.app
+def stop(self, grace):
+    raise ZeroDivisionError
+mmpos_server.app.Server.stop = stop
+"""
+
+
+def test_a_failed_stop_is_no_clean_end(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(FAILING_STOP)
+    server = start("--drain-seconds", "600")
+    server.process.terminate()
+    code, lines = server.end()
+    assert code == launch.CUT_OFF
+    assert [line["event"] for line in lines] == ["draining", "stop failed", "cut off"]
+
+
 FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, 200))\n"
 
 
@@ -304,16 +322,22 @@ def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path:
     assert said.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
 
 
-def test_workers_end_without_an_error_when_their_supervisor_is_killed(start: Start) -> None:
-    server = start("--workers", "2")
-    workers = server.workers
+def test_workers_end_without_an_error_or_metrics_folder_when_their_supervisor_is_killed(
+    start: Start, tmp_path: Path, torchless: dict[str, str]
+) -> None:
+    torchless["TMPDIR"] = str(tmp_path)
+    server = start("--workers", "3")
+    killed, *workers = server.workers
     assert len(workers) == 2
+    assert len(list(tmp_path.glob("mmpos-metrics-*"))) == 1
     for _ in range(8):  # both workers have metrics to write
         with grpc.insecure_channel(server.address) as channel:
             place(channel)(REQUEST)
     server.process.kill()
+    os.kill(killed, signal.SIGKILL)
     assert eventually(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     assert [line for line in server.lines() if line["level"] == "error"] == []
+    assert eventually(lambda: list(tmp_path.glob("mmpos-metrics-*")) == [])
 
 
 def test_the_metrics_page(start: Start) -> None:
@@ -361,7 +385,7 @@ def test_tls_requires_client_certificates_if_configured(
     with pytest.raises(grpc.RpcError):
         ask(None, None)
     assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
-    assert capsys.readouterr().err == ("mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n")
+    assert capsys.readouterr().err == "mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n"
     said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
     assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
 

@@ -72,9 +72,9 @@ def requests(key: str) -> list[tuple[str, bytes]]:
     ]
 
 
-async def call(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
+async def call(channel: Any, requests_: list[tuple[str, bytes]], chance: random.Random) -> str:
     """Return the status of a call."""
-    method, raw = chance.choice(found)
+    method, raw = chance.choice(requests_)
     kind = chance.choice(["whole", "cancelled", "late", "broken"])
     raw = b"\xff" + raw if kind == "broken" else raw
     made = channel.unary_unary(f"/{SERVICE}/{method}")(raw, timeout=chance.random() / 50 if kind == "late" else 30)
@@ -87,13 +87,13 @@ async def call(channel: Any, found: list[tuple[str, bytes]], chance: random.Rand
         return "CANCELLED"
 
 
-async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
-    """Yield the status of a stream, which may be left."""
+async def stream(channel: Any, requests_: list[tuple[str, bytes]], chance: random.Random) -> str:
+    """Return the status of a stream, which may be left early."""
 
     async def items() -> AsyncIterator[bytes]:
         for _ in range(chance.randrange(20)):
             yield chance.choice(
-                [raw for method, raw in found if method == "ModelInfer"] + [b"\xff"] * chance.randrange(2)
+                [raw for method, raw in requests_ if method == "ModelInfer"] + [b"\xff"] * chance.randrange(2)
             )
 
     made = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(items(), timeout=chance.choice([0.02, 30]))
@@ -109,12 +109,12 @@ async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Ra
 @pytest.mark.slow
 def test_after_a_storm_nothing_is_taken() -> None:
     async def storm(address: str, key: str) -> set[str]:
-        chance, result, seen = random.Random(7), requests(key), set[str]()
+        chance, requests_, seen = random.Random(7), requests(key), set[str]()
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
             start = time.monotonic()
             while (passed := time.monotonic() - start) < 6 or (passed < 60 and not seen >= WANTED):
-                calls = [call(channel, result, chance) for _ in range(50)]
-                seen |= set(await asyncio.gather(*calls, *(stream(channel, result, chance) for _ in range(8))))
+                calls = [call(channel, requests_, chance) for _ in range(50)]
+                seen |= set(await asyncio.gather(*calls, *(stream(channel, requests_, chance) for _ in range(8))))
         return seen
 
     server = Server(config(**LIMITS), shared_memory=SharedMemory(PREFIX))

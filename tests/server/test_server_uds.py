@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """Yield a process that makes files which all may write."""
+    """Set the umask to 0 during the test."""
     before = os.umask(0)
     yield
     os.umask(before)

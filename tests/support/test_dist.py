@@ -46,9 +46,9 @@ def tracked(folder: str = ".") -> set[str]:
 @pytest.fixture(scope="session")
 def release(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the release."""
-    values: str | None = pytestconfig.getoption("release")
-    if values is not None:
-        return ROOT / values
+    option: str | None = pytestconfig.getoption("release")
+    if option is not None:
+        return ROOT / option
     clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("release")
     for name in tracked():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import placed
+from refusals import is_sentence
 
 from mmpos import (
     SCHEMES,
@@ -250,7 +251,7 @@ DENSE: list[Refusal] = [
     (lambda: POSITIONS.dense(out=READ_ONLY), "out: got a read-only array, want a writeable one"),
     (
         lambda: POSITIONS.dense(out=np.zeros((2, 15), np.int64), dtype=np.int32),
-        "dtype: got int32 with out of int64, want the same or none",
+        "dtype: got int32 with out of int64, want equal dtypes, or only one of the two",
     ),
     (lambda: POSITIONS.dense(axes=(2,)), "axes: got (2,), want integers from 0 to 1"),
     (lambda: POSITIONS.dense(axes=(0.0,)), "axes: got (0.0,), want integers from 0 to 1"),
@@ -494,3 +495,21 @@ def test_grids_may_touch_in_every_other_scheme(name: str) -> None:
 def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
     assert refused(InvalidInputError, lambda: NOTHING.explain(0)) == "token: got 0, want <= -1"
     assert refused(InvalidInputError, lambda: NOTHING.window([0], [0], [1])) == "documents[0]: got 0, want <= -1"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "'NoneType' object has no attribute 'x'",
+        "invalid literal for int() with base 10: 'a'",
+        "unsupported operand type(s) for +: 'int' and 'str'",
+        "f() missing 1 required positional argument: 'x'",
+        "missing 1 required positional argument: 'x'",
+        "buffer size must be a multiple of element size",
+        "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        "[Errno 2] No such file or directory: 'x'",
+        "Protocol message Foo has no field x",
+    ],
+)
+def test_errors_of_python_are_no_refusals(message: str) -> None:
+    assert not is_sentence(message)

@@ -294,7 +294,7 @@ def _inputs(message: pb.ModelInferRequest, specs: Sequence[Spec], regions: Regio
         if shared is not None or raw:
             if tensor.HasField("contents"):
                 other = "raw_input_contents" if shared is None else "shared memory"
-                raise InvalidInputError(f"{spec.name}: got contents and {other}, want one of them")
+                raise InvalidInputError(f"{spec.name}: contents cannot be combined with {other}")
             source = next(contents) if shared is None else shared
         tensors[spec.name] = Input(spec.name, tensor.datatype, shape, source)
     for spec in specs:

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ import pyarrow as pa
 from mmpos.data.preprocess.shard_job import PART_BYTES, Counts, ShardJob, Step, Task, read_parts
 from mmpos.data.stores import StorePath
 from mmpos.support.extras import needed_for
+from mmpos.support.interrupts import no_interrupts
 
 __all__ = ["run_local", "run_ray"]
 
@@ -65,7 +65,8 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     running: set[Future[bytes]] = set()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     try:
-        with _no_interrupts():  # which are for this process alone
+        resource_tracker.ensure_running()  # whose start would let interrupts through
+        with no_interrupts():  # which are for this process alone
             running = {pool.submit(_work, work, task) for task in inputs}
             started = set(multiprocessing.active_children()) - others
         while running:
@@ -80,26 +81,6 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
         for process in started if running else ():
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
-    resource_tracker.ensure_running()  # whose start would let it through
-    held: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    handled = callable(handler) and threading.current_thread() is threading.main_thread()
-    if handled:  # a thread of a library may get what this one blocks, and the handler would still run here
-        signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if handled:
-            signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)
 
 
 class _Worker:
@@ -118,13 +99,13 @@ def _begin_worker(steps: SimpleQueue[Step]) -> None:
 
 def _work(job: bytes, task: bytes) -> bytes:
     """Run a task in a worker, which tells of every finished file, and now and then how far it is."""
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
     try:
         with closing(_loads(job).run(pickle.loads(task))) as steps:
             for step in steps:
-                if step.source is not None or time.monotonic() - told_at > _PAUSE:
+                if step.source is not None or time.monotonic() - reported_at > _PAUSE:
                     _Worker.steps.put(step)
-                    told_at = time.monotonic()
+                    reported_at = time.monotonic()
         return pickle.dumps(None)
     except Exception as error:
         return pickle.dumps(_portable(error))

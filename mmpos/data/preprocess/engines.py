@@ -142,12 +142,15 @@ def _raise(result: bytes) -> Any:
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks as a pipeline of Ray Data in the cluster that Ray is connected to, or in one started for it.
+    """Run the tasks as a pipeline of Ray Data.
+
+    It runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on this
+    machine; else in one started for it, which is stopped at the end. RAY_ADDRESS=local always starts one.
 
     Tasks of Ray read the shards into rows, one for each part with its records as they are stored, and a pool of actors
     turns each row into a file. Ray balances the actors, holds readers back while rows wait, and repeats what a machine
     takes with it when it dies: a file is written as a whole, and a second time it is the same. Inputs and outputs must
-    have the same paths on all machines.
+    have the same paths on all machines; relative ones begin at the current folder of this process.
 
     Args:
         job: the work.
@@ -261,7 +264,7 @@ def _change_folder(folder: str) -> None:
 
 @contextmanager
 def _connected(ray: ModuleType) -> Iterator[None]:
-    """Connect to a cluster for the time of the block, unless this process is connected."""
+    """Connect to a cluster, there or new, for the time of the block, unless this process is connected."""
     if ray.is_initialized():
         yield
         return

@@ -16,6 +16,7 @@ from test_data_preprocess import PAGES, contents, corpus
 
 from mmpos import InvalidInputError
 from mmpos.data import sequence_shards, shards, split_shards, write_sequences
+from mmpos.data.examples import RecordError
 from mmpos.data.preprocess import claim, shard_job
 from mmpos.data.preprocess.job import Fill, Progress
 from mmpos.data.preprocess.storage import SequenceShard
@@ -289,6 +290,27 @@ def test_a_run_on_another_machine_that_beats_is_left_alone(tmp_path: Path, monke
     want = f"folder: got '{tmp_path}/out', to which another run is writing ({who}), want one run at a time"
     assert str(refused.value) == want
     assert path.exists()
+
+
+def test_a_file_that_is_no_claim_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out" / ".mmpos-claim-00000001.json"
+    path.parent.mkdir()
+    for content in ("", "[]", "{}"):
+        path.write_text(content)
+        with pytest.raises(
+            InvalidInputError, match=r"claim-00000001\.json: got no claim of a run, want a file of mmpos"
+        ):
+            write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
+
+
+def test_a_store_that_fails_at_the_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        with claim.claimed(StorePath(str(tmp_path))):
+            monkeypatch.setattr(StorePath, "remove", lambda path: Path(tmp_path / "none").unlink())
+            raise RecordError("the error of the run")
+
+    with pytest.raises(RecordError, match="the error of the run"):
+        failing()
 
 
 def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

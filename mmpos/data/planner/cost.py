@@ -222,7 +222,7 @@ def sum_terms(headers: Headers) -> FloatArray:
 
 
 def fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Solve least squares of relative errors with coefficients >= 0: the best of all choices of terms that has none."""
+    """Solve least squares of relative errors with coefficients >= 0, by trying all subsets of the terms."""
     best, least = np.zeros(terms.shape[1]), np.inf
     scale = np.abs(terms).max(axis=0)
     there = np.flatnonzero(scale)

@@ -138,6 +138,8 @@ class SequenceFlags:
                 raise UnsupportedError(f"got {got}, want a model whose documents begin at 0")
             tokenizer = _model_tokenizer(folder)
             if model.placeholders.image is None:
+                if self.image_option:
+                    raise InvalidInputError("got --image-option beside a model of text alone, want none")
                 no_token = Markers(None, None, len(tokenizer))
                 return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
             images, markers = model.image_processor(backend=backend), model.markers

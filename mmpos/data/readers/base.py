@@ -89,7 +89,7 @@ class FileReader(ABC):
         """Read records, the first of which is not before a mark of this file."""
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind each so many bytes, where that can be found without reading records."""
+        """Yield the first record behind every ``size`` bytes, where that can be found without reading records."""
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:

@@ -58,7 +58,7 @@ class ParquetReader(FileReader):
                 first = stop
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first row of the row group behind each so many bytes."""
+        """Yield the first row of the row group behind every ``size`` bytes."""
         pa = _arrow()
         index = offset = 0
         behind = size

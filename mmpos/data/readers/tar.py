@@ -64,7 +64,7 @@ class TarReader(FileReader):
                 yield from self.lost(archive.placed(error), index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind each so many bytes of an archive that is not compressed, before any damage."""
+        """Yield the first record behind every ``size`` bytes of an uncompressed archive, before any damage."""
         with self.file.open() as packed, suppress(*_BROKEN):
             archive, behind = _Archive(packed), size
             if archive.is_packed:

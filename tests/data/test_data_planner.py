@@ -481,6 +481,8 @@ def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, mo
     assert order == order[:10] * 8
     assert made.overhead == pytest.approx(0.001, rel=1e-3)
     assert made.residual < 1e-6
+    made.write("memory://calibrations/cost.json", model="tiny")
+    assert Cost.read("memory://calibrations/cost.json") == made.cost
     made.write(tmp_path / "cost.json", model="tiny")
     read = Cost.read(tmp_path / "cost.json")
     assert read == made.cost

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.data.examples import IGNORE_INDEX, Example
+from mmpos.data.stores import store_path
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
 from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers, naming
@@ -189,7 +189,7 @@ class Cost:
             OSError: it cannot be opened.
         """
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = json.loads(store_path("path", path).read_bytes())
         except ValueError as error:
             raise InvalidInputError(f"{path}: got no JSON ({error}), want a file of mmpos data calibrate") from None
         cost = content.get("cost") if isinstance(content, dict) else None

@@ -220,7 +220,7 @@ def _row(*values: object) -> pa.Table:
 
 
 class PartWriter:
-    """Callable of an actor for ``map_batches``: rows of parts become files, and rows of their last steps.
+    """Callable of an actor for ``map_batches``: the row of a part becomes a file, and a row of its last step.
 
     Args:
         job: the work on every part.
@@ -232,13 +232,9 @@ class PartWriter:
         _change_folder(folder)
 
     def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
-        """Write the parts of some rows; their errors are returned as values, since Ray would wrap them in its own."""
-        return {"step": [pickle.dumps(self._step(**row)) for row in self._rows(rows)]}
-
-    def _rows(self, rows: pa.Table) -> Iterator[dict[str, Any]]:
-        for row in zip(*(rows[name] for name in _ROWS.names), strict=True):
-            task, part, records = row
-            yield {"task": task.as_py(), "part": part.as_py(), "content": pickle.loads(records.as_buffer())}
+        """Write the part of one row; its error is returned as a value, since Ray would wrap it in its own."""
+        task, part, records = (rows[name][0] for name in _ROWS.names)
+        return {"step": [pickle.dumps(self._step(task.as_py(), part.as_py(), pickle.loads(records.as_buffer())))]}
 
     def _step(self, task: int, part: int, content: Any) -> Step | Exception:
         if isinstance(content, Exception):

@@ -46,7 +46,7 @@ class Counts:
         tokens: their tokens, patches and markers included.
         images: their images.
         skipped: records in the quarantine.
-        images_dropped: images that were left out of documents, in the quarantine, too.
+        images_dropped: images that were left out of documents, also in the quarantine.
     """
 
     documents: int = 0

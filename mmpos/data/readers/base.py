@@ -117,7 +117,7 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
         location: its shard and number.
         error: the cause. One of the operating system or a store (no such file, no permission) is raised: no fault of
             the record.
-        rest: whether all after it is lost, too.
+        rest: whether all after it is also lost.
     """
     if isinstance(error, OSError) and error.errno is not None:
         raise error

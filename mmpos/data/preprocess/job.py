@@ -145,17 +145,16 @@ def write_sequences(
     """Preprocess all shards into files of ready sequences: one Parquet file for each part of 64 MiB of its records.
 
     A file is there wholly or not at all, so the same call completes a run that was killed: finished files are not made
-    again, unless their input or the settings changed, which is an error. A file of input that was touched or
-    copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
-    depend on the engine, on the workers, or on interruptions. The folder has a manifest of them, by which
-    sequence_shards opens them. One run at a time writes to a folder, which it claims by a file.
+    again, unless their input or the settings changed, which is an error. An input that was touched or copied is the
+    same if its content is; of other inputs only name and number of records are known. Engine, workers and interruptions
+    change no file. sequence_shards opens the folder by its manifest. One run at a time claims a folder, by a file.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
         folder: path or URL of the folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
-        engine: "local" for processes of this machine; "ray" for the cluster that Ray is connected to, else the one that
-            RAY_ADDRESS names or that runs on this machine, else one started for the run. RAY_ADDRESS=local starts one.
+        engine: "local" for processes of this machine; "ray" for the cluster that is connected, in RAY_ADDRESS or running
+            here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: processes of this machine, or most actors of Ray.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
             and writes them to a file beside the output. A mistake of the set-up always stops.
@@ -183,12 +182,11 @@ def write_sequences(
         manifest = _opened(where, job, tasks, overwrite)
         before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
         missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
-        progress = _Progress(report, len(tasks), len(tasks) - len(missing))
-        made = _make(engine, job, missing, workers, manifest, claim, progress)
+        made = _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(missing)))
         if overwrite:
             manifest.remove_strays()
         seconds = time.monotonic() - begin
-    outputs = tuple(output for task in tasks for output in _outputs(manifest, task, before[task.stem]))
+    outputs = tuple(_outputs(manifest, tasks, before))
     return Summary(outputs, _fill(outputs, made, max_tokens), seconds)
 
 
@@ -251,9 +249,10 @@ def _unsliced(stem: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (stem, None)
 
 
-def _outputs(manifest: Manifest, task: Task, before: Collection[int]) -> Iterator[Output]:
-    for part, file in sorted(manifest.shards[task.stem].files.items()):
-        yield Output(task.reader.source, task.output(part), file.counts, part in before)
+def _outputs(manifest: Manifest, tasks: Sequence[Task], before: Mapping[str, Collection[int]]) -> Iterator[Output]:
+    for task in tasks:
+        for part, file in sorted(manifest.shards[task.stem].files.items()):
+            yield Output(task.reader.source, task.output(part), file.counts, part in before[task.stem])
 
 
 class _Progress:
@@ -262,11 +261,11 @@ class _Progress:
     Args:
         report: takes it.
         shards: in all.
-        reused: those of earlier runs.
+        missing: those that earlier runs have not finished.
     """
 
-    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
-        self._report, self._shards, self._reused = report, shards, reused
+    def __init__(self, report: Callable[[Progress], None] | None, shards: int, missing: int) -> None:
+        self._report, self._shards, self._reused = report, shards, shards - missing
         self._finished, self._running = Counts(), dict[tuple[int, int], Counts]()
         self._reported_at = -_PAUSE
 

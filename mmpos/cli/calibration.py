@@ -14,32 +14,47 @@ from mmpos.support.extras import needed_for
 _DEPTHS = ("depth", "num_hidden_layers")
 
 
-def measure(folder: Path, **options: Any) -> Calibration:
+def measure(folder: Path, layers: int | None = None, **options: Any) -> Calibration:
     """Measure the model of a folder.
 
     Args:
         folder: with a config.json.
+        layers: None measures the whole model; otherwise it is measured with this many layers and with twice as many,
+            and extrapolated to all.
         options: device, dtype, and arguments of ``calibrate``.
-    """
-    return _measured(_config(folder), **options)
-
-
-def measure_layers(layers: int, folder: Path, **options: Any) -> Calibration:
-    """Measure the model of a folder with few layers and with twice as many, and extrapolate to all: costs are affine.
 
     Raises:
         InvalidInputError: layers of the model differ from one another, so that some cannot stand for all.
     """
-    parts = _parts(_config(folder))
-    whole = [depth for *_, depth in parts]
+    config = _config(folder)
+    if layers is None:
+        return _measured(config, **options)
+    depths = [depth for *_, depth in _parts(config)]
     few, more = (_measured(_shortened(folder, number), **options) for number in (layers, 2 * layers))
-    scales = [depth / layers - 1 for depth in whole]
-    scale_of = {"language": scales[0], "vision": scales[-1]}
+    return extrapolate(few, more, *(depth / layers - 1 for depth in (depths[0], depths[-1])))
+
+
+def extrapolate(few: Calibration, more: Calibration, language: float, vision: float) -> Calibration:
+    """Extrapolate from few layers and twice as many to all: costs are affine in the number of layers.
+
+    The overhead, which no part has to itself, grows as that of the language model does.
+
+    Args:
+        few: with some layers.
+        more: with twice as many; its times stay in the result.
+        language: how many times the difference of the two separates few from all layers of the language model.
+        vision: the same of the vision tower.
+    """
     found = {}
     for each in fields(Cost):
-        first, second = getattr(few.cost, each.name), getattr(more.cost, each.name)
-        found[each.name] = max(first + (second - first) * scale_of[each.name.partition("_")[0]], 0.0)
-    return replace(more, cost=Cost(**found), residual=max(few.residual, more.residual))
+        scale = vision if each.name.startswith("vision") else language
+        found[each.name] = _line(getattr(few.cost, each.name), getattr(more.cost, each.name), scale)
+    overhead, residual = _line(few.overhead, more.overhead, language), max(few.residual, more.residual)
+    return replace(more, cost=Cost(**found), overhead=overhead, residual=residual)
+
+
+def _line(first: float, second: float, scale: float) -> float:
+    return max(first + (second - first) * scale, 0.0)
 
 
 def _config(folder: Path) -> Any:
@@ -47,7 +62,11 @@ def _config(folder: Path) -> Any:
         raise InvalidInputError(f"FOLDER: got {str(folder)!r}, want a folder with a config.json")
     with needed_for("mmpos data calibrate", extra="hf"):
         from transformers import AutoConfig
-    return AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        got = " ".join(str(error).split())[:200]
+        raise InvalidInputError(f"{folder / 'config.json'}: got {got}, want the config of a model") from error
 
 
 def _parts(config: Any) -> list[tuple[Any, str, int]]:
@@ -71,7 +90,8 @@ def _shortened(folder: Path, layers: int) -> Any:
 
 
 def _measured(config: Any, *, device: str, dtype: str, **options: Any) -> Calibration:
-    import torch
+    with needed_for("mmpos data calibrate", extra="all"):
+        import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = getattr(torch, dtype, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,13 +118,15 @@ def calibrate_model(
     ] = None,
 ) -> None:
     """Measure what tokens and patches cost to train, on a model with random weights, for mmpos data plan --cost."""
-    from mmpos.cli.calibration import measure, measure_layers
+    from mmpos.cli.calibration import measure
 
     sizes = {"tokens": _sizes("--tokens", tokens), "patches": _sizes("--patches", patches)}
     with report.progress_bar("steps") as bar:
-        run = measure if layers is None else partial(measure_layers, layers)
-        made = run(folder, device=device, dtype=dtype, repeats=repeats, progress=bar, **sizes)
-    made.write(output, model=str(folder), device=device, dtype=dtype)
+        made = measure(folder, layers, device=device, dtype=dtype, repeats=repeats, progress=bar, **sizes)
+    about = (
+        {} if layers is None else {"extrapolated": f"from {layers} and {2 * layers} layers; times are of the latter"}
+    )
+    made.write(output, model=str(folder), device=device, dtype=dtype, **about)
     table = report.new_table("tokens", "patches", "milliseconds", "spread", right=("tokens", "patches", "milliseconds"))
     columns = (made.tokens, made.patches, made.seconds, made.spread)
     for length, size, seconds, spread in zip(*(column.tolist() for column in columns), strict=True):
@@ -139,10 +140,10 @@ def calibrate_model(
 
 def _each(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
     """Yield the files, and show how many have been read."""
-    for done, file in enumerate(files):
+    for done, file in enumerate(files, 1):
+        yield file
         if bar is not None:
             bar(done, len(files))
-        yield file
 
 
 def _sizes(name: str, words: str) -> list[int]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two lines
-_COUNTED = 1000  # shards that are asked for their numbers of records
+_COUNTED = 16  # shards that are asked for their numbers of records
 
 
 _OPTION = "NAME=VALUE"
@@ -138,6 +138,8 @@ class SequenceFlags:
                 raise UnsupportedError(f"got {got}, want a model whose documents begin at 0")
             tokenizer = _model_tokenizer(folder)
             if model.placeholders.image is None:
+                if self.image_option:
+                    raise InvalidInputError("got --image-option beside a model of text alone, want none")
                 no_token = Markers(None, None, len(tokenizer))
                 return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
             images, markers = model.image_processor(backend=backend), model.markers
@@ -162,7 +164,13 @@ class WorkFlags:
         Literal["drop", "skip-document", "raise"] | None,
         typer.Option(help="What to do about a broken image.", show_default="as about any broken record"),
     ] = None
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="Processes of this machine, or a cluster.")] = "local"
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option(
+            help="Processes of this machine, or Ray: the cluster of RAY_ADDRESS, one that runs here, or a new one, as "
+            "always with RAY_ADDRESS=local."
+        ),
+    ] = "local"
     workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1
     split_over: Annotated[
         int,
@@ -214,7 +222,7 @@ def preprocess(
                 patches=not work.no_patches,
                 overwrite=work.overwrite,
                 max_tokens=work.max_tokens,
-                report=Told(readers, bar),
+                report=ShownProgress(readers, bar),
             )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; the same command goes on from here", err=True)
@@ -299,16 +307,16 @@ def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequen
     return split_shards(shards(inputs), split_over * 2**20)
 
 
-class Told:
+class ShownProgress:
     """Progress on stderr: a bar, or a line now and then and one at the end, with the rate and the time left.
 
     Args:
-        readers: of the shards. Where most know their number of records, the time left follows from records.
+        readers: of the shards. Where most of a few know their number of records, the time left follows from records.
         bar: is drawn; None writes lines.
     """
 
     def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
-        counts = [reader.count() for reader in readers[:_COUNTED]]
+        counts = [reader.count() for reader in readers[:: max(-(-len(readers) // _COUNTED), 1)]]
         known = [count for count in counts if count is not None]
         self._records = sum(known) / len(known) * len(readers) if 2 * len(known) > len(counts) else 0.0
         self._bar = bar
@@ -355,14 +363,14 @@ def _counted(progress: Progress) -> str:
 def _print(summary: Summary, folder: str) -> None:
     counts, fill = summary.counts, summary.fill
     reused = sum(output.reused for output in summary.outputs)
-    shards = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
+    files = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
     skipped = f"{counts.skipped:,}"
     if counts.images_dropped:
         skipped += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
     if counts.skipped or counts.images_dropped:
         refused = (output for output in summary.outputs if output.counts.skipped or output.counts.images_dropped)
-        files = [output.quarantine for output in refused]
-        skipped += f", see {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
+        lists = [output.quarantine for output in refused]
+        skipped += f", see {lists[0]}" + (f" and {len(lists) - 1:,} more" if len(lists) > 1 else "")
     rate = f"{fill.rate:.1%} of {counted(fill.packs, 'pack', ',')} of {counted(fill.max_tokens, 'token', ',')}"
     if fill.longer:
         rate += f"; {counted(fill.longer, 'longer document', ',')} left out"
@@ -370,7 +378,7 @@ def _print(summary: Summary, folder: str) -> None:
     table = report.new_table("", "")
     table.show_header = False
     for name, said in (
-        ("shards", shards),
+        ("files", files),
         ("documents", f"{counts.documents:,}"),
         ("tokens", f"{counts.tokens:,}"),
         ("images", f"{counts.images:,}"),

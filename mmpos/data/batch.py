@@ -328,7 +328,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Refuse to be read as a mapping of arguments, which Trainer does; iterating comes here, too.
+        """Refuse to be read as a mapping of arguments, which Trainer does; iterating also comes here.
 
         Raises:
             UnsupportedError: always.

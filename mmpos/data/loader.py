@@ -143,7 +143,7 @@ class BatchDataset(IterableDataset[_Item]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, after the rest of a state; running workers see it, too."""
+        """Choose the order of the next iteration, after the rest of a state; running workers also see it."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
@@ -217,7 +217,7 @@ class BatchDataset(IterableDataset[_Item]):
         return {**self._stream.state_dict(), "version": _VERSION, "epoch": self._streamed, "of": self._identity()}
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Let the next iteration resume from a state; later ones read its epoch, too, unless set_epoch was called.
+        """Let the next iteration resume from a state; later ones also read its epoch, unless set_epoch was called.
 
         Raises:
             InvalidInputError: the state is of a dataset with other arguments, or of another worker.

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 
 from mmpos.data.examples import Document, Location, Piece, Record, RecordError
 from mmpos.data.readers.base import Raw, Reader, broken, is_chosen, stride
+from mmpos.data.stores import store_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray
-from mmpos.support.files import local_path, whole_file
 
 __all__ = ["SAMPLE_SCHEMA", "SampleReader", "join_samples", "write_samples"]
 
@@ -165,7 +165,7 @@ def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -
 
     Args:
         documents: with keys that differ.
-        path: the file; it is there wholly or not at all.
+        path: path or URL of the file; it is there wholly or not at all.
 
     Returns:
         the number of rows.
@@ -176,7 +176,7 @@ def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -
     """
     keys, count = set[str](), 0
     rows, size = list[dict[str, object]](), 0
-    with whole_file(local_path("path", path)) as file, pq.ParquetWriter(file, SAMPLE_SCHEMA) as writer:
+    with store_path("path", path).write() as file, pq.ParquetWriter(file, SAMPLE_SCHEMA) as writer:
         for document in documents:
             if document.key in keys:
                 raise InvalidInputError(f"documents: got the key {document.key!r} again, want each once")

@@ -115,7 +115,7 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
         block: a table of ``STAGE_SCHEMA``, whatever else it has.
 
     Raises:
-        InvalidInputError: a column is missing, or a row is broken.
+        InvalidInputError: a column is missing or of another type, or a row is broken.
     """
     given: object = block
     if not isinstance(given, pa.Table | pa.RecordBatch):
@@ -123,7 +123,7 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
     missing = [name for name in STAGE_SCHEMA.names if name not in block.schema.names]
     if missing:
         raise InvalidInputError(f"block: got no column {missing[0]!r}, want the columns of STAGE_SCHEMA")
-    table = pa.table({name: block[name] for name in STAGE_SCHEMA.names}).cast(STAGE_SCHEMA)
+    table = pa.table([_cast(block[field.name], field) for field in STAGE_SCHEMA], schema=STAGE_SCHEMA)
     for i in range(table.num_rows):
         if not table["error"][i].is_valid:
             try:
@@ -132,6 +132,13 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
                 raise InvalidInputError(
                     f"block[{i}]: got a row that is broken ({error}), want that of a Stage"
                 ) from error
+
+
+def _cast(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | pa.ChunkedArray:
+    try:
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise InvalidInputError(f"block.{field.name}: got {column.type}, want {field.type}") from error
 
 
 def _source(value: object) -> str:

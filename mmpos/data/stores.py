@@ -22,14 +22,15 @@ from urllib.parse import parse_qs, unquote
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.support.extras import missing, needed_for
 from mmpos.support.files import named, whole_file
+from mmpos.support.interrupts import no_interrupts
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 __all__ = ["StorePath", "open_parquet", "store_path"]
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/?]*)(.*?)(\?[a-z_]+=[^?*\[]*)?", re.DOTALL | re.IGNORECASE)
-_ARROW = ("abfs", "abfss", "gcs", "gs", "hdfs", "s3", "viewfs")  # schemes that pyarrow.fs opens
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/?]*)(.*?)(\?[\w.-]+=.*)?", re.DOTALL | re.IGNORECASE)
+_ARROW = ("abfs", "abfss", "gcs", "gs", "s3")  # schemes that pyarrow.fs opens
 _USERS = ("abfs", "abfss", "hdfs")  # schemes whose URLs name a container or a user before an @
 _OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
 
@@ -211,7 +212,8 @@ class StorePath:
         """
         if not self.is_url:
             return (StorePath(glob.escape(self.text)) / pattern).matches()
-        return (self / pattern).matches()
+        head, options = self._split()
+        return StorePath(f"{glob.escape(head).rstrip('/')}/{pattern}{options}").matches()
 
     def matches(self, folders: str | None = None) -> list[StorePath]:
         """List the files that match this path as a pattern, sorted.
@@ -225,11 +227,12 @@ class StorePath:
         if not self.is_url:
             matches = ((match, os.path.isfile(match)) for match in glob.glob(self.text, recursive=True))
         else:
-            _, options = self._split()
             with _errors_of(self):
                 found = _unwrapped(self._filesystem()).glob(self._key, detail=True)
+                root, question, options = self._root.partition("?")
+                inside = len(self._base)
             matches = (
-                (f"{self._scheme}://{name.lstrip('/')}{options}", info["type"] == "file")
+                (f"{root}/{name[inside:].lstrip('/')}{question}{options}", info["type"] == "file")
                 for name, info in found.items()
             )
         paths = ((StorePath(match), is_file) for match, is_file in matches)
@@ -276,13 +279,15 @@ class StorePath:
     def _key(self) -> str:
         """Path inside of the filesystem, bucket included."""
         head, _ = self._split()
-        if self._scheme in ("http", "https"):
-            return head
-        inside = head.partition("://")[2]
-        return inside.partition("@")[2] if self._scheme == "gs" and inside.startswith("anonymous@") else inside
+        return self._base + head.removeprefix(self._root.partition("?")[0])
+
+    @property
+    def _base(self) -> str:
+        """Path of the bucket inside of the filesystem."""
+        return _filesystem(self._root, os.getpid())[1]
 
     def _filesystem(self) -> Any:
-        return _filesystem(self._root, os.getpid())
+        return _filesystem(self._root, os.getpid())[0]
 
     def _info(self) -> Any:
         with _errors_of(self):
@@ -295,7 +300,8 @@ class StorePath:
     def _upload(self, spool: IO[bytes]) -> None:
         size = spool.seek(0, io.SEEK_END)
         spool.seek(0)
-        with _errors_of(self):
+        # Whatever ends the block early, the stream of a library would complete the object with what it has.
+        with no_interrupts(), _errors_of(self):
             with self._filesystem().open_output_stream(self._key, compression=None) as file:
                 shutil.copyfileobj(spool, file, _COPY)
             stored = self._filesystem().get_file_info(self._key).size
@@ -311,8 +317,10 @@ class StorePath:
         if self._scheme not in ("memory", "gs", "gcs"):
             want = "a path on this machine, s3:// or gs://"
             raise UnsupportedError(f"{self}: got a store without conditional writes, want {want}")
+        if "?" in self._root:
+            raise UnsupportedError(f"{self}: got a URL with options, which gcsfs does not know, want one without")
         try:
-            _fsspec(f"{self._scheme}://").pipe_file(self._key, data, mode="create")
+            _fsspec(f"{self._scheme}://")[0].pipe_file(self._key, data, mode="create")
         except FileExistsError:
             return False
         return True
@@ -339,7 +347,8 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
         return StorePath(text)
     scheme, authority, rest, options = url[1].lower(), url[2], url[3], url[4] or ""
     user, at, host = authority.rpartition("@")
-    names_user = at and scheme not in _USERS and user != "anonymous"
+    anonymous = user == "anonymous" and scheme in ("gs", "gcs")
+    names_user = at and scheme not in _USERS and not anonymous
     if names_user or ":" in user or re.search(r":(?!\d+$)", host):
         want = "credentials in the environment or the configuration of the store"
         raise InvalidInputError(f"{name}: got a URL of {scheme} with credentials, want {want}")
@@ -421,23 +430,30 @@ class _ObjectFile(io.RawIOBase):
 
 
 @lru_cache(maxsize=64)
-def _filesystem(root: str, pid: int) -> Any:
-    """Open the filesystem of a URL, for one process, as connections do not outlive a fork."""
+def _filesystem(root: str, pid: int) -> tuple[Any, str]:
+    """Open the filesystem of a bucket, whose path inside of it is the second value.
+
+    It is of one process, as connections do not outlive a fork.
+    """
     with needed_for("URLs", extra="data"):
         from pyarrow import fs
     if root.partition(":")[0] in _ARROW:
-        return fs.FileSystem.from_uri(root)[0]
-    return fs.PyFileSystem(fs.FSSpecHandler(_fsspec(root)))
+        filesystem, base = fs.FileSystem.from_uri(root)
+    else:
+        filesystem, base = _fsspec(root)
+        filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+    return filesystem, base.rstrip("/")
 
 
-def _fsspec(root: str) -> Any:
-    """Open the filesystem of a URL by fsspec."""
+def _fsspec(root: str) -> tuple[Any, str]:
+    """Open the filesystem of a bucket by fsspec, with the path of the bucket in it."""
     with needed_for("URLs", extra="data"):
         import fsspec
         from fsspec.registry import known_implementations
     scheme = root.partition(":")[0]
     try:
-        return fsspec.core.url_to_fs(root)[0]
+        filesystem, base = fsspec.core.url_to_fs(root)
+        return filesystem, str(base)
     except ImportError as error:
         module = known_implementations[scheme]["class"].partition(".")[0]
         if module == "fsspec":  # whose filesystem needs a package of others
@@ -510,15 +526,30 @@ def _errors_of(path: StorePath) -> Iterator[None]:
     except (MmposError, ImportError):
         raise
     except Exception as error:
-        words = str(error) or type(error).__name__
-        denied = re.search(
-            r"access.?denied|forbidden|\b40[13]\b|no ?credentials|unable to locate credentials", words, re.I
-        )
-        absent = re.search(r"\b404\b|not ?found|no.?such.?(bucket|key)", words, re.I)
-        number = error.errno if isinstance(error, OSError) and error.errno else None
-        number = number or (errno.EACCES if denied or isinstance(error, PermissionError) else None)
-        number = number or (errno.ENOENT if absent or isinstance(error, FileNotFoundError) else errno.EIO)
-        raise _failed(path, number, words) from error
+        raise _failed(path, _number(error, path), str(error) or type(error).__name__) from error
+
+
+def _number(error: Exception, path: StorePath) -> int:
+    """Return the errno of an error of a store: by its type, its status of HTTP, or its words other than the path."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT
+    response = getattr(error, "response", error)
+    if isinstance(response, dict):  # of botocore
+        status = response["ResponseMetadata"]["HTTPStatusCode"]
+    else:
+        status = getattr(response, "status_code", getattr(response, "status", None))
+    if status is not None:
+        return {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT}.get(status, errno.EIO)
+    words = str(error)
+    for name in filter(None, (path.text, *path.text.partition("://")[2].split("/", 1), path.name)):
+        words = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "", words)
+    denied = r"access.?denied|permission.?denied|status:? 40[13]\b|no ?credentials|unable to locate credentials"
+    absent = r"status:? 404\b|no.?such.?(bucket|key)|resource.?not.?found"
+    if re.search(denied, words, re.I):
+        return errno.EACCES
+    return errno.ENOENT if re.search(absent, words, re.I) else errno.EIO
 
 
 def _failed(path: StorePath, number: int, words: str) -> OSError:

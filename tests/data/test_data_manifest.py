@@ -15,9 +15,11 @@ import pytest
 from test_data_preprocess import PAGES, contents, corpus
 
 from mmpos import InvalidInputError
-from mmpos.data import sequence_shards, shards, write_sequences
+from mmpos.data import sequence_shards, shards, split_shards, write_sequences
+from mmpos.data.examples import RecordError
 from mmpos.data.preprocess import claim, shard_job
-from mmpos.data.preprocess.job import Progress
+from mmpos.data.preprocess.job import Fill, Progress
+from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.stores import StorePath
 
 NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
@@ -88,6 +90,49 @@ def test_files_of_a_longer_input_go_when_it_is_overwritten(tmp_path: Path) -> No
     kept = [name.replace("s0", "s1") for name in NAMES]
     assert sorted(contents(tmp_path / "out")) == [*NAMES[:2], *kept]
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [2, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 400), (400, 1), (400, 800)])
+def test_a_file_that_is_split_otherwise_is_not_written_twice(tmp_path: Path, before: int, after: int) -> None:
+    readers = shards(corpus(tmp_path, 1, 20))
+    size = Path(readers[0].source).stat().st_size
+    first, second = (split_shards(readers, -(-size * 100 // slices)) for slices in (before, after))
+    out = tmp_path / "out"
+    write_sequences(first, out, PAGES)
+    want = r"s0.*\.parquet: got the output of the same file, split otherwise; give the same --split-over, or overwrite"
+    with pytest.raises(InvalidInputError, match=want):
+        write_sequences(second, out, PAGES)
+    write_sequences(first, out, PAGES)
+    write_sequences(second, out, PAGES, overwrite=True)
+    keys = [example.key for shard in sequence_shards(out) for example in shard.examples()]
+    assert keys == [f"0-{p}" for p in range(20)]
+    assert len(list(out.glob("*.parquet"))) == len(sequence_shards(out))
+
+
+def test_slices_of_another_file_may_have_the_same_name(tmp_path: Path) -> None:
+    for slices, pages in ((2, 1), (3, 2)):
+        (path,) = corpus(tmp_path / str(slices), 1, pages)
+        named = Path(path).rename(tmp_path / str(slices) / f"s0-00000-of-{slices:05}.jsonl")
+        write_sequences(shards(named), tmp_path / "out", PAGES)
+    assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [1, 2]
+
+
+def test_outputs_of_a_run_are_not_read_again_for_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = shards(corpus(tmp_path, 2, 5))
+    read: list[str] = []
+    lengths: Any = SequenceShard.__dict__["lengths"]
+
+    def reading(shard: SequenceShard) -> Any:
+        read.append(Path(shard.path).name)
+        return lengths.fget(shard)
+
+    monkeypatch.setattr(SequenceShard, "lengths", property(reading))
+    whole = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250)
+    assert read == []
+    assert whole.fill == Fill(250, 5, 1030, 0)
+    (tmp_path / "out" / NAMES[1]).unlink()
+    assert write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250).fill == whole.fill
+    assert sorted(read) == sorted([NAMES[0], NAMES[2], *(name.replace("s0", "s1") for name in NAMES)])
 
 
 def test_shards_join_a_folder_only_with_its_settings(tmp_path: Path) -> None:
@@ -245,6 +290,27 @@ def test_a_run_on_another_machine_that_beats_is_left_alone(tmp_path: Path, monke
     want = f"folder: got '{tmp_path}/out', to which another run is writing ({who}), want one run at a time"
     assert str(refused.value) == want
     assert path.exists()
+
+
+def test_a_file_that_is_no_claim_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out" / ".mmpos-claim-00000001.json"
+    path.parent.mkdir()
+    for content in ("", "[]", "{}"):
+        path.write_text(content)
+        with pytest.raises(
+            InvalidInputError, match=r"claim-00000001\.json: got no claim of a run, want a file of mmpos"
+        ):
+            write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
+
+
+def test_a_store_that_fails_at_the_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        with claim.claimed(StorePath(str(tmp_path))):
+            monkeypatch.setattr(StorePath, "remove", lambda path: Path(tmp_path / "none").unlink())
+            raise RecordError("the error of the run")
+
+    with pytest.raises(RecordError, match="the error of the run"):
+        failing()
 
 
 def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from pyarrow import parquet
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
+from mmpos.cli.calibration import extrapolate
 from mmpos.data import (
+    Calibration,
     Cost,
     Example,
     Headers,
@@ -479,6 +481,8 @@ def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, mo
     assert order == order[:10] * 8
     assert made.overhead == pytest.approx(0.001, rel=1e-3)
     assert made.residual < 1e-6
+    made.write("memory://calibrations/cost.json", model="tiny")
+    assert Cost.read("memory://calibrations/cost.json") == made.cost
     made.write(tmp_path / "cost.json", model="tiny")
     read = Cost.read(tmp_path / "cost.json")
     assert read == made.cost
@@ -509,6 +513,24 @@ def test_too_few_sizes_and_steps_without_time_are_refused() -> None:
         calibrate(lambda tokens, patches: None, tokens=[8, 8])
     with pytest.raises(InvalidInputError, match=r"patches: got \[4\], want at least 3 different sizes"):
         calibrate(lambda tokens, patches: None, patches=[4])
+
+
+def test_costs_of_few_layers_are_extrapolated_along_lines() -> None:
+    def measured(language: int, vision: int) -> Calibration:
+        """Return times that are affine in the layers."""
+        cost = Cost(1 + 2 * language, 0.5 * language, 3 + vision, 0.25 * vision)
+        none = np.zeros(0, np.int64)
+        return Calibration(cost, 7 + 4 * language, 0.01 * language, none, none, np.zeros(0), np.zeros(0))
+
+    made = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
+    whole = measured(28, 32)
+    assert (made.cost, made.overhead, made.residual) == (whole.cost, whole.overhead, 0.04)
+
+
+def test_a_config_that_transformers_does_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "eliza"}')
+    assert main(["data", "calibrate", str(tmp_path), "-o", str(tmp_path / "cost.json")]) == 2
+    assert f"{tmp_path}/config.json: got " in capsys.readouterr().err
 
 
 @pytest.mark.slow

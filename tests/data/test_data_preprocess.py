@@ -30,7 +30,7 @@ from waiting import alive, descendants, eventually, of_process
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
-from mmpos.cli.preprocess import Told
+from mmpos.cli.preprocess import ShownProgress
 from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
@@ -462,7 +462,7 @@ def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFi
     assert captured.err == "2/2 shards  5 documents, 515 tokens, 5 images, 1 skipped\n"
     lines = captured.out.splitlines()
     assert lines[:-1] == [
-        "shards      2 in out",
+        "files       2 in out",
         "documents   5",
         "tokens      515",
         "images      5",
@@ -474,7 +474,7 @@ def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFi
     assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "100")) == 0
     captured = capsys.readouterr()
     assert captured.err == "2/2 shards  0 documents, 0 tokens, 0 images\n"
-    assert captured.out.splitlines()[0] == "shards      2 in out, 2 of them from an earlier run"
+    assert captured.out.splitlines()[0] == "files       2 in out, 2 of them from an earlier run"
     assert captured.out.splitlines()[-2:] == [
         "fill rate   0.0% of 0 packs of 100 tokens; 5 longer documents left out",
         "speed       nothing was left to do",
@@ -544,13 +544,25 @@ def test_progress_has_a_rate_and_the_time_left(
     drawn: list[tuple[float, int, str]] = []
     times = iter([90.0, 100.0, 103.0])
     monkeypatch.setattr("mmpos.cli.preprocess.time.monotonic", lambda: next(times))
-    tell = Told([cast(Any, Counted(count)) for count in counts], lambda *words: drawn.append(cast(Any, words)))
+    tell = ShownProgress([cast(Any, Counted(count)) for count in counts], lambda *words: drawn.append(cast(Any, words)))
     tell(Progress(len(counts), reused, reused, Counts(1)))
     tell(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
     assert drawn[0][2] == "1 record"
     ((done, total, words),) = drawn[1:]
     assert (total, words) == (len(counts), told[0])
     assert done == pytest.approx(told[1])
+
+
+def test_a_few_shards_stand_for_all_in_the_time_left() -> None:
+    asked = list[int]()
+
+    class Counted:
+        def __init__(self, number: int) -> None:
+            self.count = lambda: asked.append(number)
+
+    ShownProgress([cast(Any, Counted(number)) for number in range(1000)], None)
+    assert len(asked) <= 16
+    assert max(asked) > 900
 
 
 def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -713,7 +725,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
         os.close(side)
         said = "".join(everything(terminal))
         assert process.stdout is not None
-        assert process.stdout.read().startswith("shards      2 in out\n")
+        assert process.stdout.read().startswith("files       2 in out\n")
     os.close(terminal)
     assert process.returncode == 0
     assert "2/2" in said

@@ -110,7 +110,7 @@ def test_a_machine_that_dies_loses_nothing_and_makes_nothing_twice(tmp_path: Pat
     try:
         others = [machines.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
         ray.init(address=machines.address, log_to_driver=False)
-        readers = shards(corpus(tmp_path, 12, 60))
+        readers = shards(corpus(tmp_path, 12, 30))
         killed: list[int] = []
 
         def kill(progress: Progress) -> None:
@@ -124,9 +124,9 @@ def test_a_machine_that_dies_loses_nothing_and_makes_nothing_twice(tmp_path: Pat
     finally:
         ray.shutdown()
         machines.shutdown()
-    assert summary.counts == Counts(documents=720, tokens=720 * 103, images=720)
+    assert summary.counts == Counts(documents=360, tokens=360 * 103, images=360)
     keys = [example.key for shard in sequence_shards(tmp_path / "out") for example in shard.examples()]
-    assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(60))
+    assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(30))
     assert len(list((tmp_path / "out").iterdir())) == 13
 
 
@@ -137,7 +137,7 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 2, 2)
     assert main(command("s*.jsonl", "--engine", "ray", "--workers", "2")) == 0
-    assert re.match(r"shards      2 in out\ndocuments   4\n", capsys.readouterr().out)
+    assert re.match(r"files       2 in out\ndocuments   4\n", capsys.readouterr().out)
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")

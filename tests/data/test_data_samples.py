@@ -78,6 +78,12 @@ def test_what_is_written_is_read_wherever_row_groups_end(tmp_path: Path) -> None
         assert documents(made, start, step) == WANTED[start::step]
 
 
+def test_samples_may_be_in_a_store() -> None:
+    url = "memory://samples/a.parquet"
+    assert write_samples(DOCUMENTS, url) == 6
+    assert documents(SampleReader(ParquetReader(url))) == WANTED
+
+
 def test_a_sample_of_scattered_rows_is_refused_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)

@@ -98,6 +98,10 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
             lambda: list(read_examples(pa.table({"a": [1]}))),
             "block: got no column 'key', want the columns of STAGE_SCHEMA",
         ),
+        (
+            lambda: list(read_examples(pa.table({name: ["a"] for name in STAGE_SCHEMA.names}))),
+            "block.num_tokens: got string, want int64",
+        ),
     ],
 )
 def test_bad_input_is_refused(call: Any, message: str) -> None:

@@ -8,10 +8,15 @@ import json
 import multiprocessing
 import pickle
 import re
+import signal
 import tarfile
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
+from threading import Thread
+from typing import IO, Any, ClassVar
 
 import pyarrow as pa
 import pytest
@@ -21,7 +26,7 @@ from s3 import ENVIRONMENT, make_bucket, s3_server
 
 from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data import Pairs, Preprocess, Reader, RecordError, shards, write_sequences
-from mmpos.data.stores import StorePath, open_parquet, store_path
+from mmpos.data.stores import StorePath, _errors_of, open_parquet, store_path
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 _NUMBERS = count()
@@ -98,6 +103,13 @@ def test_identities_differ_once_a_file_is_written_anew(folder: StorePath) -> Non
     assert first["size"] == 3
     path.write_bytes(b"two")
     assert path.identity() != first
+
+
+def test_names_of_folders_are_no_patterns(folder: StorePath) -> None:
+    inside = folder / "a[1]*" / "b"
+    inside.parent.make_folder()
+    inside.write_bytes(b"x")
+    assert (folder / "a[1]*").glob("*") == [inside]
 
 
 def test_patterns_find_files_at_any_depth(folder: StorePath) -> None:
@@ -185,6 +197,15 @@ def test_parts_of_urls_keep_the_options() -> None:
         ("https://hidden@host/a", "x: got a URL of https with credentials"),
         ("https://host/a?sig=hidden", "x: got a URL of https with the option 'sig', want a URL without options"),
         ("s3://bucket/a?secret=hidden", "x: got a URL of s3 with the option 'secret', want endpoint_override, region"),
+        (
+            "https://bucket.s3.amazonaws.com/a.tar?X-Amz-Credential=AKIAhid&X-Amz-Signature=hidden",
+            "x: got a URL of https with the option 'X-Amz-Credential', want a URL without options",
+        ),
+        (
+            "s3://bucket/a?X-Amz-Signature=hid*den",
+            "x: got a URL of s3 with the option 'X-Amz-Signature', want endpoint",
+        ),
+        ("s3://anonymous@bucket/a", "x: got a URL of s3 with credentials"),
         ("file://host/a", "x: got 'file://host/a', want file:/// and a path on this machine"),
     ],
 )
@@ -201,6 +222,81 @@ def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
         store_path("x", "sftp://host/a").open()
     with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
         store_path("x", "https://host/a").create(b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("s3://bucket/in/a?region=us-east-1", "bucket/in/a"),
+        ("gs://anonymous@bucket/in/a", "bucket/in/a"),
+        ("gcs://anonymous@bucket/in/a", "bucket/in/a"),
+        ("abfs://container@account.dfs.core.windows.net/in/a", "container/in/a"),
+        ("memory://bucket/in/a", "/bucket/in/a"),
+        ("https://host/in/a", "https://host/in/a"),
+        ("ftp://host/in/a", "/in/a"),
+    ],
+)
+def test_libraries_say_where_in_them_a_bucket_begins(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", lambda self: None)
+    assert store_path("url", url)._key == key
+
+
+def test_patterns_find_the_pages_of_a_server(tmp_path: Path) -> None:
+    for name in ("a-0.jsonl", "a-1.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        folder = store_path("folder", f"http://127.0.0.1:{server.server_port}")
+        found = folder.glob("a-*.jsonl")
+        contents = [path.read_bytes() for path in found]
+        server.shutdown()
+    assert found == [folder / "a-0.jsonl", folder / "a-1.jsonl"]
+    assert contents == [b"{}", b"{}"]
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Handler that writes no log."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_an_interrupted_upload_leaves_no_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store_path("path", "memory://interrupted/a")
+    path.write_bytes(b"before")
+
+    def copy(spool: IO[bytes], file: IO[bytes], length: int) -> None:
+        file.write(spool.read(2))
+        signal.raise_signal(signal.SIGINT)
+        file.write(spool.read())
+
+    monkeypatch.setattr("mmpos.data.stores.shutil.copyfileobj", copy)
+    with pytest.raises(KeyboardInterrupt):
+        path.write_bytes(b"after")
+    assert path.read_bytes() == b"after"
+
+
+class _ServerError(Exception):
+    response: ClassVar[dict[str, Any]] = {"ResponseMetadata": {"HTTPStatusCode": 503}}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError("reading key 'logs/404/x' in bucket 'b': AWS Error NETWORK_CONNECTION: timeout"), OSError),
+        (OSError("reading key 'logs/404/NoSuchKey' in bucket 'b': AWS Error NETWORK_CONNECTION: timeout"), OSError),
+        (OSError("reading key 'logs/404/x' in bucket 'b': AWS Error NO_SUCH_KEY"), FileNotFoundError),
+        (OSError("AWS Error ACCESS_DENIED during HeadObject operation: No response body."), PermissionError),
+        (OSError("AWS Error UNKNOWN (HTTP status 403) during HeadObject operation"), PermissionError),
+        (_ServerError("NoSuchKey"), OSError),
+    ],
+)
+def test_errors_are_classified_by_the_store_and_not_by_names_of_files(error: Exception, kind: type[OSError]) -> None:
+    path = "s3://b/logs/404/NoSuchKey" if "NoSuchKey" in str(error) else "s3://b/logs/404/x"
+    with pytest.raises(OSError, match="logs/404") as raised, _errors_of(store_path("path", path)):
+        raise error
+    assert type(raised.value) is kind
 
 
 def _write_shards(folder: StorePath) -> None:

@@ -27,14 +27,19 @@ class FaultyStore:
 
     def fail(self, fault: Fault, method: str, part: str = "", times: int = 1000) -> None:
         """Answer the next requests of a method, whose targets have this part, with a fault."""
-        self._faults.append([fault, method, part, times])
+        self._faults.append([fault, method, part, times, times])
+
+    @property
+    def unused(self) -> list[object]:
+        """Faults that no request has met."""
+        return [fault for fault, _, _, times, left in self._faults if left == times]
 
     def next(self, method: str, target: str) -> object:
         """Return the fault of a request, or None."""
         for each in self._faults:
-            fault, of, part, times = each
-            if method == of and str(part) in target and isinstance(times, int) and times:
-                each[3] = times - 1
+            fault, of, part, _, left = each
+            if method == of and str(part) in target and isinstance(left, int) and left:
+                each[4] = left - 1
                 return fault
         return None
 

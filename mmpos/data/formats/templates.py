@@ -46,7 +46,7 @@ class Turn:
 class ChatTemplate:
     r"""Text around the turns of each role; by default plain text, which every tokenizer can encode.
 
-    A tokenizer that makes special tokens of their names makes them of the names in a template, too, for instance
+    A tokenizer that makes special tokens of their names makes them also of the names in a template, for instance
     ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
 
     Args:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ import numpy as np
 
 from mmpos.data.examples import Example
 from mmpos.data.planner.cost import Cost, FloatArray, Headers, fit_terms, sum_terms
+from mmpos.data.stores import store_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, integer, integers
-from mmpos.support.files import whole_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +56,7 @@ class Calibration:
         """Write a file of JSON that ``Cost.read`` reads.
 
         Args:
-            path: the file.
+            path: path or URL of the file.
             about: what else it says, such as the model and the device.
         """
         content = {
@@ -68,8 +67,7 @@ class Calibration:
             "residual": self.residual,
             **{name: getattr(self, name).tolist() for name in ("tokens", "patches", "seconds", "spread")},
         }
-        with whole_file(Path(path)) as file:
-            file.write(json.dumps(content, indent=1).encode())
+        store_path("path", path).write_bytes(json.dumps(content, indent=1).encode())
 
 
 def calibrate(

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.data.examples import IGNORE_INDEX, Example
+from mmpos.data.stores import store_path
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
 from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers, naming
@@ -189,7 +189,7 @@ class Cost:
             OSError: it cannot be opened.
         """
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = json.loads(store_path("path", path).read_bytes())
         except ValueError as error:
             raise InvalidInputError(f"{path}: got no JSON ({error}), want a file of mmpos data calibrate") from None
         cost = content.get("cost") if isinstance(content, dict) else None
@@ -222,7 +222,7 @@ def sum_terms(headers: Headers) -> FloatArray:
 
 
 def fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Solve least squares of relative errors with coefficients >= 0: the best of all choices of terms that has none."""
+    """Solve least squares of relative errors with coefficients >= 0, by trying all subsets of the terms."""
     best, least = np.zeros(terms.shape[1]), np.inf
     scale = np.abs(terms).max(axis=0)
     there = np.flatnonzero(scale)

@@ -60,16 +60,17 @@ class Claim:
         if self._lost:
             raise InvalidInputError(
                 f"folder: got {str(self._folder)!r}, which another run took over while this one stood still for "
-                f"{_PATIENCE:g} s, want one run at a time"
+                f"{_PATIENCE:g} s, or whose claim was removed, want one run at a time"
             )
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Give the folder back; a store that fails meanwhile keeps the claim of a run that is then dead."""
         self._ended.set()
         self._beats.join()
-        owner = _owner(self._path)
-        if owner is not None and owner["id"] == self._owner["id"]:
-            self._path.remove()
+        with suppress(OSError, InvalidInputError):  # which would hide the error of the run
+            owner = _owner(self._path)
+            if owner is not None and owner["id"] == self._owner["id"]:
+                self._path.remove()
 
     def _beat(self) -> None:
         # Ctrl-C is for the main thread, which may hold it back.
@@ -151,11 +152,19 @@ def _lives(path: StorePath, owner: _Owner) -> bool:
 
 
 def _owner(path: StorePath) -> _Owner | None:
-    """Return whose claim this is; None if it is gone."""
+    """Return whose claim this is; None if it is gone.
+
+    Raises:
+        InvalidInputError: the file is no claim.
+    """
     try:
         owner: _Owner = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise InvalidInputError(f"{path}: got no claim of a run, want a file of mmpos; remove it") from error
+    if not isinstance(owner, dict) or not _Owner.__required_keys__ <= owner.keys():
+        raise InvalidInputError(f"{path}: got no claim of a run, want a file of mmpos; remove it")
     return owner
 
 

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ import pyarrow as pa
 from mmpos.data.preprocess.shard_job import PART_BYTES, Counts, ShardJob, Step, Task, read_parts
 from mmpos.data.stores import StorePath
 from mmpos.support.extras import needed_for
+from mmpos.support.interrupts import no_interrupts
 
 __all__ = ["run_local", "run_ray"]
 
@@ -65,7 +65,8 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     running: set[Future[bytes]] = set()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     try:
-        with _no_interrupts():  # which are for this process alone
+        resource_tracker.ensure_running()  # whose start would let interrupts through
+        with no_interrupts():  # which are for this process alone
             running = {pool.submit(_work, work, task) for task in inputs}
             started = set(multiprocessing.active_children()) - others
         while running:
@@ -80,26 +81,6 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
         for process in started if running else ():
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
-    resource_tracker.ensure_running()  # whose start would let it through
-    held: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    handled = callable(handler) and threading.current_thread() is threading.main_thread()
-    if handled:  # a thread of a library may get what this one blocks, and the handler would still run here
-        signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if handled:
-            signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)
 
 
 class _Worker:
@@ -118,13 +99,13 @@ def _begin_worker(steps: SimpleQueue[Step]) -> None:
 
 def _work(job: bytes, task: bytes) -> bytes:
     """Run a task in a worker, which tells of every finished file, and now and then how far it is."""
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
     try:
         with closing(_loads(job).run(pickle.loads(task))) as steps:
             for step in steps:
-                if step.source is not None or time.monotonic() - told_at > _PAUSE:
+                if step.source is not None or time.monotonic() - reported_at > _PAUSE:
                     _Worker.steps.put(step)
-                    told_at = time.monotonic()
+                    reported_at = time.monotonic()
         return pickle.dumps(None)
     except Exception as error:
         return pickle.dumps(_portable(error))
@@ -161,12 +142,15 @@ def _raise(result: bytes) -> Any:
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks as a pipeline of Ray Data in the cluster that Ray is connected to, or in one started for it.
+    """Run the tasks as a pipeline of Ray Data.
+
+    It runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on this
+    machine; else in one started for it, which is stopped at the end. RAY_ADDRESS=local always starts one.
 
     Tasks of Ray read the shards into rows, one for each part with its records as they are stored, and a pool of actors
     turns each row into a file. Ray balances the actors, holds readers back while rows wait, and repeats what a machine
     takes with it when it dies: a file is written as a whole, and a second time it is the same. Inputs and outputs must
-    have the same paths on all machines.
+    have the same paths on all machines; relative ones begin at the current folder of this process.
 
     Args:
         job: the work.
@@ -236,7 +220,7 @@ def _row(*values: object) -> pa.Table:
 
 
 class PartWriter:
-    """Callable of an actor for ``map_batches``: rows of parts become files, and rows of their last steps.
+    """Callable of an actor for ``map_batches``: the row of a part becomes a file, and a row of its last step.
 
     Args:
         job: the work on every part.
@@ -248,13 +232,9 @@ class PartWriter:
         _change_folder(folder)
 
     def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
-        """Write the parts of some rows; their errors are returned as values, since Ray would wrap them in its own."""
-        return {"step": [pickle.dumps(self._step(**row)) for row in self._rows(rows)]}
-
-    def _rows(self, rows: pa.Table) -> Iterator[dict[str, Any]]:
-        for row in zip(*(rows[name] for name in _ROWS.names), strict=True):
-            task, part, records = row
-            yield {"task": task.as_py(), "part": part.as_py(), "content": pickle.loads(records.as_buffer())}
+        """Write the part of one row; its error is returned as a value, since Ray would wrap it in its own."""
+        task, part, records = (rows[name][0] for name in _ROWS.names)
+        return {"step": [pickle.dumps(self._step(task.as_py(), part.as_py(), pickle.loads(records.as_buffer())))]}
 
     def _step(self, task: int, part: int, content: Any) -> Step | Exception:
         if isinstance(content, Exception):
@@ -280,7 +260,7 @@ def _change_folder(folder: str) -> None:
 
 @contextmanager
 def _connected(ray: ModuleType) -> Iterator[None]:
-    """Connect to a cluster for the time of the block, unless this process is connected."""
+    """Connect to a cluster, there or new, for the time of the block, unless this process is connected."""
     if ray.is_initialized():
         yield
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -123,7 +124,8 @@ class Summary:
 Engine = Literal["local", "ray"]
 
 _PAUSE = 0.1  # seconds between two reports
-_SAVE = 10.0  # seconds between two manifests
+_SAVE = 10.0  # seconds between two manifests, at least
+_SAVE_SHARE = 0.05  # of the time of a run, which large manifests may take
 
 
 def write_sequences(
@@ -143,16 +145,16 @@ def write_sequences(
     """Preprocess all shards into files of ready sequences: one Parquet file for each part of 64 MiB of its records.
 
     A file is there wholly or not at all, so the same call completes a run that was killed: finished files are not made
-    again, unless their input or the settings changed, which is an error. A file of input that was touched or
-    copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
-    depend on the engine, on the workers, or on interruptions. The folder has a manifest of them, by which
-    sequence_shards opens them. One run at a time writes to a folder, which it claims by a file.
+    again, unless their input or the settings changed, which is an error. An input that was touched or copied is the
+    same if its content is; of other inputs only name and number of records are known. Engine, workers and interruptions
+    change no file. sequence_shards opens the folder by its manifest. One run at a time claims a folder, by a file.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
         folder: path or URL of the folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
-        engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
+        engine: "local" for processes of this machine; "ray" for the cluster that is connected, in RAY_ADDRESS or running
+            here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: processes of this machine, or most actors of Ray.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
             and writes them to a file beside the output. A mistake of the set-up always stops.
@@ -180,12 +182,12 @@ def write_sequences(
         manifest = _opened(where, job, tasks, overwrite)
         before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
         missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
-        _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(tasks) - len(missing)))
+        made = _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(missing)))
         if overwrite:
             manifest.remove_strays()
         seconds = time.monotonic() - begin
-        outputs = tuple(output for task in tasks for output in _outputs(manifest, task, before[task.stem]))
-        return Summary(outputs, _fill(outputs, max_tokens), seconds)
+    outputs = tuple(_outputs(manifest, tasks, before))
+    return Summary(outputs, _fill(outputs, made, max_tokens), seconds)
 
 
 def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: bool) -> Manifest:
@@ -208,15 +210,49 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
         if other and (others := manifest.shards.keys() - own):
             path = folder / part_name(min(others), 0)
             raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}; remove it, or overwrite all")
+    stale = _split_otherwise(manifest, tasks)
+    for path in manifest.files_of(stale):
+        if not overwrite:
+            want = "give the same --split-over, or overwrite all"
+            raise InvalidInputError(f"{path}: got the output of the same file, split otherwise; {want}")
+        path.remove()
+        quarantine_of(path).remove()
+    for name in stale:
+        del manifest.shards[name]
     manifest.settings = job.settings
     for task in tasks:
         manifest.shards.setdefault(task.stem, ShardFiles({}))
     return manifest
 
 
-def _outputs(manifest: Manifest, task: Task, before: Collection[int]) -> Iterator[Output]:
-    for part, file in sorted(manifest.shards[task.stem].files.items()):
-        yield Output(task.reader.source, task.output(part), file.counts, part in before)
+def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
+    """Return the shards of a manifest that are of the file of a task, whole or in another number of slices."""
+    others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
+    alike = {_unsliced(name)[0] for name in others}
+    sizes = dict[str, dict[str | None, object]]()  # of each file, by the number of its slices
+    for task in tasks:
+        whole, slices = _unsliced(task.stem)
+        if whole in alike and slices not in sizes.setdefault(whole, {}):
+            sizes[whole][slices] = task.identity["size"]
+    return [name for name in others if _is_split_otherwise(name, manifest.shards[name], sizes)]
+
+
+def _is_split_otherwise(name: str, shard: ShardFiles, sizes: Mapping[str, Mapping[str | None, object]]) -> bool:
+    whole, slices = _unsliced(name)
+    size = shard.source.get("size")  # none where no part was finished
+    return any(other != slices and size in (None, want) for other, want in sizes.get(whole, {}).items())
+
+
+def _unsliced(stem: str) -> tuple[str, str | None]:
+    """Return the name of a file of which this may be a slice, and the number of its slices."""
+    match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", stem, re.DOTALL)
+    return (match[1], match[2]) if match else (stem, None)
+
+
+def _outputs(manifest: Manifest, tasks: Sequence[Task], before: Mapping[str, Collection[int]]) -> Iterator[Output]:
+    for task in tasks:
+        for part, file in sorted(manifest.shards[task.stem].files.items()):
+            yield Output(task.reader.source, task.output(part), file.counts, part in before[task.stem])
 
 
 class _Progress:
@@ -225,13 +261,13 @@ class _Progress:
     Args:
         report: takes it.
         shards: in all.
-        reused: those of earlier runs.
+        missing: those that earlier runs have not finished.
     """
 
-    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
-        self._report, self._shards, self._reused = report, shards, reused
+    def __init__(self, report: Callable[[Progress], None] | None, shards: int, missing: int) -> None:
+        self._report, self._shards, self._reused = report, shards, shards - missing
         self._finished, self._running = Counts(), dict[tuple[int, int], Counts]()
-        self._told_at = -_PAUSE
+        self._reported_at = -_PAUSE
 
     def add(self, step: Step, done: int) -> None:
         """Add a step of a run that has finished a number of shards."""
@@ -240,7 +276,7 @@ class _Progress:
             self._running.pop((step.task, step.part), None)
         else:
             self._running[step.task, step.part] = step.counts
-        if time.monotonic() - self._told_at >= _PAUSE and self._reused + done < self._shards:
+        if time.monotonic() - self._reported_at >= _PAUSE and self._reused + done < self._shards:
             self.tell(done)
 
     def tell(self, done: int) -> None:
@@ -248,7 +284,7 @@ class _Progress:
         if self._report is not None:
             counts = reduce(add, self._running.values(), self._finished)
             self._report(Progress(self._shards, self._reused + done, self._reused, counts))
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
 
 def _tasks(readers: Sequence[Reader], folder: StorePath) -> list[Task]:
@@ -293,7 +329,7 @@ def _make(
     manifest: Manifest,
     claim: Claim,
     progress: _Progress,
-) -> None:
+) -> Counter[int]:
     """Run the tasks, note what is finished, and remove the temporary files of runs and workers that were killed.
 
     Args:
@@ -304,9 +340,13 @@ def _make(
         manifest: of the folder, which is saved now and then and at the end.
         claim: on the folder.
         progress: takes every step.
+
+    Returns:
+        how many documents have each length.
     """
+    made = Counter[int]()
     numbered = {task.number: task for task in tasks}
-    done, saved_at = 0, time.monotonic()
+    done, save_at = 0, time.monotonic() + _SAVE
     if tasks:
         manifest.save()
         _sweep(manifest)
@@ -316,16 +356,19 @@ def _make(
                 for step in steps:
                     claim.check()
                     manifest.add(numbered[step.task], step)
+                    made.update(step.lengths)
                     done += step.source is not None and manifest.shards[numbered[step.task].stem].complete
                     progress.add(step, done)
-                    if time.monotonic() - saved_at > _SAVE:
+                    if (now := time.monotonic()) > save_at:
                         manifest.save()
-                        saved_at = time.monotonic()
+                        seconds = time.monotonic() - now
+                        save_at = time.monotonic() + max(_SAVE, seconds / _SAVE_SHARE)
         finally:
             claim.check()
             _sweep(manifest)
             manifest.save()
     progress.tell(done)
+    return made
 
 
 def _sweep(manifest: Manifest) -> None:
@@ -335,8 +378,10 @@ def _sweep(manifest: Manifest) -> None:
             path.unlink(missing_ok=True)
 
 
-def _fill(outputs: Sequence[Output], max_tokens: int) -> Fill:
-    lengths: IntArray = np.concatenate([SequenceShard(output.path).lengths for output in outputs])
+def _fill(outputs: Sequence[Output], made: Counter[int], max_tokens: int) -> Fill:
+    """Pack the documents of earlier runs, whose files are read, and those that this run made, by their lengths."""
+    reused = [SequenceShard(output.path).lengths for output in outputs if output.reused]
+    lengths: IntArray = np.concatenate([*reused, np.fromiter(made.elements(), np.int64)])
     fitting = lengths[lengths <= max_tokens]
     packs = len(first_fit_decreasing(fitting, max_tokens))
     return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)

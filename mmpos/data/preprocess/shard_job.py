@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
@@ -45,7 +46,7 @@ class Counts:
         tokens: their tokens, patches and markers included.
         images: their images.
         skipped: records in the quarantine.
-        images_dropped: images that were left out of documents, in the quarantine, too.
+        images_dropped: images that were left out of documents, also in the quarantine.
     """
 
     documents: int = 0
@@ -84,6 +85,7 @@ class Step(NamedTuple):
         counts: records of the part so far.
         source: facts of the shard, in the last step of a part and of a task.
         file: the part when it is finished.
+        lengths: with the file: how many of its documents have each length.
     """
 
     task: int
@@ -91,6 +93,7 @@ class Step(NamedTuple):
     counts: Counts
     source: Facts | None = None
     file: PartFile | None = None
+    lengths: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -262,13 +265,15 @@ class ShardJob:
             RecordError: a record cannot be used, and on_error is "raise".
             InvalidInputError: this process skipped more than max_skipped.
         """
-        counts, refused = Counts(), list[Line]()
+        counts, lengths, refused = Counts(), Counter[int](), list[Line]()
         quarantine = Quarantine(self.on_error, refused.append, self.limit)
         with SequenceWriter(output) as writer:
             for location, raw in records:
                 self.limit.read()
                 try:
-                    counts += self._write(writer, quarantine, location, raw)
+                    written = self._write(writer, quarantine, location, raw)
+                    counts += written
+                    lengths[written.tokens] += 1
                 except RecordError as error:
                     quarantine.refuse(location, raw, error)
                     counts += Counts(skipped=1)
@@ -278,7 +283,7 @@ class ShardJob:
             writer.facts = {**source, "settings": self.settings, **done}
             # Before the output has its name: where there is one, its quarantine is whole.
             _write_lines(quarantine_of(output), refused)
-        yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts))
+        yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts), lengths)
 
     def _write(self, writer: SequenceWriter, quarantine: Quarantine, location: Location, raw: Raw) -> Counts:
         if isinstance(raw, RecordError):

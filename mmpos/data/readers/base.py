@@ -89,7 +89,7 @@ class FileReader(ABC):
         """Read records, the first of which is not before a mark of this file."""
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind each so many bytes, where that can be found without reading records."""
+        """Yield the first record behind every ``size`` bytes, where that can be found without reading records."""
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
@@ -117,7 +117,7 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
         location: its shard and number.
         error: the cause. One of the operating system or a store (no such file, no permission) is raised: no fault of
             the record.
-        rest: whether all after it is lost, too.
+        rest: whether all after it is also lost.
     """
     if isinstance(error, OSError) and error.errno is not None:
         raise error

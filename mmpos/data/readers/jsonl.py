@@ -43,7 +43,7 @@ class JsonlReader(FileReader):
             yield from self.lost(error, index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first line behind each so many bytes of a file that is not compressed; all lines are counted."""
+        """Yield the first line behind every ``size`` bytes of a file that is not compressed; all lines are counted."""
         if self.file.name.endswith(_COMPRESSED):
             return
         with self.file.open() as file:

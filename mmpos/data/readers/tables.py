@@ -58,7 +58,7 @@ class ParquetReader(FileReader):
                 first = stop
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first row of the row group behind each so many bytes."""
+        """Yield the first row of the row group behind every ``size`` bytes."""
         pa = _arrow()
         index = offset = 0
         behind = size
@@ -227,7 +227,7 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; a Dataset reads the rows that are wanted, an IterableDataset those before them, too."""
+        """Read records; a Dataset reads the rows that are wanted, an IterableDataset also those before them."""
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # the stored columns: nothing is decoded
         if hasattr(arrow, "__len__"):

@@ -37,7 +37,7 @@ class TarReader(FileReader):
     would give it. An archive that is cut or damaged does not pass for a short one: it ends in two blocks of zeros, with
     nothing but zeros behind them, and in the checksum of its compression. If it does not, the record that was being
     read is an error, or the one after the last, with its byte in the unpacked archive, and the shard ends
-    there; an archive behind another in one file is such an error, too. What no reader can see is an archive whose
+    there; an archive behind another in one file is also such an error. What no reader can see is an archive whose
     bytes are zeros from a record to the end.
 
     Files of records that are skipped are not read, unless the archive is compressed.
@@ -64,7 +64,7 @@ class TarReader(FileReader):
                 yield from self.lost(archive.placed(error), index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind each so many bytes of an archive that is not compressed, before any damage."""
+        """Yield the first record behind every ``size`` bytes of an uncompressed archive, before any damage."""
         with self.file.open() as packed, suppress(*_BROKEN):
             archive, behind = _Archive(packed), size
             if archive.is_packed:

@@ -153,8 +153,8 @@ def write_sequences(
         readers: the input; mmpos.data.readers.shards makes them from paths.
         folder: path or URL of the folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
-        engine: "local" for processes of this machine; "ray" for the cluster that is connected, in RAY_ADDRESS or running
-            here, else one started for the run, as always with RAY_ADDRESS=local.
+        engine: "local" for processes of this machine; "ray" for the cluster of Ray that is connected, in RAY_ADDRESS or
+            running here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: processes of this machine, or most actors of Ray.
         on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
             and writes them to a file beside the output. A mistake of the set-up always stops.

@@ -24,6 +24,7 @@ from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
 from mmpos.cli.calibration import extrapolate
 from mmpos.data import (
+    MMC4,
     Calibration,
     Cost,
     Example,
@@ -32,6 +33,7 @@ from mmpos.data import (
     PackedCollator,
     PlannedPack,
     PlannedPacks,
+    Preprocess,
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
@@ -39,7 +41,9 @@ from mmpos.data import (
     first_fit_decreasing,
     plan,
     read_headers,
+    shards,
     write_index,
+    write_sequences,
 )
 
 LINEAR = Cost(1, 0, 0, 0)
@@ -464,6 +468,20 @@ def test_the_command_writes_the_index_a_report_and_a_picture(
     assert "of 2 ranks and 1 microbatch" in said
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
+    ready, index = tmp_path / "ready", tmp_path / "index.parquet"
+    preprocess = Preprocess(MMC4(), SequenceBuilder())
+    write_sequences(shards(tmp_path / "a.jsonl"), ready, preprocess)
+    shard(ready / "stray.parquet", [20])
+    command = ["data", "plan", str(ready), "-o", str(index)]
+    assert main(command) == 0
+    assert "4, with 40 tokens" in capsys.readouterr().out
+    (ready / "a.parquet").unlink()
+    assert main(command) == 2
+    assert f"{ready}/a.parquet: got no file, want the one that {ready}/manifest.json lists" in capsys.readouterr().err
 
 
 def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
 
 
 def _codes(ids: pa.ChunkedArray) -> IntArray:
-    """Number the ids of rows by first occurrence; null counts as an id."""
+    """Encode the ids of rows as integers in order of first occurrence; null counts as an id."""
     try:
         texts = ids.cast(pa.large_string())
     except pa.ArrowException:

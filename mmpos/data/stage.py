@@ -47,9 +47,9 @@ class Stage:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        preprocess: object = self.preprocess
-        if not callable(preprocess):
-            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a callable of record and location")
+        call: object = self.preprocess
+        if not callable(call):
+            raise InvalidInputError(f"preprocess: got {type(call).__name__}, want a callable of record and location")
         boolean("patches", self.patches)
         source: object = self.source
         if source is not None and not isinstance(source, str):

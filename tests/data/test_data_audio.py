@@ -74,9 +74,9 @@ def test_packs_keep_audio_and_clips_whole() -> None:
     packs = [*packer.add(SPOKEN), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[8], [11], [4]]
     packer = Packer(10, split_text=True)
-    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10; or"):
+    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10, or"):
         packer.add(SPOKEN)
-    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3; or"):
+    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3, or"):
         Packer(3, split_text=True).add(example((Audio(2), True)))
 
 
@@ -199,7 +199,7 @@ def test_packs_keep_pictures_with_their_tiles_whole() -> None:
     packer = Packer(12, split_text=True)
     packs = [*packer.add(TILED), *packer.flush()]
     assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[2], [12], [10]]
-    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11; or"):
+    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11, or"):
         Packer(11, split_text=True).add(TILED)
 
 

@@ -21,7 +21,7 @@ from mmpos.data.examples import RecordError
 from mmpos.data.readers import Reader, TarReader, shards
 
 BLOCK = 512
-LOST = ", want a record that can be read; what follows it is lost"
+LOST = ", want a readable record; all later records are lost"
 
 Seen = list[tuple[int, Any]]
 """Number and record, or words of the error, of each record."""
@@ -132,10 +132,10 @@ def test_zeros_in_the_place_of_a_header_do_not_end_an_archive(tmp_path: Path, pa
     [
         (b"", 0, "no header at byte 0 (the end of the file)"),
         (bytes(BLOCK), 0, "one block of zeros at byte 0, where a header or two blocks of zeros should be"),
-        (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
-        (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
+        (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, after the end of the archive"),
+        (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, after the end of the archive"),
         (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
-        (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, behind the end of the archive"),
+        (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, after the end of the archive"),
         *(
             (changed(FOUR, at, bytes([FOUR[at] ^ 1])), 1, f"no header at byte {8 * BLOCK} (bad checksum)")
             for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))
@@ -273,7 +273,7 @@ def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **options: iter(()))
     groups = [8] * 16 + [5] * 5
     assert seen_by_all(path) == [
-        (i, f"{path}[{i}]: got 0 rows in a row group of {rows}, want a record that can be read")
+        (i, f"{path}[{i}]: got 0 rows in a row group of {rows}, want a readable record")
         for i, rows in enumerate(groups)
     ]
 

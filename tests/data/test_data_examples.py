@@ -112,7 +112,7 @@ def test_it_pickles_and_checks_its_parts() -> None:
         Preprocess(3, BUILDER)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="builder: got int, want an object with build"):
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), that of input_ids"):
+    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
 
 

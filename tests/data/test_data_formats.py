@@ -143,13 +143,13 @@ def test_a_path_is_of_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_base_no_path_is_read() -> None:
-    want = "want Images(base=…) or Images(resolver=…): no path is read unasked"
+    want = "want Images(base=…) or Images(resolver=…): paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
 
 
 def test_a_url_is_never_fetched_unasked() -> None:
-    want = "want Images(fetcher=…) or Images(resolver=…): no URL is fetched unasked"
+    want = "want Images(fetcher=…) or Images(resolver=…): URLs are not fetched by default"
     assert refused(LOCAL, "https://host/a.png") == f"r: image: got the URL 'https://host/a.png', {want}"
     asked: list[str] = []
     images = Images(fetcher=lambda url: asked.append(url) or PNG)  # type: ignore[func-returns-value]
@@ -602,23 +602,23 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
         (Obelics(), {}, "images: got nothing, want a list"),
         (Obelics(), {"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
         (Obelics(), {"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
-        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
+        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2 as in texts"),
         (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
         (Obelics(), {"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
         (Obelics(), {"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON text"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2 as in images"),
         (
             Obelics(),
             changed(OBELICS_RECORD, ("general_metadata",), "3"),
-            "general_metadata: got 3, want an object as JSON in text",
+            "general_metadata: got 3, want an object as JSON text",
         ),
         (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
         (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
         (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
         (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
-        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
+        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2 as in text"),
     ],
 )
 def test_a_format_says_what_is_wrong(read: Format, record: object, message: str) -> None:
@@ -629,7 +629,7 @@ def test_a_format_says_what_is_wrong(read: Format, record: object, message: str)
 def test_json_that_is_none_is_refused(text: str) -> None:
     message = said(Obelics(), changed(OBELICS_RECORD, ("metadata",), text))
     assert message.startswith("shard-3.jsonl[17]: metadata: got '")
-    assert "which is no JSON (" in message
+    assert "which is not JSON (" in message
 
 
 def test_text_that_is_not_unicode_is_refused() -> None:
@@ -649,8 +649,8 @@ AN_INDEX = "want an index of text_list, which has 3"
         (("image_info", 1, "matched_sim"), float("nan"), "image_info[1].matched_sim: got nan, want a finite number"),
         (("image_info", 1, "matched_sim"), 10**400, "image_info[1].matched_sim: got 1000"),
         (("image_info", 1, "matched_sim"), True, "image_info[1].matched_sim: got True, want a finite number"),
-        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3, as many as image_info"),
-        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3, as many as text_list"),
+        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3 as in image_info"),
+        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3 as in text_list"),
         *((MATCHED, index, f"{NAMED}: got {index!r}, {AN_INDEX}") for index in (3, -1, 1.0, True, "0")),
         (MATCHED, None, f"{NAMED}: got nothing, {AN_INDEX}"),
     ],
@@ -691,7 +691,7 @@ UNREAD = "want Chat(media=…), which reads such parts, or a video as a list of 
         ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {UNREAD}"),
         ((*PARTS, 0, "type"), "video", f"messages[1].content[0].type: got 'video', {UNREAD}"),
         ((*PARTS, 1, "image_url", "url"), 5, f"messages[1].content[1].image_url.url: got 5, {NO_REFERENCE}"),
-        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want none, but what was said in content"),
+        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want no tool calls, only content"),
     ],
 )  # fmt: skip
 def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -703,7 +703,7 @@ def test_chat_without_a_word_is_empty() -> None:
     assert said(silent, asked()) == "shard-3.jsonl[17]: messages: got no image and no text, want at least one"
 
 
-AS_MANY = "as many as there are in image"
+AS_MANY = "the number of references in image"
 LLAVA_RECORD = {
     "image": "coffee.jpg",
     "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Coffee."}],
@@ -733,7 +733,7 @@ def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, me
         ({"jpg": PNG}, "txt, json: got neither, want one of them"),
         ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a caption that is not empty"),
         ({"jpg": PNG, "txt": b"\xff"}, "txt: got bytes that are not UTF-8 ("),
-        ({"jpg": PNG, "json": b"{"}, "json: got '{', which is no JSON ("),
+        ({"jpg": PNG, "json": b"{"}, "json: got '{', which is not JSON ("),
         ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
     ],
 )
@@ -774,7 +774,7 @@ def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None
         ({"id": None, "rows": []}, "id: got nothing, want the sample_id of its rows"),
         ({"id": "a", "rows": []}, "rows: got no image and no text, want at least one"),
         (sample({"modality": "audio"}), "rows[0].modality: got 'audio', want one of text, image, metadata"),
-        (sample({"position": 0}), "rows[1].position: got 0, want another one, since rows[0] has it"),
+        (sample({"position": 0}), "rows[1].position: got 0, want a position other than that of rows[0]"),
         (sample({"position": -1}), "rows[0].position: got -1, want an integer >= 0"),
         (sample({}, {"position": 0.5}), "rows[1].position: got 0.5, want an integer >= 0"),
         (sample({}, {}, {"position": 2}), "rows[2].position: got 2, want -1 for metadata"),
@@ -785,14 +785,17 @@ def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None
             "rows[0].binary_content: got nothing, want the bytes of a file, or a source_ref",
         ),
         (sample({"materialize_error": "404"}), "rows[0].materialize_error: got '404', want none"),
-        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is no JSON ("),
+        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is not JSON ("),
         (sample(ref(path=None)), "rows[0].source_ref.path: got nothing, want text"),
         (sample(ref(path="../x")), "rows[0].source_ref.path: got the path '../x', want a path that stays inside "),
-        (sample(ref(frame_index=0)), "rows[0].source_ref.frame_index: got 0, want null, since TIFF is not read"),
+        (
+            sample(ref(frame_index=0)),
+            "rows[0].source_ref.frame_index: got 0, want null, since frames of TIFF files are not supported",
+        ),
         (
             sample(ref(member="a.jpg")),
             "rows[0].source_ref.byte_size: got nothing, want a number of bytes, "
-            "since a member of an archive is not searched for",
+            "since archives are not searched for members",
         ),
         (sample(ref(byte_size=5)), "rows[0].source_ref.byte_offset: got nothing, want a finite number"),
         (

@@ -372,7 +372,7 @@ def test_a_state_of_records_that_are_gone_is_refused() -> None:
 
 
 def test_a_corrupt_record_stops_the_epoch_and_is_named(corpus: list[Reader]) -> None:
-    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a record that can be read"):
+    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a readable record"):
         list(data(corpus, shuffle=0))
 
 
@@ -591,7 +591,7 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
         (
             {"preprocess": replace(PREPROCESS, on_image_error="drop")},
-            "quarantine: got None, want a path, as no image is dropped silently",
+            "quarantine: got None, want a path: images are never dropped silently",
         ),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
         ({"max_skipped": 10}, "max_skipped: got 10, want a share from 0 to 1"),
@@ -640,7 +640,7 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
         process.join(300)
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     assert sorted(found[0][0] + found[1][0]) == [f"a/{i}" for i in range(9)]
-    assert all(message.startswith("rank: got a dataset made before torch.distributed") for _, message in found)
+    assert all(message.startswith("rank: got a dataset created before torch.distributed") for _, message in found)
 
 
 # Walks

@@ -99,7 +99,7 @@ def test_a_file_that_is_split_otherwise_is_not_written_twice(tmp_path: Path, bef
     first, second = (split_shards(readers, -(-size * 100 // slices)) for slices in (before, after))
     out = tmp_path / "out"
     write_sequences(first, out, PAGES)
-    want = r"s0.*\.parquet: got the output of the same file, split otherwise; give the same --split-over, or overwrite"
+    want = r"s0.*\.parquet: got the output of the same file, split differently; use the same --split-over, or overwrite"
     with pytest.raises(InvalidInputError, match=want):
         write_sequences(second, out, PAGES)
     write_sequences(first, out, PAGES)
@@ -151,7 +151,9 @@ def test_a_name_that_would_be_a_part_of_another_shard_is_refused(tmp_path: Path)
     paths = corpus(tmp_path, 2, 1)
     other = tmp_path / "s0.part00001.jsonl"
     Path(paths[1]).rename(other)
-    with pytest.raises(InvalidInputError, match=r"which would both become '.*s0\.part00001\.parquet', want different"):
+    with pytest.raises(
+        InvalidInputError, match=r"both of which would become '.*s0\.part00001\.parquet', want different"
+    ):
         write_sequences(shards([paths[0], other]), tmp_path / "out", PAGES)
 
 
@@ -188,7 +190,7 @@ def forget(out: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (remove, "OUT/s0.part00001.parquet: got no file, want the one that OUT/manifest.json lists"),
+        (remove, "OUT/s0.part00001.parquet: got no file, want the one listed in OUT/manifest.json"),
         (shorten, "OUT/s0.part00001.parquet: rows: got 1, want 2 as OUT/manifest.json says"),
         (
             change_settings,
@@ -197,12 +199,12 @@ def forget(out: Path) -> None:
         (
             forget,
             "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
-            "finish it",
+            "finish them",
         ),
         (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder anew"),
         (
             change("shards", 3),
-            "OUT/manifest.json: got no manifest (TypeError(\"'int' object is not iterable\")), want ",
+            "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",
         ),
         (
             lambda out: (out / "manifest.json").unlink(),
@@ -298,7 +300,7 @@ def test_a_file_that_is_no_claim_is_named(tmp_path: Path) -> None:
     for content in ("", "[]", "{}"):
         path.write_text(content)
         with pytest.raises(
-            InvalidInputError, match=r"claim-00000001\.json: got no claim of a run, want a file of mmpos"
+            InvalidInputError, match=r"claim-00000001\.json: got a file that is not a claim of mmpos; remove it"
         ):
             write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
 
@@ -322,7 +324,7 @@ def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path, monkeypatch: py
         thread.join(60)
         return PAGES(record, location)
 
-    with pytest.raises(InvalidInputError, match=r"which another run took over while this one stood still for 30 s"):
+    with pytest.raises(InvalidInputError, match=r"which another run took over while this one was suspended for 30 s"):
         write_sequences(shards(corpus(tmp_path, 1, 5)), tmp_path / "out", slowly)
     assert sorted(os.listdir(tmp_path / "out")) == [".mmpos-claim-00000007.json", "manifest.json"]
 

@@ -135,8 +135,16 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: ModelCollator(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
-        (lambda: ProcessedInputs(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (
+            lambda: ModelCollator(WRONG),
+            InvalidInputError,
+            r"settings: got str, want the result of mmpos.from_hf_config",
+        ),
+        (
+            lambda: ProcessedInputs(WRONG),
+            InvalidInputError,
+            r"settings: got str, want the result of mmpos.from_hf_config",
+        ),
         (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
         (
             lambda: ModelCollator(SETTINGS, collate=WRONG),
@@ -151,7 +159,7 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(LLAMA)([FIRST]),
             UnsupportedError,
-            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of coh",
+            "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c",
         ),
         (
             lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
@@ -167,12 +175,12 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
             UnsupportedError,
-            "batch: got images without pixels, want those of an ImageProcessor",
+            "batch: got images without pixels, want pixels from an ImageProcessor",
         ),
         (
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=HEARING)]),
             UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none: no features of it are passed on",
+            "batch: got 1 run of audio for 'qwen2_vl', want none: audio features are not passed on",
         ),
         (
             lambda: ModelCollator(SETTINGS)(_shard()),
@@ -182,7 +190,7 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()),
             InvalidInputError,
-            "patches: got 7, want 8, those of grid_thw",
+            "patches: got 7, want 8 as in grid_thw",
         ),
     ],
 )
@@ -273,12 +281,12 @@ def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12, those of the grids"),
-        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8, those of the grids"),
+        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12 as in the grids"),
+        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8 as in the grids"),
         ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
         ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
         ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
-        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), that of input_ids"),
+        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), the shape of input_ids"),
         ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
     ],
 )
@@ -297,11 +305,11 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
 @pytest.mark.parametrize(
     ("settings", "record", "words"),
     [
-        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text alone, or padded rows of its own"),
+        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text only, or padded rows from its own"),
         (
             mmpos.from_hf_config(ERNIE),
             FILM,
-            "video_grid_thw: got a video for 'ernie4_5_vl_moe', whose frames merge, want images alone",
+            "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_what_is_too_long_is_an_error_that_names_the_record(options: Any, one: E
     packer.add(example("a", 3))
     with pytest.raises(RecordError) as refused:
         packer.add(one)
-    assert str(refused.value) == f"{message}; or choose overlong='truncate' or 'drop'"
+    assert str(refused.value) == f"{message}, or overlong='truncate' or 'drop'"
     assert [held.key for held in packer.pending] == ["a"]
 
 

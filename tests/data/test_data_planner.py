@@ -263,23 +263,23 @@ def test_costs_are_fitted_to_measured_times() -> None:
 REFUSED = [
     ({"tokens": [0]}, {}, "tokens[0]: got 0, want >= 1"),
     ({"labels": [1, 9]}, {}, "labels[1]: got 9, want at most 3, the tokens of the example"),
-    ({"patches": [4]}, {}, "images: got 0 in all, want 1, one for each of patches"),
+    ({"patches": [4]}, {}, "images: got a sum of 0, want 1 as in patches"),
     ({}, {"max_tokens": 2}, "headers.tokens[1]: got 3, want <= 2"),
     ({}, {"ranks": 0}, "ranks: got 0, want >= 1"),
     (
         {},
         {"ranks": 2, "microbatches": 2},
-        "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
+        "headers: got 2 examples to plan together, want at least 4, one for each of the 4 packs of a step, "
         "or fewer ranks or microbatches",
     ),
     (
         {"tokens": [2, 3, 2, 3]},
         {"ranks": 3, "window": 2},
-        "headers: got 2 examples that are planned together, want at least 3, one for each of the 3 packs of a step, "
+        "headers: got 2 examples to plan together, want at least 3, one for each of the 3 packs of a step, "
         "or fewer ranks or microbatches, or a larger window",
     ),
-    ({"tokens": [2**53, 2**53]}, {}, "tokens: got 1.80144e+16 in all, want at most 9.0072e+15"),
-    ({}, {"cost": Cost(1.5e308)}, "cost: got examples that cost inf in all, want a finite number: smaller units"),
+    ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
+    ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one: use smaller units"),
     ({}, {"cost": 3}, "cost: got int, want a Cost"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
@@ -373,7 +373,9 @@ def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
 def test_a_file_of_others_is_no_index(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(InvalidInputError, match="got a Parquet file of others, want the index of a plan, version 1"):
+    with pytest.raises(
+        InvalidInputError, match="got a Parquet file without an index, want the index of a plan, version 1"
+    ):
         PlannedPacks(path, 0)
 
 
@@ -481,7 +483,7 @@ def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pyte
     assert "4, with 40 tokens" in capsys.readouterr().out
     (ready / "a.parquet").unlink()
     assert main(command) == 2
-    assert f"{ready}/a.parquet: got no file, want the one that {ready}/manifest.json lists" in capsys.readouterr().err
+    assert f"{ready}/a.parquet: got no file, want the one listed in {ready}/manifest.json" in capsys.readouterr().err
 
 
 def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +513,7 @@ def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "got no JSON .*, want a file of mmpos data calibrate"),
+        ("{", "got invalid JSON .*, want the output of mmpos data calibrate"),
         ('{"cost": {"tokens": 1}}', r"cost: got \['tokens'\], want language_linear, language_quadratic, vision_linear"),
         (
             json.dumps({"cost": {each.name: "a" for each in fields(Cost)}}),

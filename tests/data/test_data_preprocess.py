@@ -152,7 +152,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to make it anew, or overwrite all"),
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to write it again, or overwrite all"),
         ("settings", r"s0\.parquet: got the output of preprocess\.train_markers False, want True; remove it"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
@@ -196,7 +196,7 @@ def test_an_input_that_was_corrected_in_place_is_another(tmp_path: Path) -> None
         write_sequences(shards(paths), tmp_path / "out", PAGES)
     out = tmp_path / "out" / "s1.parquet"
     assert str(refused.value) == (
-        f"{out}: got the output of s1.jsonl with other content; remove it to make it anew, or overwrite all"
+        f"{out}: got the output of s1.jsonl with other content; remove it to write it again, or overwrite all"
     )
     assert contents(tmp_path / "out") == before
     out.unlink()
@@ -327,7 +327,9 @@ def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ChildProcessError, match="a worker process was killed"):
+    with pytest.raises(
+        ChildProcessError, match="a worker process was killed, possibly out of memory: use fewer workers"
+    ):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
     assert contents(tmp_path / "out") == {}
 
@@ -376,7 +378,9 @@ def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
         corpus(tmp_path / folder, 1, 1)
     with pytest.raises(InvalidInputError) as refused:
         write_sequences(shards(["a/s0.jsonl", "b/s0.jsonl"]), Path("out"), PAGES)
-    want = "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', which would both become 'out/s0.parquet', want different names"
+    want = (
+        "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', both of which would become 'out/s0.parquet', want different names"
+    )
     assert str(refused.value) == want
     write_sequences(shards(["a/s0.jsonl"]), Path("out"), PAGES)
     with pytest.raises(InvalidInputError, match=r"folder: got 'out', where 'out/s0\.parquet' would overwrite an input"):
@@ -595,7 +599,7 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that finds files"),
+        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that matches files"),
         (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
         (["s0.jsonl", "--format-option", "x=1"], "--format-option x=1: got 'x', want one of separator"),
         (["s0.jsonl", "--format-option", "images=1"], "--format-option images=1: got 'images', want one of separator"),

@@ -107,7 +107,7 @@ def test_fragments_of_lance_are_shards_of_the_version_that_was_opened(tmp_path: 
     assert [read(reader) for reader in made] == [[(0, "a"), (1, "c")], [(0, "d"), (1, "e"), (2, "f")], [(0, "g")]]
     assert [read(reader) for reader in shards([f"{path}/"])][1] == [(0, "e"), (1, "f")]
     shutil.rmtree(path / "_versions")
-    with pytest.raises(InvalidInputError, match="want a Lance dataset with its version 2"):
+    with pytest.raises(InvalidInputError, match="want a Lance dataset with version 2"):
         read(made[0])
 
 
@@ -117,12 +117,12 @@ def test_rows_of_a_fragment_that_is_lost_are_errors_in_their_places(tmp_path: Pa
     (file,) = (path / "data").iterdir()
     (reader,) = shards(path)
     file.write_bytes(file.read_bytes()[:100])
-    assert [(index, "want a record that can be read" in message) for index, message in read(reader, 1)] == [
+    assert [(index, "want a readable record" in message) for index, message in read(reader, 1)] == [
         (1, True), (2, True),
     ]  # fmt: skip
     ((index, message),) = read(SampleReader(cast(LanceReader, reader)))
     assert index == 0
-    assert message.endswith("what follows it is lost")
+    assert message.endswith("all later records are lost")
 
 
 def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
     ((index, message),) = read(ParquetReader(str(path)))
     assert index == 0
     assert message.startswith("a.parquet[0]: got ")
-    assert message.endswith("; what follows it is lost")
+    assert message.endswith("; all later records are lost")
     assert read(ParquetReader(str(path)), 1) == []
     assert ParquetReader(str(path)).count() is None
 
@@ -330,9 +330,9 @@ def test_paths_that_give_no_reader_are_refused(tmp_path: Path) -> None:
     refusals: list[tuple[Any, str]] = [
         (
             [tmp_path / "a.tar", tmp_path / "a.csv"],
-            f"paths[1]: got '{tmp_path}/a.csv', want a name that ends in one of .jsonl, ",
+            f"paths[1]: got '{tmp_path}/a.csv', want a name ending in one of .jsonl, ",
         ),
-        (tmp_path / "b.tar", f"paths[0]: got '{tmp_path}/b.tar', want a file, or a pattern that finds files"),
+        (tmp_path / "b.tar", f"paths[0]: got '{tmp_path}/b.tar', want a file, or a pattern that matches files"),
         (f"{tmp_path}/*.parquet", f"paths[0]: got '{tmp_path}/*.parquet', want a file, or a pattern"),
         (tmp_path, f"paths[0]: got '{tmp_path}', want a file"),
         ([tmp_path / "a.tar", f"{tmp_path}/*.tar"], f"paths[1]: got '{tmp_path}/a.tar' again, want each file once"),

@@ -88,7 +88,7 @@ def test_a_sample_of_scattered_rows_is_refused_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     pq.write_table(pq.read_table(path).take([0, 3, 1, 2, 4, 5]), path)
-    reason = "sample_id: got '0' in 2 places, want the rows of a sample side by side"
+    reason = "sample_id: got '0' in 2 places, want adjacent rows of a sample"
     assert documents(reader(path)) == [(0, reason), WANTED[1], (2, reason), (3, WANTED[2][1])]
 
 
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_read_refuses_its_sample_alone(tmp_path: Path) -> N
     assert found[0][1].startswith(f"{path}[2]: got ")  # the row
     path.write_bytes(data[: len(data) // 2])
     ((index, lost),) = documents(reader(path))
-    assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "what follows it is lost", None)
+    assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "all later records are lost", None)
 
 
 def test_a_column_of_ids_must_be_there(tmp_path: Path) -> None:

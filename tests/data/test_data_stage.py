@@ -80,16 +80,16 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: STAGE([1]), "block: got list, want an Arrow table or columns of numpy by name"),
+        (lambda: STAGE([1]), "block: got list, want an Arrow table or numpy columns by name"),
         (
             lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}),
             "block: got columns of 2, 3 rows, want one number",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array of one for each record"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
-            "preprocess: got NoneType of batch[0], want an Example",
+            "preprocess: got NoneType for batch[0], want an Example",
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
@@ -124,7 +124,7 @@ def test_a_broken_row_is_refused_by_its_number(name: str, value: object) -> None
     made = STAGE(pa.Table.from_pylist(RECORDS[:2]))
     i = made.schema.get_field_index(name)
     column = [made[name][0].as_py(), value]
-    with pytest.raises(InvalidInputError, match=r"block\[1\]: got a row that is broken"):
+    with pytest.raises(InvalidInputError, match=r"block\[1\]: got an invalid row"):
         list(read_examples(made.set_column(i, made.schema.field(i), pa.array(column, made.schema.field(i).type))))
 
 

@@ -140,7 +140,7 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     one = example("one", ["ab"])
     with SequenceWriter(tmp_path / "x.parquet") as writer:
         writer.write(one)
-        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as before it"):
+        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as in earlier examples"):
             writer.write(example("flat", ["a"], "flatten"))
         with pytest.raises(InvalidInputError, match="one: positions: got 2 documents, want one"):
             writer.write(replace(one, sequence=replace(one.sequence, positions=two)))
@@ -158,11 +158,13 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file of others, want ready sequences"):
+    with pytest.raises(
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without metadata of mmpos, want ready sequences"
+    ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them anew"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them again"):
         next(SequenceShard(path).examples())
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
@@ -174,7 +176,7 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
     ("column", "value", "message"),
     [
         ("labels", [1], r"a: labels: got shape \(1,\), want \(2,\)"),
-        ("num_tokens", 3, "num_tokens: got 3, want 2, those of input_ids"),
+        ("num_tokens", 3, "num_tokens: got 3, want 2, the size of input_ids"),
         (
             "image_spans",
             np.array([[1, 2]]).tobytes(),
@@ -201,7 +203,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     assert column.path_in_schema == "patches"
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a record"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a readable record"):
         list(shard.examples())
     ((location, error),) = shard.records()
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
@@ -216,5 +218,5 @@ def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> N
 
 
 def test_a_raw_record_is_not_ready() -> None:
-    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one of a SequenceShard"):
+    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one from a SequenceShard"):
         get_example({"text": "a"}, Location("a.parquet", 3))

@@ -144,7 +144,7 @@ def test_a_text_that_spells_the_placeholder_of_a_video_beside_one_is_refused() -
     chat = [said("user", "<|vision_start|><|video_pad|><|vision_end|>")]
     chat[0]["content"].append({"type": "video", "video": "a.mp4"})
     with pytest.raises(
-        RecordError, match="got 2 placeholders in the text of the chat template, want 1, as many as videos"
+        RecordError, match="got 2 placeholders in the text of the chat template, want 1, one for each of the videos"
     ):
         omni(chat)
 
@@ -181,11 +181,11 @@ def test_arguments_and_a_template_of_ones_own_are_passed() -> None:
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another before that"),
+        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role before that"),
         (
             [said("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,
-            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, as many as images$",
+            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, one for each of the images$",
         ),
         (
             [said("user", "A")],
@@ -195,7 +195,7 @@ def test_arguments_and_a_template_of_ones_own_are_passed() -> None:
         (
             [said("user", "A"), said("assistant", "B"), said("user", "C")],
             "{{ messages | length }}",
-            r"messages\[1\]\.role: got 'assistant', want a chat template that writes a turn alike, whatever foll",
+            r"messages\[1\]\.role: got 'assistant', want a chat template that writes a turn independently",
         ),
     ],
 )  # fmt: skip
@@ -205,7 +205,7 @@ def test_chats_that_do_not_fit_the_template_are_named(chat: Any, template: str, 
 
 
 def test_a_default_is_told_once_for_each_preprocess() -> None:
-    want = re.escape("template: got None, and no tokenizer with a chat template: turns are written as plain text")
+    want = re.escape("template: got None and a tokenizer without a chat template, so turns are written as plain text")
     for own in (SequenceBuilder(ByteTokenizer(), images=IMAGES), builder(None)):
         with pytest.warns(UserWarning, match=want) as told:
             preprocess = Preprocess(Chat(), own)

@@ -49,7 +49,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 @pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
 def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: .*RankLoader"):
         dispatch([arguments], 0)
 
 
@@ -68,7 +68,7 @@ def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
     reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
     for read in reads:
         with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as the d"
+            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as data_c"
         ):
             read()
 
@@ -185,7 +185,7 @@ def test_an_endless_loader_goes_through_epochs_and_goes_on_whatever_the_trainer_
     again.set_epoch(0)
     assert [batch for batch, _ in zip(again, range(3), strict=False)][:2] == whole[-2:]
     assert again.state_dict()["epoch"] == 3
-    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want some to go on with"):
+    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want at least one"):
         list(RankLoader([], endless=True))
 
 

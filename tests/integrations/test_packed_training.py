@@ -250,7 +250,7 @@ def test_patches_in_an_order_of_their_own_are_taken_from_their_processor_alone()
         ModelCollator(settings, images)
     builder = mmpos.SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
     with pytest.raises(
-        UnsupportedError, match=r"^patches: got bytes, want ProcessedInputs of what .* of 'cosmos3_edge'"
+        UnsupportedError, match=r"^patches: got uint8, want ProcessedInputs with the output .* of 'cosmos3_edge'"
     ):
         ModelCollator(settings)(examples_of(builder, [noise(8, 8)]))
 

@@ -75,7 +75,7 @@ def test_accelerate_leaves_the_loader_and_refuses_to_cut_its_batches() -> None:
     whole = next(iter(loader))
     cutting = accelerator.prepare(plain)
     assert type(cutting).__name__ == "DataLoaderDispatcher"
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: load through mmpos.data.RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: load through mmpos.data.RankLoader"):
         next(iter(cutting))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
         accelerate.utils.find_batch_size(dict(whole))

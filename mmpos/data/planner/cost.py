@@ -194,7 +194,9 @@ class Cost:
         try:
             content = json.loads(store_path("path", path).read_bytes())
         except ValueError as error:
-            raise InvalidInputError(f"{path}: got invalid JSON ({error}), want a file of mmpos data calibrate") from None
+            raise InvalidInputError(
+                f"{path}: got invalid JSON ({error}), want the output of mmpos data calibrate"
+            ) from None
         cost = content.get("cost") if isinstance(content, dict) else None
         names = {term.name for term in fields(cls)}
         if not isinstance(cost, dict) or cost.keys() != names:
@@ -260,8 +262,8 @@ def _mlp(fields: Fields, width: int) -> float:
     if experts:
         inner = fields.integer("moe_intermediate_size", "intermediate_size", needed=True)
         return float(gated * width * (experts * inner + (fields.integer("shared_expert_intermediate_size") or 0)))
-    inner = fields.integer("intermediate_size")
-    if inner:
-        return float(gated * width * inner)
+    feed_forward = fields.integer("intermediate_size")
+    if feed_forward:
+        return float(gated * width * feed_forward)
     ratio = fields.get("mlp_ratio")
     return 2.0 * width * width * finite(f"{fields.name}.mlp_ratio", 4 if ratio is None else ratio, minimum=0)

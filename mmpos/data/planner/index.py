@@ -33,7 +33,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("row", pa.int64(), nullable=False),  # index of the example in its shard
         pa.field("weight", pa.float64(), nullable=False),  # factor of the mean loss of the pack
-        pa.field("needs_image", pa.bool_(), nullable=False),  # whether to add a dummy image, since other ranks run their vision towers
+        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy: other ranks run their vision towers
     ]
 )
 
@@ -263,7 +263,7 @@ class PlannedPacks:
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
                 raise  # the file does not exist or is not readable
-            raise InvalidInputError(f"{self._path}: got an invalid Parquet file ({error}), want an index") from error
+            raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
 
     def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
         try:

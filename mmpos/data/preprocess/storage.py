@@ -351,7 +351,7 @@ class SequenceShard:
         try:
             return open_parquet(store_path("path", self.path), page_checksum_verification=True)
         except pa.ArrowException as error:
-            raise InvalidInputError(f"{self.path}: got an invalid Parquet file ({error}), want ready sequences") from error
+            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
 
     def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)

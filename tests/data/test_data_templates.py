@@ -181,11 +181,11 @@ def test_arguments_and_a_template_of_ones_own_are_passed() -> None:
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role before that"),
+        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role"),
         (
             [said("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,
-            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, one for each of the images$",
+            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, one for each of",
         ),
         (
             [said("user", "A")],

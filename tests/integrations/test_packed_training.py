@@ -245,7 +245,7 @@ def test_patches_in_an_order_of_their_own_are_taken_from_their_processor_alone()
     settings = mmpos.from_hf_config(tiny_config("cosmos3_edge"))
     images = mmpos.ImageProcessor("pillow", patch_size=4, min_pixels=64, order="merged")
     with pytest.raises(
-        UnsupportedError, match=r"^images: got an ImageProcessor, want None: ProcessedInputs of what the"
+        UnsupportedError, match=r"^images: got an ImageProcessor, want None: ProcessedInputs with the output"
     ):
         ModelCollator(settings, images)
     builder = mmpos.SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
@@ -279,5 +279,7 @@ def test_models_that_mix_documents_are_refused_and_all_others_are_known() -> Non
     with pytest.raises(UnsupportedError, match=said):
         ModelCollator(settings)
     unknown = replace(settings, model_type="aria")
-    with pytest.raises(UnsupportedError, match=r"^settings.model_type: got 'aria' \(it is not known to keep the doc"):
+    with pytest.raises(
+        UnsupportedError, match=r"^settings.model_type: got 'aria' \(it is not known to separate the doc"
+    ):
         ModelCollator(unknown)

@@ -88,9 +88,7 @@ def test_trainer_and_accelerate_say_what_to_do_with_a_batch_itself(tmp_path: Pat
     )
     model, collate = torch.nn.Linear(1, 1), cast(Any, PackedCollator())
     trainer = transformers.Trainer(model, arguments, collate, examples)
-    with pytest.raises(
-        UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as the data_col"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as data_col"):
         trainer.train()
     loader = DataLoader(examples, batch_size=2, collate_fn=collate)
     options: dict[str, Any] = {"device": torch.device("cpu"), "put_on_device": True, "dispatch_batches": True}

@@ -1,4 +1,4 @@
-"""The stage: batches of records become batches of ready examples, and bad records rows with a reason."""
+"""The stage: records become ready examples, and invalid records become rows with an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def columns() -> dict[str, np.ndarray]:
     [pa.Table.from_pylist(RECORDS), pa.RecordBatch.from_pylist(RECORDS), columns()],
     ids=["table", "batch", "numpy"],
 )
-def test_records_become_examples_and_errors_in_their_places(block: Any) -> None:
+def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     made = pickle.loads(pickle.dumps(STAGE))(block)
     assert made.schema == STAGE_SCHEMA
     assert [error is not None for error in made["error"].to_pylist()] == [False, False, True, False]
@@ -53,7 +53,7 @@ def test_records_become_examples_and_errors_in_their_places(block: Any) -> None:
         same(got, want)
 
 
-def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
+def test_examples_of_a_stage_are_packed_and_collated() -> None:
     packer = Packer(max_tokens=256)
     for example in read_examples(STAGE(pa.Table.from_pylist(RECORDS))):
         packer.add(example)
@@ -61,7 +61,7 @@ def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
     assert PackedCollator()(pack).input_ids.shape == (pack.num_tokens,)
 
 
-def test_examples_of_a_stage_come_back_from_lance(tmp_path: Path) -> None:
+def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
     made = STAGE(pa.Table.from_pylist(RECORDS))
     for _ in range(2):
         lance.write_dataset(made, tmp_path / "ready.lance", mode="append")
@@ -70,7 +70,7 @@ def test_examples_of_a_stage_come_back_from_lance(tmp_path: Path) -> None:
         same(got, want)
 
 
-def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
+def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
     small = Stage(PREPROCESS, patches=False)
     assert small(pa.Table.from_pylist(RECORDS))["patches"].null_count == 4
     assert small(pa.Table.from_pylist([])).num_rows == 0
@@ -104,13 +104,13 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused(call: Any, message: str) -> None:
+def test_invalid_input_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         call()
     assert str(error.value) == message
 
 
-def test_text_that_is_no_utf8_fails_alone() -> None:
+def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
     made = STAGE(table.set_column(1, "txt", texts))
@@ -120,7 +120,7 @@ def test_text_that_is_no_utf8_fails_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
-def test_a_broken_row_is_refused_by_its_number(name: str, value: object) -> None:
+def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
     made = STAGE(pa.Table.from_pylist(RECORDS[:2]))
     i = made.schema.get_field_index(name)
     column = [made[name][0].as_py(), value]
@@ -128,13 +128,13 @@ def test_a_broken_row_is_refused_by_its_number(name: str, value: object) -> None
         list(read_examples(made.set_column(i, made.schema.field(i), pa.array(column, made.schema.field(i).type))))
 
 
-def test_a_mistake_of_the_set_up_is_no_fault_of_a_record() -> None:
+def test_a_configuration_error_is_not_a_record_error() -> None:
     stage = Stage(Preprocess(Pairs(), SequenceBuilder()))
     with pytest.raises(UnsupportedError):
         stage(pa.Table.from_pylist(RECORDS))
 
 
-def test_a_mistake_of_the_callers_code_names_its_record() -> None:
+def test_an_error_of_the_callable_names_the_record() -> None:
     def third_fails(record: Any, here: Location) -> Any:
         if here.index == 2:
             raise KeyError("width")

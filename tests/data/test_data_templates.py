@@ -83,11 +83,11 @@ def test_tokens_equal_those_of_the_processor() -> None:
     preprocess = Preprocess(Chat(), own)
     for _ in range(30):
         chat = []
-        for turn in range(draw.randint(1, 5)):
+        for number in range(draw.randint(1, 5)):
             content: list[Any] = draw.choices(
                 ["A cat", " looks at you", "a cup of", PHOTO, PHOTO[:8]], k=draw.randint(1, 4)
             )
-            chat.append(turn("assistant", "it") if turn % 2 else turn("user", *content))
+            chat.append(turn("assistant", "it") if number % 2 else turn("user", *content))
         example = preprocess({"messages": chat}, HERE)
         batch = processor(text=chat)
         assert [example.sequence.input_ids.tolist()] == batch["input_ids"]

@@ -146,7 +146,7 @@ def test_ranks_get_the_features_of_their_tokens() -> None:
 
 
 def _tiled() -> Example:
-    """a b <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as made by the processor of MiniCPM-V."""
+    """Make the sequence ab <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as MiniCPM-V's processor does."""
     image: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
     segments = SegmentTable.from_documents(
         [[Text(2), *image, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]

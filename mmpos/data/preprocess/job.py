@@ -144,19 +144,17 @@ def write_sequences(
 ) -> Summary:
     """Preprocess shards into Parquet files of ready sequences: one file for each part of 64 MiB of a shard.
 
-    Files are written atomically, so repeating the call completes a run that was killed. Finished files are reused; if
-    their input or the settings have changed, an error is raised. A file that was only touched or copied counts as
-    unchanged; for inputs that are not files, only name and number of records are compared. The files do not depend on
-    the engine, the number of workers, or interruptions. ``sequence_shards`` opens the folder by its manifest. A claim
-    file in the folder keeps other runs out.
+    Files are written atomically, so the same call completes a killed run. Finished files are reused, unless their
+    input or the settings changed, which is an error. A file that was touched or copied counts as unchanged; for inputs
+    other than files, only name and number of records are compared. Engine, workers and interruptions do not affect the
+    files. ``sequence_shards`` opens the folder by its manifest. A claim file in the folder keeps other runs out.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` makes them from paths.
         folder: path or URL of the output folder, created if missing; each file is named after its input.
         preprocess: a Preprocess, or a callable of your own; it must be picklable for several workers and for Ray.
-        engine: "local" uses processes of this machine; "ray" uses the connected Ray cluster, or the one that
-            RAY_ADDRESS names or that runs on this machine, or else starts one for the run. RAY_ADDRESS=local always
-            starts one.
+        engine: "local" uses processes of this machine; "ray" uses the Ray cluster that is connected, in RAY_ADDRESS or
+            running here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: number of processes on this machine, or maximum number of Ray actors.
         on_error: "raise" stops at the first unusable record and names it; "skip" counts such records and writes them to
             a file next to the output. Configuration errors always stop the run.

@@ -144,10 +144,7 @@ class BatchDataset(IterableDataset[_Item]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order, of the next iteration, in running workers as well.
-
-        A loaded state is finished first.
-        """
+        """Set the epoch of the next iteration, also in running workers; a loaded state finishes its own epoch first."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
@@ -245,7 +242,7 @@ class BatchDataset(IterableDataset[_Item]):
     def _check(self, state: object) -> None:
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from state_dict")
+            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
         for name, want in self._identity().items():
             if state["of"][name] != want:
                 raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")

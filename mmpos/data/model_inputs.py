@@ -205,8 +205,8 @@ class ModelCollator:
             in shift_labels.
 
         Raises:
-            InvalidInputError: the batch has positions of another scheme or placeholders of another model; or as for
-                collate.
+            InvalidInputError: the batch has positions of another scheme or placeholders of another model, or collate
+                raises this error.
             UnsupportedError: images for a text-only model, images without pixels, or a context-parallel shard.
         """
         batch = examples if isinstance(examples, Batch) else self.collate(examples)

@@ -154,7 +154,7 @@ class RankLoader(Generic[_Item]):
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from RankLoader.state_dict")
+            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from RankLoader.state_dict")
         self._epoch, self._resumed = state["epoch"], True
         self._progress = _Progress(state["steps"], state["repeats"], state["over"])
         if not state["over"]:

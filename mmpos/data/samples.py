@@ -65,7 +65,9 @@ class SampleReader:
     def __post_init__(self) -> None:
         reader: object = self.reader
         if not callable(getattr(reader, "column", None)):
-            raise InvalidInputError(f"reader: got {type(reader).__name__}, want that of a Parquet file or of Lance")
+            raise InvalidInputError(
+                f"reader: got {type(reader).__name__}, want a reader of a Parquet file or a Lance fragment"
+            )
 
     @property
     def source(self) -> str:

@@ -163,6 +163,6 @@ def _records(block: Block) -> list[dict[str, Any]]:
         raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one for each record")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
-        raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want one number")
+        raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want equal numbers")
     columns = {name: column.tolist() if column.ndim == 1 else list(column) for name, column in block.items()}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

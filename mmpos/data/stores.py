@@ -149,7 +149,7 @@ class StorePath:
         """Return the content of a file.
 
         Raises:
-            OSError: as open.
+            OSError: see ``open``.
         """
         with self.open() as file:
             return file.read()
@@ -179,7 +179,7 @@ class StorePath:
         """Write a file atomically.
 
         Raises:
-            OSError: as write.
+            OSError: see ``write``.
         """
         with self.write() as file:
             file.write(data)
@@ -223,7 +223,7 @@ class StorePath:
             folders: suffix of the names of folders to list as well; None lists files only.
 
         Raises:
-            OSError: as glob.
+            OSError: see ``glob``.
         """
         if not self.is_url:
             matches = ((match, os.path.isfile(match)) for match in glob.glob(self.text, recursive=True))
@@ -373,7 +373,7 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
         options: options of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
 
     Raises:
-        OSError, pyarrow.ArrowException: as ParquetFile; an OSError from a store names the path and has an errno.
+        OSError, pyarrow.ArrowException: see ParquetFile; an OSError from a store names the path and has an errno.
     """
     with needed_for("Parquet files", extra="data"):
         from pyarrow import parquet

@@ -639,7 +639,7 @@ def test_text_with_a_lone_surrogate_is_refused() -> None:
 
 
 MATCHED, NAMED = ("image_info", 0, "matched_text_index"), "image_info[0].matched_text_index"
-AN_INDEX = "want an index of text_list, which has 3"
+AN_INDEX = "want an index of the 3 items of text_list"
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_state_of_other_arguments_is_refused(corpus: list[Reader], tmp_path: P
         with pytest.raises(InvalidInputError, match=message):
             other.load_state_dict(state)
     for invalid, got in (({}, "version None"), (None, "NoneType")):
-        with pytest.raises(InvalidInputError, match=f"state: got {got}, want one of version 1 from state_dict"):
+        with pytest.raises(InvalidInputError, match=f"state: got {got}, want version 1 from state_dict"):
             data(corpus).load_state_dict(invalid)  # type: ignore[arg-type]
 
 

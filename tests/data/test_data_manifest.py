@@ -208,7 +208,7 @@ def forget(out: Path) -> None:
         ),
         (
             lambda out: (out / "manifest.json").unlink(),
-            "folder: got 'OUT' without manifest.json, want one that mmpos preprocess wrote",
+            "folder: got 'OUT' without manifest.json, want a folder written by mmpos preprocess",
         ),
     ],
 )

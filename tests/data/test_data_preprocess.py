@@ -527,7 +527,7 @@ def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], t
     assert capsys.readouterr().err == "1/1 shard  3 documents, 309 tokens, 3 images\n"
     corpus(tmp_path, 1, 1)
     assert main(command("s0.jsonl", "-f", "curator")) == 2
-    want = "mmpos: error: reader: got JsonlReader, want that of a Parquet file or of Lance\n"
+    want = "mmpos: error: reader: got JsonlReader, want a reader of a Parquet file or a Lance fragment\n"
     assert capsys.readouterr().err == want
 
 

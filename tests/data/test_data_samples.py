@@ -119,7 +119,9 @@ def test_a_column_of_ids_is_required(tmp_path: Path) -> None:
         join_samples(pa.table({"id": ["a"]}))
     with pytest.raises(InvalidInputError, match=r"sample_id: got a column of list<item: int64>, want text"):
         join_samples(pa.table({"sample_id": [[1]]}))
-    with pytest.raises(InvalidInputError, match="reader: got JsonlReader, want that of a Parquet file or of Lance"):
+    with pytest.raises(
+        InvalidInputError, match="reader: got JsonlReader, want a reader of a Parquet file or a Lance fragment"
+    ):
         SampleReader(JsonlReader("a.jsonl"))  # type: ignore[arg-type]
 
 

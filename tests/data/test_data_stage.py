@@ -83,7 +83,7 @@ def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
         (lambda: STAGE([1]), "block: got list, want an Arrow table or numpy columns by name"),
         (
             lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}),
-            "block: got columns of 2, 3 rows, want one number",
+            "block: got columns of 2, 3 rows, want equal numbers",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
         (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),

@@ -218,5 +218,5 @@ def test_a_failing_writer_leaves_the_existing_file_unchanged(tmp_path: Path) -> 
 
 
 def test_a_raw_record_is_refused() -> None:
-    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one from a SequenceShard"):
+    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want a record of a SequenceShard"):
         get_example({"text": "a"}, Location("a.parquet", 3))

@@ -136,7 +136,7 @@ def test_videos_and_audio_replace_their_placeholders_in_the_template() -> None:
 
 def test_a_template_without_videos_is_refused() -> None:
     chat = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]
-    with pytest.raises(InvalidInputError, match="writes nothing for a video, want that of a model with videos"):
+    with pytest.raises(InvalidInputError, match="writes nothing for a video, want the template of a model with videos"):
         omni(chat, CHATML.replace("{{ c.text }}", "{{ c.text or '' }}"))
 
 

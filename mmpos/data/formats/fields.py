@@ -97,7 +97,7 @@ class Field:
         """Return the value, which must be an index of a list of this length."""
         value = _integer(self.value)
         if value is None or not 0 <= value < length:
-            raise self.error(f"an index of {of}, which has {length}")
+            raise self.error(f"an index of the {length} items of {of}")
         return value
 
     def number(self) -> float:

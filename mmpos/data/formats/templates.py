@@ -169,7 +169,7 @@ class TokenizerTemplate:
         if not placeholder.strip() or repr(kind) in placeholder:  # the repr of the blocks
             singular, plural = _NOUNS[kind]
             raise InvalidInputError(
-                f"template: got a chat template that writes nothing for {singular}, want that of a model with "
+                f"template: got a chat template that writes nothing for {singular}, want the template of a model with "
                 f"{plural}, or a ChatTemplate"
             )
         return placeholder

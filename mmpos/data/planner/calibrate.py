@@ -116,7 +116,7 @@ def calibrate(
                 progress(number * len(documents) + i + 1, times.size)
     low, median, high = np.quantile(times[1:], (0.25, 0.5, 0.75), axis=0)
     if not (median > 0).all():
-        raise InvalidInputError("step: got a step that takes no time, want one that waits for its device")
+        raise InvalidInputError("step: got a step that takes no time, want a step that waits for its device")
     lengths, image_sizes = (np.array(column, np.int64) for column in zip(*documents, strict=True))
     terms = np.array([_terms(*document) for document in documents])
     fit = fit_terms(terms, median)

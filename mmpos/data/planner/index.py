@@ -69,12 +69,12 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
         images += [int(grid[:, 0].sum()) for grid in grids]
         counts.append(len(lists))
-    none = np.zeros(0, np.int64)
+    empty = np.zeros(0, np.int64)
     headers = Headers(
-        np.concatenate([none, *tokens]),
-        np.concatenate([none, *labels]),
-        np.concatenate([none, *patches]),
-        images or none,
+        np.concatenate([empty, *tokens]),
+        np.concatenate([empty, *labels]),
+        np.concatenate([empty, *patches]),
+        images or empty,
     )
     shard_of, row = ragged_arange(np.array(counts, np.int64))
     return headers, shard_of, row
@@ -152,7 +152,7 @@ class PlannedPack:
         if not self.needs_image:
             return self.pack
         if not len(dummy.sequence.grid_thw):
-            raise InvalidInputError("dummy: got an example without an image, want one with a small image")
+            raise InvalidInputError("dummy: got an example without an image, want an example with a small image")
         untrained = replace(dummy, labels=np.full_like(dummy.labels, IGNORE_INDEX))
         return Pack((*self.pack.examples, untrained), self.pack.max_tokens + dummy.num_tokens)
 

@@ -229,7 +229,7 @@ def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
     """Return the shards of a manifest that are the file of a task, but split into another number of slices."""
     others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
     files = {_unsliced(name)[0] for name in others}
-    sizes = dict[str, dict[str | None, object]]()  # of the file of each task, by its number of slices
+    sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices
     for task in tasks:
         file, slices = _unsliced(task.stem)
         if file in files and slices not in sizes.setdefault(file, {}):

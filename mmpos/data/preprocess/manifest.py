@@ -85,7 +85,9 @@ class Manifest:
                 files = {file.pop("part"): _file(file) for file in shard["files"]}
                 manifest.shards[shard["name"]] = ShardFiles(shard["source"], files, shard["parts"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidInputError(f"{path}: got an invalid manifest ({error!r}), want that of a run") from error
+            raise InvalidInputError(
+                f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
+            ) from error
         if got != _VERSION:
             raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder anew")
         return manifest
@@ -243,7 +245,9 @@ def sequence_shards(
     where = store_path("folder", folder)
     manifest, path = Manifest.load(where), where / _NAME
     if manifest is None:
-        raise InvalidInputError(f"folder: got {str(where)!r} without {_NAME}, want one that mmpos preprocess wrote")
+        raise InvalidInputError(
+            f"folder: got {str(where)!r} without {_NAME}, want a folder written by mmpos preprocess"
+        )
     if preprocess is not None and (other := differences(manifest.settings, describe_job(preprocess, patches))):
         raise InvalidInputError(f"{path}: settings: got {', and '.join(other)}")
     names = {file.name for file in where.glob("*.parquet")}

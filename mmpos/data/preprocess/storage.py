@@ -419,7 +419,7 @@ def get_example(record: Record, location: Location) -> Example:
     """Return the example in a record of a SequenceShard; used in place of a Preprocess."""
     example = record.get("example")
     if not isinstance(example, Example):
-        raise RecordError(f"{location}: got a raw record, want one from a SequenceShard, which reads ready sequences")
+        raise RecordError(f"{location}: got a raw record, want a record of a SequenceShard")
     return example
 
 

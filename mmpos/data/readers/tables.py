@@ -61,12 +61,12 @@ class ParquetReader(FileReader):
         """Yield a mark of the first row of the row group after every ``size`` bytes."""
         pa = _arrow()
         index = offset = 0
-        behind = size
+        next_offset = size
         with suppress(OSError, pa.ArrowException), self._open() as file:
             for number in range(file.num_row_groups):
-                if offset >= behind:
+                if offset >= next_offset:
                     yield Mark(index, offset)
-                    behind = offset + size
+                    next_offset = offset + size
                 group = file.metadata.row_group(number)
                 index += group.num_rows
                 offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
@@ -145,7 +145,7 @@ class LanceReader:
     def _open(self) -> LanceFragment:
         fragment = _open_lance(self.path, self.version).get_fragment(self.fragment)
         if fragment is None:
-            raise InvalidInputError(f"fragment: got {self.fragment}, want one of {self.path}")
+            raise InvalidInputError(f"fragment: got {self.fragment}, want a fragment of {self.path}")
         return fragment
 
 

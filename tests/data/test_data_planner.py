@@ -55,27 +55,27 @@ def planned(headers: Headers, **settings: object) -> TrainingPlan:
     return result
 
 
-def check(made: TrainingPlan, headers: Headers) -> None:
+def check(result: TrainingPlan, headers: Headers) -> None:
     """Check the invariants of a plan: each example once, packs that fit, whole steps, and correct sums."""
-    assert sorted(made.members.tolist()) == list(range(len(headers)))
-    assert made.num_packs % (made.ranks * made.microbatches) == 0
-    packs = [made.members[a:b] for a, b in itertools.pairwise(made.pack_offsets.tolist())]
+    assert sorted(result.members.tolist()) == list(range(len(headers)))
+    assert result.num_packs % (result.ranks * result.microbatches) == 0
+    packs = [result.members[a:b] for a, b in itertools.pairwise(result.pack_offsets.tolist())]
     assert min(map(len, packs)) >= 1
-    assert [headers.tokens[pack].sum() for pack in packs] == made.tokens.tolist()
-    assert [headers.labels[pack].sum() for pack in packs] == made.labels.tolist()
-    assert made.tokens.max() <= made.max_tokens
-    assert made.member_tokens.tolist() == headers.tokens[made.members].tolist()
+    assert [headers.tokens[pack].sum() for pack in packs] == result.tokens.tolist()
+    assert [headers.labels[pack].sum() for pack in packs] == result.labels.tolist()
+    assert result.tokens.max() <= result.max_tokens
+    assert result.member_tokens.tolist() == headers.tokens[result.members].tolist()
 
 
 def test_expensive_examples_are_assigned_first_to_the_cheapest_packs() -> None:
-    made = planned(Headers([5, 4, 3, 3, 1], [5, 4, 3, 3, 1]), max_tokens=8, ranks=2, cost=LINEAR)
+    result = planned(Headers([5, 4, 3, 3, 1], [5, 4, 3, 3, 1]), max_tokens=8, ranks=2, cost=LINEAR)
     # Round 1: 5 → A, 4 → B. Round 2: 3 → B (4), 3 → A (5). Round 3: 1 → B (7). Both cost 8.
-    assert sorted(sorted(pack.tolist()) for rank in (0, 1) for step in made.packs(rank) for pack in step) == [
+    assert sorted(sorted(pack.tolist()) for rank in (0, 1) for step in result.packs(rank) for pack in step) == [
         [0, 3],
         [1, 2, 4],
     ]
-    assert made.costs.tolist() == [8, 8]
-    assert (made.fill, made.straggling(), made.num_steps) == (1.0, 1.0, 1)
+    assert result.costs.tolist() == [8, 8]
+    assert (result.fill, result.straggling(), result.num_steps) == (1.0, 1.0, 1)
 
 
 @given(
@@ -93,10 +93,10 @@ def test_every_example_is_planned_once_and_fits(
     images = random.integers(0, 3, len(tokens))
     headers = Headers(tokens, random.integers(0, np.array(tokens) + 1), random.integers(1, 50, images.sum()), images)
     arguments = {"max_tokens": 200, "ranks": ranks, "microbatches": microbatches, "window": window, "seed": seed}
-    made = planned(headers, **arguments)
+    result = planned(headers, **arguments)
     again = plan(headers, **arguments)  # type: ignore[arg-type]
-    assert made.members.tolist() == again.members.tolist()
-    assert made.weights.mean() == pytest.approx(1 if headers.labels.any() else 0)
+    assert result.members.tolist() == again.members.tolist()
+    assert result.weights.mean() == pytest.approx(1 if headers.labels.any() else 0)
 
 
 def test_a_stream_is_planned_window_by_window() -> None:
@@ -111,46 +111,46 @@ def test_planned_ranks_finish_together_unlike_packs_by_tokens() -> None:
     headers = mixed_corpus(40_000)
     costs = Cost().of(headers)
     for ranks, planned_bound, token_bound in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
-        made = planned(headers, max_tokens=8192, ranks=ranks)
+        result = planned(headers, max_tokens=8192, ranks=ranks)
         by_tokens = first_fit_decreasing(headers.tokens, 8192)
         packs = np.array([costs[pack].sum() for pack in by_tokens])[: len(by_tokens) // ranks * ranks]
         shuffled = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
         straggling = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
-        assert made.straggling() < planned_bound < token_bound < straggling
-        assert made.fill > 0.85
+        assert result.straggling() < planned_bound < token_bound < straggling
+        assert result.fill > 0.85
 
 
 def test_a_larger_tolerance_evens_labels_and_bounds_straggling() -> None:
     headers = mixed_corpus(20_000)
     spreads = []
     for tolerance in (0.0, 0.05, 0.5):
-        made = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
-        spreads.append(made.labels_per_step.std())
-        assert made.straggling() < 1.01 + tolerance
+        result = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
+        spreads.append(result.labels_per_step.std())
+        assert result.straggling() < 1.01 + tolerance
     assert spreads == sorted(spreads, reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_plans_are_near_the_optimum(seed: int) -> None:
     tokens = np.random.default_rng(seed).integers(1, 100, 8)
-    made = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
+    result = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
     best = min(np.bincount(hands, tokens, 3).max() for hands in itertools.product(range(3), repeat=8))
-    assert made.num_steps == 1
-    assert made.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
+    assert result.num_steps == 1
+    assert result.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
 
 
 def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
-    made = planned(Headers([4, 4, 3, 1], [1] * 4), max_tokens=4, ranks=1, microbatches=4, cost=LINEAR)
-    assert made.rank_costs().tolist() == [[12.0]]
-    assert made.rank_costs(pipeline=3).tolist() == [[20.0]]
+    result = planned(Headers([4, 4, 3, 1], [1] * 4), max_tokens=4, ranks=1, microbatches=4, cost=LINEAR)
+    assert result.rank_costs().tolist() == [[12.0]]
+    assert result.rank_costs(pipeline=3).tolist() == [[20.0]]
 
 
 def test_packs_without_images_are_marked_if_another_rank_has_one() -> None:
-    made = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
-    assert made.needs_image.sum() == 1
-    (marked,) = np.flatnonzero(made.needs_image)
-    assert made.images[marked] == 0
-    assert made.images[marked ^ 1] == 1
+    result = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
+    assert result.needs_image.sum() == 1
+    (marked,) = np.flatnonzero(result.needs_image)
+    assert result.images[marked] == 0
+    assert result.images[marked ^ 1] == 1
 
 
 def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on() -> None:
@@ -161,9 +161,12 @@ def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on
     )
     pack = Pack((text,), 8)
     assert PlannedPack(pack, 1.0, False).with_dummy(image) is pack
-    made = PlannedPack(pack, 1.0, True).with_dummy(image)
-    assert [example.key for example in made.examples] == ["text", "image"]
-    assert (made.examples[0].labels.tolist(), made.examples[1].labels.tolist()) == (text.labels.tolist(), [-100] * 4)
+    padded = PlannedPack(pack, 1.0, True).with_dummy(image)
+    assert [example.key for example in padded.examples] == ["text", "image"]
+    assert (padded.examples[0].labels.tolist(), padded.examples[1].labels.tolist()) == (
+        text.labels.tolist(),
+        [-100] * 4,
+    )
     with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
         PlannedPack(pack, 1.0, True).with_dummy(text)
 
@@ -175,8 +178,8 @@ def test_a_killed_stream_resumes_within_a_window() -> None:
         """Plan windows of 300 examples, starting at a step of a window."""
         rest: list[tuple[int, list[list[int]]]] = []
         for window in range(number, 3):
-            made = planned(headers[300 * window : 300 * window + 300], max_tokens=8192, ranks=2, seed=window)
-            rest += [(window, [pack.tolist() for pack in packs]) for packs in made.packs(0, start=step)]
+            result = planned(headers[300 * window : 300 * window + 300], max_tokens=8192, ranks=2, seed=window)
+            rest += [(window, [pack.tolist() for pack in packs]) for packs in result.packs(0, start=step)]
             step = 0
         return rest
 
@@ -187,11 +190,11 @@ def test_a_killed_stream_resumes_within_a_window() -> None:
 
 def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
     headers = mixed_corpus(500)
-    made = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
+    result = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
     losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over the labels of each example
-    pack_losses = np.add.reduceat(losses[made.members], made.pack_offsets[:-1])
-    means = np.divide(pack_losses, made.labels, where=made.labels > 0, out=np.zeros(made.num_packs))
-    assert (made.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
+    pack_losses = np.add.reduceat(losses[result.members], result.pack_offsets[:-1])
+    means = np.divide(pack_losses, result.labels, where=result.labels > 0, out=np.zeros(result.num_packs))
+    assert (result.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
 
 
 @pytest.mark.slow
@@ -199,9 +202,9 @@ def test_weighted_loss_and_gradient_of_four_ranks_equal_those_of_the_documents(t
     random = np.random.default_rng(0)
     one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
     headers, shard_of, row = read_headers([one])
-    made = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
-    assert made.labels.min() < made.labels.max() / 2, "the corpus has uneven labels"
-    write_index(tmp_path / "index.parquet", made, [one.source], shard_of, row)
+    result = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
+    assert result.labels.min() < result.labels.max() / 2, "the corpus has uneven labels"
+    write_index(tmp_path / "index.parquet", result, [one.source], shard_of, row)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=planned_ranks.run, args=(rank, tmp_path)) for rank in range(4)]
     for process in processes:
@@ -221,18 +224,18 @@ def test_weighted_loss_and_gradient_of_four_ranks_equal_those_of_the_documents(t
 
 
 def test_packs_of_a_rank_can_start_at_any_step() -> None:
-    made = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
-    whole = [[pack.tolist() for pack in step] for step in made.packs(1)]
-    assert [[pack.tolist() for pack in step] for step in made.packs(1, start=7)] == whole[7:]
+    result = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
+    whole = [[pack.tolist() for pack in step] for step in result.packs(1)]
+    assert [[pack.tolist() for pack in step] for step in result.packs(1, start=7)] == whole[7:]
 
 
 @pytest.mark.slow
 def test_a_million_headers_are_planned_within_twenty_seconds_of_cpu_time() -> None:
     headers = mixed_corpus(1_000_000)
     began = time.process_time()
-    made = plan(headers, max_tokens=8192, ranks=64)
+    result = plan(headers, max_tokens=8192, ranks=64)
     assert time.process_time() - began < 20
-    assert made.straggling() < 1.03
+    assert result.straggling() < 1.03
 
 
 def test_costs_from_a_config_equal_a_count_by_hand() -> None:
@@ -354,20 +357,20 @@ def test_each_rank_reads_its_examples_by_the_index(tmp_path: Path) -> None:
         Headers.of([example for one in shards for example in one.examples()]).labels.tolist() == headers.labels.tolist()
     )
     assert (shard_of.tolist(), row.tolist()) == ([0, 0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2])
-    made = planned(headers, max_tokens=32, ranks=2)
+    result = planned(headers, max_tokens=32, ranks=2)
     index = tmp_path / "index.parquet"
-    write_index(index, made, [one.source for one in shards], shard_of, row)
+    write_index(index, result, [one.source for one in shards], shard_of, row)
     keys = [f"a-{i}" for i in range(4)] + [f"b-{i}" for i in range(3)]
     for rank in (0, 1):
         packs = PlannedPacks(index, rank)
         got = [[[example.key for example in one.pack.examples] for one in step] for step in packs]
-        assert got == [[[keys[i] for i in pack] for pack in step] for step in made.packs(rank)]
+        assert got == [[[keys[i] for i in pack] for pack in step] for step in result.packs(rank)]
         resumed = PlannedPacks(index, rank)
         resumed.load_state_dict({"step": 1, "ranks": 2, "microbatches": 1})
         assert [[[example.key for example in one.pack.examples] for one in step] for step in resumed] == got[1:]
     table = parquet.read_table(index)
     weights = dict(zip(table["row"].to_pylist(), table["weight"].to_pylist(), strict=True))
-    assert set(weights.values()) <= set(made.weights.tolist())
+    assert set(weights.values()) <= set(result.weights.tolist())
     with pytest.raises(InvalidInputError, match=r"state.ranks: got 3, want 2"):
         resumed.load_state_dict({"step": 0, "ranks": 3, "microbatches": 1})
     shard(tmp_path / "b.parquet", [17, 10, 31])
@@ -502,15 +505,15 @@ def test_calibration_recovers_coefficients_and_costs_are_read_back(
         now[0] += 0.001 + want.of(headers).sum() + delay
 
     monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
-    made = calibrate(step)
+    calibration = calibrate(step)
     assert order == order[:10] * 8
-    assert made.overhead == pytest.approx(0.001, rel=1e-3)
-    assert made.residual < 1e-6
-    made.write("memory://calibrations/cost.json", model="tiny")
-    assert Cost.read("memory://calibrations/cost.json") == made.cost
-    made.write(tmp_path / "cost.json", model="tiny")
+    assert calibration.overhead == pytest.approx(0.001, rel=1e-3)
+    assert calibration.residual < 1e-6
+    calibration.write("memory://calibrations/cost.json", model="tiny")
+    assert Cost.read("memory://calibrations/cost.json") == calibration.cost
+    calibration.write(tmp_path / "cost.json", model="tiny")
     read = Cost.read(tmp_path / "cost.json")
-    assert read == made.cost
+    assert read == calibration.cost
     for term in fields(Cost):
         assert getattr(read, term.name) == pytest.approx(getattr(want, term.name), rel=1e-3)
 
@@ -547,9 +550,9 @@ def test_costs_are_extrapolated_linearly_in_the_layers() -> None:
         none = np.zeros(0, np.int64)
         return Calibration(cost, 7 + 4 * language, 0.01 * language, none, none, np.zeros(0), np.zeros(0))
 
-    made = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
-    whole = measured(28, 32)
-    assert (made.cost, made.overhead, made.residual) == (whole.cost, whole.overhead, 0.04)
+    extrapolated = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
+    want = measured(28, 32)
+    assert (extrapolated.cost, extrapolated.overhead, extrapolated.residual) == (want.cost, want.overhead, 0.04)
 
 
 def test_an_unreadable_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,13 +43,13 @@ def columns() -> dict[str, np.ndarray]:
     ids=["table", "batch", "numpy"],
 )
 def test_records_become_examples_or_errors_in_order(block: Any) -> None:
-    made = pickle.loads(pickle.dumps(STAGE))(block)
-    assert made.schema == STAGE_SCHEMA
-    assert [error is not None for error in made["error"].to_pylist()] == [False, False, True, False]
-    assert made["key"][2].as_py() == "a.tar[2]"
-    assert "a.tar[2]: " in made["error"][2].as_py()
+    output = pickle.loads(pickle.dumps(STAGE))(block)
+    assert output.schema == STAGE_SCHEMA
+    assert [error is not None for error in output["error"].to_pylist()] == [False, False, True, False]
+    assert output["key"][2].as_py() == "a.tar[2]"
+    assert "a.tar[2]: " in output["error"][2].as_py()
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
-    for got, want in zip(read_examples(made), wanted, strict=True):
+    for got, want in zip(read_examples(output), wanted, strict=True):
         same(got, want)
 
 
@@ -62,11 +62,11 @@ def test_examples_of_a_stage_are_packed_and_collated() -> None:
 
 
 def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
-    made = STAGE(pa.Table.from_pylist(RECORDS))
+    output = STAGE(pa.Table.from_pylist(RECORDS))
     for _ in range(2):
-        lance.write_dataset(made, tmp_path / "ready.lance", mode="append")
+        lance.write_dataset(output, tmp_path / "ready.lance", mode="append")
     stored = list(read_examples(lance.dataset(tmp_path / "ready.lance").to_table()))
-    for got, want in zip(stored, 2 * list(read_examples(made)), strict=True):
+    for got, want in zip(stored, 2 * list(read_examples(output)), strict=True):
         same(got, want)
 
 
@@ -113,19 +113,19 @@ def test_invalid_input_is_refused(call: Any, message: str) -> None:
 def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
-    made = STAGE(table.set_column(1, "txt", texts))
-    assert [error is None for error in made["error"].to_pylist()] == [False, True]
+    output = STAGE(table.set_column(1, "txt", texts))
+    assert [error is None for error in output["error"].to_pylist()] == [False, True]
     paths = {**columns(), "path": np.array(["\ud800"] * 4, object)}
     assert STAGE(paths)["key"].to_pylist() == [f"\\ud800[{i}]" for i in range(4)]
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
 def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
-    made = STAGE(pa.Table.from_pylist(RECORDS[:2]))
-    i = made.schema.get_field_index(name)
-    column = [made[name][0].as_py(), value]
+    output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
+    i = output.schema.get_field_index(name)
+    column = [output[name][0].as_py(), value]
     with pytest.raises(InvalidInputError, match=r"block\[1\]: got an invalid row"):
-        list(read_examples(made.set_column(i, made.schema.field(i), pa.array(column, made.schema.field(i).type))))
+        list(read_examples(output.set_column(i, output.schema.field(i), pa.array(column, output.schema.field(i).type))))
 
 
 def test_a_configuration_error_is_not_a_record_error() -> None:
@@ -159,8 +159,8 @@ def local_ray() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_ray_data_runs_the_stage(local_ray: Any) -> None:
     dataset = local_ray.data.from_arrow(pa.Table.from_pylist(RECORDS * 3))
-    made = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
-    tables = list(made.iter_batches(batch_format="pyarrow"))
+    output = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
+    tables = list(output.iter_batches(batch_format="pyarrow"))
     keys = sorted(example.key for table in tables for example in read_examples(table))
     assert len(keys) == 9
     refused = [error for table in tables for error in table["error"].to_pylist() if error]
@@ -184,8 +184,8 @@ def test_daft_runs_the_stage() -> None:
 
     frame = daft.from_arrow(pa.Table.from_pylist(RECORDS))
     ready = cast(Any, Ready)(daft.col("jpg"), daft.col("txt"), daft.col("path")).alias("example")
-    made = frame.select(ready).to_arrow()["example"].combine_chunks()
-    table = pa.Table.from_struct_array(made)
+    output = frame.select(ready).to_arrow()["example"].combine_chunks()
+    table = pa.Table.from_struct_array(output)
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(table), wanted, strict=True):
         same(got, want)

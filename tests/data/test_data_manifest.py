@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mmpos import InvalidInputError
 from mmpos.data import sequence_shards, shards, split_shards, write_sequences
 from mmpos.data.examples import RecordError
 from mmpos.data.preprocess import claim, shard_job
+from mmpos.data.preprocess import manifest as manifest_module
 from mmpos.data.preprocess.job import Fill, Progress
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.stores import StorePath
@@ -145,6 +147,25 @@ def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
     write_sequences([second], tmp_path / "out", PAGES)
     assert [Path(shard.path).name for shard in sequence_shards(tmp_path / "out")] == ["s0.parquet", "s1.parquet"]
+
+
+def test_the_first_of_several_outputs_with_other_settings_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = shards(corpus(tmp_path, 2, 1))
+    write_sequences(readers, tmp_path / "out", PAGES)
+    second_checked, other_input = threading.Event(), manifest_module._other_input
+
+    def first_waits(task: Any, facts: Any) -> list[str]:
+        if task.number == 0:
+            assert second_checked.wait(60)
+            time.sleep(0.1)  # until the other thread has raised its error
+        second_checked.set()
+        return other_input(task, facts)
+
+    monkeypatch.setattr(manifest_module, "_other_input", first_waits)
+    with pytest.raises(InvalidInputError, match=r"s0\.parquet: got the output of preprocess\.train_markers False"):
+        write_sequences(readers, tmp_path / "out", replace(PAGES, train_markers=True))
 
 
 def test_a_name_of_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -154,8 +154,9 @@ class Manifest:
             stem, part = self._part_of(path.stem)
             parts.setdefault(stem, set()).add(part)
         with ThreadPool(min(_THREADS, len(tasks))) as threads:
-            resumed = threads.starmap(self._resumed, [(job, task, parts.get(task.stem, set())) for task in tasks])
-        self.shards |= {task.stem: shard for task, shard in zip(tasks, resumed, strict=True)}
+            # In order, so that the error always names the first refused output.
+            resumed = threads.imap(lambda task: self._resumed(job, task, parts.get(task.stem, set())), tasks)
+            self.shards |= {task.stem: shard for task, shard in zip(tasks, list(resumed), strict=True)}
 
     def _part_of(self, stem: str) -> tuple[str, int]:
         """Return the stem of the shard and the part number, by the stem of a file name."""
@@ -205,8 +206,7 @@ def _other_input(task: Task, facts: Facts) -> list[str]:
 
 
 def _stored(file: PartFile) -> dict[str, object]:
-    counts = {count.name: getattr(file.counts, count.name) for count in fields(Counts)}
-    return {"name": file.name, "size": file.size, "sha256": file.sha256, **counts}
+    return {"name": file.name, "size": file.size, "sha256": file.sha256, **asdict(file.counts)}
 
 
 def _file(stored: dict[str, Any]) -> PartFile:

@@ -16,7 +16,7 @@ from PIL import Image
 from results import same
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
-from mmpos.data import STAGE_SCHEMA, Location, PackedCollator, Packer, Pairs, Preprocess, Stage, read_examples
+from mmpos.data import STAGE_SCHEMA, Location, Pairs, Preprocess, Stage, read_examples
 
 
 def photo(seed: int) -> bytes:
@@ -51,14 +51,6 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(output), wanted, strict=True):
         same(got, want)
-
-
-def test_examples_of_a_stage_are_packed_and_collated() -> None:
-    packer = Packer(max_tokens=256)
-    for example in read_examples(STAGE(pa.Table.from_pylist(RECORDS))):
-        packer.add(example)
-    (pack,) = packer.flush()
-    assert PackedCollator()(pack).input_ids.shape == (pack.num_tokens,)
 
 
 def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:

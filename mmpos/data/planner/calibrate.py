@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ class Calibration:
         content = {
             **about,
             "unit": "seconds",
-            "cost": {term.name: getattr(self.cost, term.name) for term in fields(Cost)},
+            "cost": asdict(self.cost),
             "overhead": self.overhead,
             "residual": self.residual,
             **{name: getattr(self, name).tolist() for name in ("tokens", "patches", "seconds", "spread")},
@@ -97,10 +97,8 @@ def calibrate(
         InvalidInputError: there are too few sizes, or times do not grow with tokens.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
-    texts, images = (
-        sorted(set(integers("tokens", tokens, minimum=1))),
-        sorted(set(integers("patches", patches, minimum=1))),
-    )
+    texts = sorted(set(integers("tokens", tokens, minimum=1)))
+    images = sorted(set(integers("patches", patches, minimum=1)))
     for name, sizes, fewest in (("tokens", texts, 3), ("patches", images, 3 if images else 0)):
         if len(sizes) < fewest:
             raise InvalidInputError(f"{name}: got {sizes}, want at least {fewest} different sizes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from itertools import product
 from os import PathLike
 
@@ -207,8 +207,7 @@ class Cost:
 
     def of(self, headers: Headers) -> FloatArray:
         """Return the (examples,) cost of each example."""
-        coefficients = np.array([getattr(self, term.name) for term in fields(self)])
-        costs: FloatArray = coefficients @ _terms(headers)
+        costs: FloatArray = np.array(astuple(self)) @ _terms(headers)
         return costs
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mmpos.data.planner.cost import Cost, FloatArray, Headers
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, counted, finite, first_bad, integer
+from mmpos.support.checks import IntArray, counted, finite, first_bad, instance, integer
 
 __all__ = ["TrainingPlan", "plan"]
 
@@ -190,14 +190,11 @@ def plan(
     )
 
 
-def _costs(cost: object, headers: object) -> FloatArray:
+def _costs(cost: Cost, headers: Headers) -> FloatArray:
     """Return the cost of each example, and check that the sum is finite."""
-    if not isinstance(headers, Headers):
-        raise InvalidInputError(f"headers: got {type(headers).__name__}, want Headers")
-    if not isinstance(cost, Cost):
-        raise InvalidInputError(f"cost: got {type(cost).__name__}, want a Cost")
+    instance("headers", headers, Headers, "Headers.of")
     with np.errstate(over="ignore"):
-        costs = cost.of(headers)
+        costs = instance("cost", cost, Cost, "Cost.read").of(headers)
         total = costs.sum()
     if not np.isfinite(total):
         raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one: use smaller units")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Counts:
     images_dropped: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Counts(*(getattr(self, count.name) + getattr(other, count.name) for count in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,7 @@ class ShardJob:
                     counts += Counts(skipped=1)
                 yield Step(task, part, counts)
             self.limit.end()
-            done = {each.name: getattr(counts, each.name) for each in fields(counts)}
-            writer.facts = {**source, "settings": self.settings, **done}
+            writer.facts = {**source, "settings": self.settings, **asdict(counts)}
             # Written before the output is renamed into place, so that every output has a complete quarantine.
             _write_lines(quarantine_of(output), refused)
         yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts), lengths)

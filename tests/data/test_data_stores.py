@@ -343,8 +343,10 @@ def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, 
 
 
 @pytest.fixture(params=["local", "ray"])
-def engine(request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The engines, with workers that can use the server of S3."""
+def engine(
+    request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Literal["local", "ray"]]:
+    """Each engine, with workers that can use the server of S3."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
         monkeypatch.setenv(name, value)
     if request.param == "local":

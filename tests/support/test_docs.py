@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
 ADDRESS = "localhost:50051"
-LONG = {"compare.md", "data-engines.md"}  # made by `make tables`, or about to be split
+LONG = {"data-engines.md"}  # about to be split
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""A Markdown extension for the pages and docstrings of mmpos: examples become blocks of code."""
+"""A Markdown extension that turns doctests and `no-run` examples of pages and docstrings into code blocks."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class Examples(Preprocessor):
     """Fence doctests, and remove `no-run` from the fences of pages."""
 
     def run(self, lines: list[str]) -> list[str]:
-        """Return the lines that pymdownx.superfences understands."""
+        """Return lines with fences that pymdownx.superfences understands."""
         return list(self._fenced(lines))
 
     @staticmethod
@@ -35,8 +35,8 @@ class Examples(Preprocessor):
 
 
 class ExamplesExtension(Extension):
-    """Register Examples before the fences are read."""
+    """Run `Examples` before pymdownx.superfences."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        """Add the preprocessor."""
+        """Register the preprocessor."""
         md.preprocessors.register(Examples(md), "examples", 40)

@@ -1,4 +1,4 @@
-"""A Markdown extension that turns doctests and `no-run` examples of pages and docstrings into code blocks."""
+"""Markdown extension that turns the examples in pages and docstrings of mmpos into code blocks."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class Examples(Preprocessor):
     """Fence doctests, and remove `no-run` from the fences of pages."""
 
     def run(self, lines: list[str]) -> list[str]:
-        """Return lines with fences that pymdownx.superfences understands."""
+        """Return the lines in the form that pymdownx.superfences expects."""
         return list(self._fenced(lines))
 
     @staticmethod
@@ -35,8 +35,8 @@ class Examples(Preprocessor):
 
 
 class ExamplesExtension(Extension):
-    """Run `Examples` before pymdownx.superfences."""
+    """Extension that registers Examples before the fences are parsed."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        """Register the preprocessor."""
+        """Add the preprocessor."""
         md.preprocessors.register(Examples(md), "examples", 40)

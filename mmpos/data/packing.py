@@ -237,7 +237,7 @@ class Packer:
 def _last_cut(example: Example, limit: int) -> int:
     """Return the last position up to limit where Example.slice may cut: limit, or the start of an image or audio."""
     spans = example.sequence.marked_spans
-    span = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
+    span = int(np.searchsorted(spans[:, 1], limit, side="right"))  # first span that ends beyond the limit
     return min(limit, int(spans[span, 0])) if span < len(spans) else limit
 
 

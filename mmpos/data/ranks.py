@@ -172,7 +172,7 @@ class RankLoader(Generic[_Item]):
     def _of_epoch(self) -> Iterator[_Item]:
         if self._group is None and self.even and _ranks() > 1:
             raise InvalidInputError(
-                "even: got a loader made before torch.distributed was initialised, want it made after"
+                "even: got a loader created before torch.distributed was initialised, want it created after"
             )
         if not self._resumed:
             self._progress = _Progress()

@@ -84,7 +84,7 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_several_actors_write_a_shard_in_the_parts_of_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three pages are a part; a local class, which cloudpickle pickles by value
+    class LargePages:  # three pages fill a part; cloudpickle pickles a local class by value
         source: str
         size: int
 

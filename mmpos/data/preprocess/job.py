@@ -158,8 +158,8 @@ def write_sequences(
         workers: number of processes on this machine, or maximum number of Ray actors.
         on_error: "raise" stops at the first unusable record and names it; "skip" counts such records and writes them to
             a file next to the output. Configuration errors always stop the run.
-        max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; also checked
-            at the end of each part within these. Ten records may always be skipped.
+        max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until then
+            also checked at the end of each part. Ten records may always be skipped.
         patches: whether to store pixels.
         overwrite: whether to replace outputs of other inputs or settings; if False, they raise an error.
         max_tokens: capacity of the packs for the fill rate in the summary.

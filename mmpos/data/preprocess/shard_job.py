@@ -220,8 +220,8 @@ class ShardJob:
             file next to the output.
         patches: whether to store pixels; without them, images are still decoded, so that content hashes and the
             refused records stay the same.
-        max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; also checked at the
-            end of each part within these.
+        max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; until then also
+            checked at the end of each part.
     """
 
     preprocess: MakeExample

@@ -72,7 +72,7 @@ def test_all_of_the_protocol_is_generated() -> None:
 
 
 def test_a_name_without_a_comment_is_found(copy: Path) -> None:
-    change(copy, "error.proto", "  // Its kind.\n", "")
+    change(copy, "error.proto", "  // Code of the error.\n", "")
     done = buf("lint", cwd=copy)
     assert done.returncode != 0
     assert 'Field "code" should have a non-empty comment' in done.stdout

@@ -258,13 +258,13 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
     broadcast_rank.main(0, tmp_path)
     assert other.wait(300) == 0
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
-    assert got[0].pop("said").tolist() == [
+    assert got[0].pop("messages").tolist() == [
         "positions: want a PositionTable on rank 1",
         "group: got one without rank 0, want a group of this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
         "src: got 0.0, want an integer",
     ]
-    assert got[1].pop("said").tolist() == [
+    assert got[1].pop("messages").tolist() == [
         "positions: got NoneType, want a PositionTable on rank 1",
         "src: got 0, want one of the group's ranks, [1]",
     ]

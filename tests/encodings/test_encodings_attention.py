@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,13 +42,7 @@ LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
 ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices of 48 channels gain nothing by threads, which wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def block(encoding: Encoding, positions: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> SelfAttention:

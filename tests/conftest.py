@@ -97,25 +97,15 @@ def torchless(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
     """Start servers, and kill them at the end."""
-    processes: list[subprocess.Popen[str]] = []
+    servers: list[Program] = []
 
     def program(*arguments: str) -> Program:
-        # A file, since a pipe that nobody reads would block a server that logs.
-        log = tmp_path / f"{len(processes)}.log"
-        with log.open("w") as err:
-            command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=torchless)
-        processes.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
-        return Program(process, line.split()[-1], log)
+        servers.append(Program.launch(tmp_path / f"{len(servers)}.log", *arguments, environment=torchless))
+        return servers[-1]
 
     yield program
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture

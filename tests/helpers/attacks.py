@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 import struct
 import zlib
@@ -150,9 +149,7 @@ async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
 
 def large_webp(side: int) -> bytes:
     """Encode a WebP of few bytes and many pixels."""
-    target = io.BytesIO()
-    Image.new("RGB", (side, side), (200, 10, 30)).save(target, "WEBP", lossless=True)
-    return target.getvalue()
+    return hostile.encoded(Image.new("RGB", (side, side), (200, 10, 30)), "WEBP", lossless=True)
 
 
 HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (

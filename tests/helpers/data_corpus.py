@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostile_images import encoded
 from PIL import Image
 
 from mmpos.data.examples import Location
@@ -32,9 +33,7 @@ def photo(i: int) -> bytes:
     name = ("chelsea.jpg", "coffee.jpg")[i % 2]
     with Image.open(PHOTOS / name) as image:
         small = image.resize((16 + 8 * (i % 3), 40 - 8 * (i % 2)))
-    out = io.BytesIO()
-    small.save(out, "jpeg", quality=80)
-    return out.getvalue()
+    return encoded(small, "jpeg", quality=80)
 
 
 def caption(i: int) -> str:

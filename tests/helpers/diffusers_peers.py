@@ -363,12 +363,24 @@ def _prx(transformer: Any, document: Document) -> CosSin:
 
 _TINY: dict[str, Any] = {"num_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
 _FLUX: dict[str, Any] = {**_TINY, "num_single_layers": 1, "joint_attention_dim": 16, "axes_dims_rope": (8, 12, 12)}
-_WAN: dict[str, Any] = {
-    "num_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2, "text_dim": 16, "ffn_dim": 16, "freq_dim": 16
-}  # fmt: skip
+_WAN: dict[str, Any] = {**_TINY, "text_dim": 16, "ffn_dim": 16, "freq_dim": 16}
 _HUNYUAN: dict[str, Any] = {
     **_TINY, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (8, 12, 12)
 }  # fmt: skip
+_JOY: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_layers": 1, "text_dim": 16, "rope_dim_list": [8, 12, 12]
+}  # fmt: skip
+_COG_VIDEO: dict[str, Any] = {
+    **_TINY, "use_rotary_positional_embeddings": True, "text_embed_dim": 16, "time_embed_dim": 8
+}  # fmt: skip
+_LTX: dict[str, Any] = {**_TINY, "cross_attention_dim": 64, "caption_channels": 8}
+_LTX_2: dict[str, Any] = {
+    **_LTX, "audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32
+}  # fmt: skip
+_KANDINSKY: dict[str, Any] = {
+    "time_dim": 8, "model_dim": 64, "ff_dim": 8, "num_visual_blocks": 1, "axes_dims": (8, 12, 12)
+}  # fmt: skip
+_KANDINSKY_TEXT: dict[str, Any] = {**_KANDINSKY, "in_text_dim": 8, "in_text_dim2": 8, "num_text_blocks": 1}
 
 PEERS: Mapping[str, Peer] = {
     "FluxTransformer2DModel": Peer({**_FLUX, "pooled_projection_dim": 8}, _by_ids(), images=3),
@@ -496,31 +508,8 @@ PEERS: Mapping[str, Peer] = {
     "PRXTransformer2DModel": Peer(
         {"hidden_size": 64, "num_heads": 2, "depth": 1, "context_in_dim": 16, "axes_dim": [16, 16]}, _prx
     ),
-    "JoyImageEditTransformer3DModel": Peer(
-        {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 1,
-            "text_dim": 16,
-            "rope_dim_list": [8, 12, 12],
-        },
-        _joy_image,
-        torch.float32,
-        frames=True,
-    ),
-    "JoyImageEditPlusTransformer3DModel": Peer(
-        {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 1,
-            "text_dim": 16,
-            "rope_dim_list": [8, 12, 12],
-        },
-        _joy_image_plus,
-        torch.float32,
-        frames=True,
-        images=3,
-    ),
+    "JoyImageEditTransformer3DModel": Peer(_JOY, _joy_image, torch.float32, frames=True),
+    "JoyImageEditPlusTransformer3DModel": Peer(_JOY, _joy_image_plus, torch.float32, frames=True, images=3),
     "ErnieImageTransformer2DModel": Peer(
         {
             "hidden_size": 64,
@@ -571,27 +560,8 @@ PEERS: Mapping[str, Peer] = {
         text=False,
         frames=True,
     ),
-    "SanaWMLTX2RefinerTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "cross_attention_dim": 64,
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 16,
-            "audio_cross_attention_dim": 32,
-            "caption_channels": 8,
-        },
-        _ltx_2,
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
-    "Kandinsky6SRTransformer3DModel": Peer(
-        {"time_dim": 8, "model_dim": 64, "ff_dim": 8, "num_visual_blocks": 1, "axes_dims": (8, 12, 12)},
-        _kandinsky(),
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
+    "SanaWMLTX2RefinerTransformer3DModel": Peer(_LTX_2, _ltx_2, torch.float32, text=False, frames=True),
+    "Kandinsky6SRTransformer3DModel": Peer(_KANDINSKY, _kandinsky(), torch.float32, text=False, frames=True),
     "WanTransformer3DModel": Peer(_WAN, _wan, text=False, frames=True),
     "WanVACETransformer3DModel": Peer({**_WAN, "vace_layers": [0]}, _wan, text=False, frames=True),
     "SkyReelsV2Transformer3DModel": Peer(_WAN, _wan, text=False, frames=True),
@@ -610,24 +580,8 @@ PEERS: Mapping[str, Peer] = {
     ),
     "AnyFlowTransformer3DModel": Peer(_WAN, _any_flow, text=False, frames=True),
     "AnyFlowFARTransformer3DModel": Peer(_WAN, _any_flow_far, text=False, frames=True, images=-2),
-    "CogVideoXTransformer3DModel": Peer(
-        {**_TINY, "use_rotary_positional_embeddings": True, "text_embed_dim": 16, "time_embed_dim": 8},
-        _cog_video,
-        torch.float32,
-        frames=True,
-    ),
-    "ConsisIDTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "use_rotary_positional_embeddings": True,
-            "text_embed_dim": 16,
-            "time_embed_dim": 8,
-            "is_train_face": False,
-        },
-        _cog_video,
-        torch.float32,
-        frames=True,
-    ),
+    "CogVideoXTransformer3DModel": Peer(_COG_VIDEO, _cog_video, torch.float32, frames=True),
+    "ConsisIDTransformer3DModel": Peer({**_COG_VIDEO, "is_train_face": False}, _cog_video, torch.float32, frames=True),
     "EasyAnimateTransformer3DModel": Peer(
         {**_TINY, "patch_size": 2, "in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8},
         _by_latents(_repeated, name="rope_embedding"),
@@ -659,24 +613,9 @@ PEERS: Mapping[str, Peer] = {
         frames=True,
         pairing="half",
     ),
-    "LTXVideoTransformer3DModel": Peer(
-        {**_TINY, "cross_attention_dim": 64, "caption_channels": 8}, _ltx, torch.float32, text=False, frames=True
-    ),
+    "LTXVideoTransformer3DModel": Peer(_LTX, _ltx, torch.float32, text=False, frames=True),
     "LTX2VideoTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "cross_attention_dim": 64,
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 16,
-            "audio_cross_attention_dim": 32,
-            "caption_channels": 8,
-            "rope_type": "split",
-        },
-        _ltx_2,
-        torch.float32,
-        text=False,
-        frames=True,
-        pairing="half",
+        {**_LTX_2, "rope_type": "split"}, _ltx_2, torch.float32, text=False, frames=True, pairing="half"
     ),
     "CosmosTransformer3DModel": Peer(
         {
@@ -693,37 +632,9 @@ PEERS: Mapping[str, Peer] = {
         pairing="half",
     ),
     "Kandinsky5Transformer3DModel": Peer(
-        {
-            "in_text_dim": 8,
-            "in_text_dim2": 8,
-            "time_dim": 8,
-            "model_dim": 64,
-            "ff_dim": 8,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (8, 12, 12),
-        },
-        _kandinsky(batch=True),
-        torch.float32,
-        text=False,
-        frames=True,
+        _KANDINSKY_TEXT, _kandinsky(batch=True), torch.float32, text=False, frames=True
     ),
-    "Kandinsky6Transformer3DModel": Peer(
-        {
-            "in_text_dim": 8,
-            "in_text_dim2": 8,
-            "time_dim": 8,
-            "model_dim": 64,
-            "ff_dim": 8,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (8, 12, 12),
-        },
-        _kandinsky(),
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
+    "Kandinsky6Transformer3DModel": Peer(_KANDINSKY_TEXT, _kandinsky(), torch.float32, text=False, frames=True),
     "Ideogram4Transformer2DModel": Peer(
         {
             "attention_head_dim": 32,

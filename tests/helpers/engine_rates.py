@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shutil
-import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import ray
+from data_corpus import write_tar
+from hostile_images import encoded
 from PIL import Image
 from waiting import descendants, read_proc
 
@@ -29,15 +29,12 @@ def write_corpus(folder: Path, records: int, files: int) -> None:
     photos = [Image.open(PHOTOS / f"{name}.jpg").convert("RGB") for name in ("chelsea", "coffee")]
     rng = np.random.default_rng(0)
     for number in range(files):
-        with tarfile.open(folder / f"{number:03}.tar", "w") as tar:
-            for i in range(number, records, files):
-                width, height = map(int, rng.integers(400, 800, 2))
-                jpeg = io.BytesIO()
-                photos[i % 2].resize((width, height)).save(jpeg, "jpeg", quality=88)
-                for extension, data in (("jpg", jpeg.getvalue()), ("txt", b"a photo of something " * 10)):
-                    member = tarfile.TarInfo(f"{i:07}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        rows = []
+        for i in range(number, records, files):
+            width, height = map(int, rng.integers(400, 800, 2))
+            jpeg = encoded(photos[i % 2].resize((width, height)), "jpeg", quality=88)
+            rows.append({"id": f"{i:07}", "image": {"bytes": jpeg}, "text": "a photo of something " * 10})
+        write_tar(folder / f"{number:03}.tar", rows)
 
 
 @contextmanager

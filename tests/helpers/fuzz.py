@@ -15,7 +15,6 @@ import asyncio
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import grpc
 import numpy as np
 from attacks import ATTACKS, HEALTH, Tally, unary
+from server_program import Program
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient
@@ -124,19 +124,8 @@ class Witness:
 # The server.
 
 
-@dataclass
-class Server:
-    """A server of this tree.
-
-    Args:
-        process: its process.
-        address: where it listens.
-        log: path of its log.
-    """
-
-    process: subprocess.Popen[str]
-    address: str
-    log: Path
+class Server(Program):
+    """A server of this tree, in a separate process."""
 
     @property
     def alive(self) -> bool:
@@ -181,17 +170,12 @@ def serving(*, defaults: bool = False, environment: dict[str, str] | None = None
         path.write_text(
             "" if defaults else "[limits]\n" + "\n".join(f"{name} = {limit}" for name, limit in LIMITS.items())
         )
-        command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--config", str(path)]
-        log = Path(folder) / "log"
-        with log.open("w") as err:
-            command += ["--log-level", "warning"]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+        arguments = ("--config", str(path), "--log-level", "warning")
+        server = Server.launch(Path(folder) / "log", *arguments, environment=environment)
         try:
-            assert process.stdout is not None
-            yield Server(process, process.stdout.readline().split()[-1], log)
+            yield server
         finally:
-            process.kill()
-            process.communicate()
+            server.kill()
 
 
 def exceeding(after: dict[str, float], before: dict[str, float], memory_percent: float = 0.0) -> list[str]:

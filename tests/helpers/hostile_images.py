@@ -58,9 +58,9 @@ def webp_of_chunks(count: int) -> bytes:
 
 
 @lru_cache
-def jpeg_of_scans(count: int, side: int = 8) -> bytes:
-    """Encode a progressive JPEG of side x side pixels with ``count`` scans; the last scan is repeated."""
-    data = encoded(Image.new("RGB", (side, side), (200, 100, 50)), "JPEG", progressive=True, subsampling=0)
+def jpeg_of_scans(count: int) -> bytes:
+    """Encode a progressive JPEG of 8 x 8 pixels with ``count`` scans; the last scan is repeated."""
+    data = encoded(Image.new("RGB", (8, 8), (200, 100, 50)), "JPEG", progressive=True, subsampling=0)
     last = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + last * (count - data.count(b"\xff\xda")) + data[-2:]
 

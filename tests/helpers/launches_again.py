@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 import triton.compiler
+from aot_compile import StandIn
 from torch import Tensor
 from torch.autograd import forward_ad
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 import mmpos.rotary.kernel  # noqa: F401  # before the environment selects the interpreter
@@ -29,22 +29,6 @@ from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, lau
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 LAUNCHES: list[tuple[Any, ...]] = []
 BOUND: Counter[str] = Counter()
-
-
-class StandIn:
-    """A Triton driver for an absent GPU."""
-
-    def get_current_target(self) -> GPUTarget:
-        """Return the target of the kernels."""
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """Return the first device."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """Return the default stream."""
-        return 0
 
 
 class Uncompiled:
@@ -195,6 +179,6 @@ if __name__ == "__main__":
     triton.compiler.compile = Uncompiled
     usual = JITFunction.run
     JITFunction.run = lambda self, *args, **options: BOUND.update([self.__name__]) or usual(self, *args, **options)
-    driver.set_active(StandIn())
+    driver.set_active(StandIn("sm_90"))
     os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
     print(json.dumps(main()))

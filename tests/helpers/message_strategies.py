@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from hostile_images import encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_inference import DATATYPES
 from PIL import Image
 from shared_objects import PREFIX
+from tritonclient.utils import np_to_triton_dtype
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
@@ -307,7 +307,7 @@ def inferences() -> list[bytes]:
         message = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
         for name, values in inputs.items():
             if isinstance(values, np.ndarray):
-                datatype, data = DATATYPES[values.dtype.name], values.tobytes()
+                datatype, data = np_to_triton_dtype(values.dtype), values.tobytes()
             else:
                 datatype, data = "BYTES", b"".join(struct.pack("<I", len(value)) + value for value in values)
             message.inputs.add(name=name, datatype=datatype, shape=np.shape(values))

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
 
 from mmpos_server.config import ServerConfig
 from mmpos_server.inference import open_inference_pb2 as pb
@@ -16,15 +17,6 @@ from mmpos_server.inference.methods import SERVICE
 
 TritonClient: TypeAlias = triton.InferenceServerClient
 Infer: TypeAlias = "grpc.UnaryUnaryMultiCallable[pb.ModelInferRequest, pb.ModelInferResponse]"
-
-DATATYPES = {
-    "int64": "INT64",
-    "int32": "INT32",
-    "float32": "FP32",
-    "float16": "FP16",
-    "float64": "FP64",
-    "uint8": "UINT8",
-}
 
 
 def config(**tables: Any) -> ServerConfig:
@@ -45,9 +37,7 @@ def config(**tables: Any) -> ServerConfig:
 def input_tensor(name: str, values: object, datatype: str | None = None) -> Any:
     """Build an input tensor from numbers or a list of bytes."""
     array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
-    tensor = triton.InferInput(
-        name, array.shape, datatype or ("BYTES" if array.dtype == object else DATATYPES[array.dtype.name])
-    )
+    tensor = triton.InferInput(name, array.shape, datatype or np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
 

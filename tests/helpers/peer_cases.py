@@ -102,8 +102,6 @@ def assert_rotations_agree(
     pairs: int,
     adjacent: bool,
     *,
-    phase: float = 0.0,
-    before: float = 0.0,
     peer: Tolerance | None = None,
 ) -> None:
     """Assert that two rotations of x agree within the rounding error, and within the tolerance of the peer.
@@ -116,16 +114,14 @@ def assert_rotations_agree(
         x: the rotated heads, in the same layout.
         pairs: number of rotated pairs, which come first.
         adjacent: as for ``rotate_pairs``.
-        phase: further peer error, in rad or relative to the length: angles, tables or arithmetic of lower precision.
-        before: relative error of x itself if it was normalised.
         peer: tolerance of the peer.
     """
     assert ours is not None
     assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
     first, second = channels(2 * pairs, adjacent)
-    of_pairs = torch.hypot(x[..., first].float(), x[..., second].float()) * (2 * SIDE + phase + before)
+    of_pairs = torch.hypot(x[..., first].float(), x[..., second].float()) * 2 * SIDE
     rounding = torch.finfo(ours.dtype).eps * torch.maximum(ours.abs(), theirs.abs()).float()
-    room = (before * x.float().abs() + rounding) if before else torch.zeros_like(rounding)
+    room = torch.zeros_like(rounding)
     room[..., first], room[..., second] = of_pairs + rounding[..., first], of_pairs + rounding[..., second]
     difference = (ours.float() - theirs.float()).abs() - torch.finfo(ours.dtype).smallest_normal
     worst = int((difference - room).argmax())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 def _children(pid: int) -> list[int]:
@@ -22,6 +24,22 @@ class Program:
     process: subprocess.Popen[str]
     address: str
     log: Path
+
+    @classmethod
+    def launch(cls, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> Self:
+        """Start a server on a free port, and wait for its address."""
+        command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
+        with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
+        return cls(process, line.split()[-1], log)
+
+    def kill(self) -> None:
+        """Kill the server if it still runs, and close its output."""
+        self.process.kill()
+        self.process.communicate()
 
     @property
     def port(self) -> str:

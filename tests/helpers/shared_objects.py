@@ -38,15 +38,10 @@ SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @contextmanager
-def sealed(
-    data: bytes, name: str = "memfd", seals: int = SHRINK, memfd: str | None = None
-) -> Iterator[tuple[str, int]]:
-    """Create a sealed memfd that holds these bytes and a link to it; yield the key and the descriptor.
-
-    ``memfd`` is the name of the memfd if it differs from the key.
-    """
+def sealed(data: bytes, name: str = "memfd", seals: int = SHRINK) -> Iterator[tuple[str, int]]:
+    """Create a sealed memfd that holds these bytes and a link to it; yield the key and the descriptor."""
     key = f"/{PREFIX}{name}"
-    descriptor = os.memfd_create(key[1:] if memfd is None else memfd, os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(key[1:], os.MFD_ALLOW_SEALING)
     os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{FOLDER}{key}")
     try:
         os.write(descriptor, data)

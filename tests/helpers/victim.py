@@ -125,15 +125,14 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(backend: str = "pillow", shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
+def victim(shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
     """Run a server while the context is open.
 
     Args:
-        backend: backend of images; with Pillow only rotations import torch.
         shared_memory: prefix of the shared memory objects that it accepts; None accepts none.
         tables: tables of its settings, such as limits.
     """
-    profile = {"images": {"backend": backend}, "rotary": {"head_dim": 8}}
+    profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
     settings = json.dumps({"profiles": {"default": profile}, **tables})
     command = [sys.executable, "-c", SERVE, settings, *filter(None, [shared_memory])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    """Wait until a condition holds; return False if it does not hold in time."""
-    end = time.monotonic() + seconds
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds; return False if it does not hold within a minute."""
+    end = time.monotonic() + 60
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds

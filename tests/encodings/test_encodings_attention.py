@@ -129,7 +129,7 @@ def test_gradients_of_rotations_are_rotated_back(name: str, dtype: torch.dtype) 
     random, positions = np.random.default_rng(0), np.array([5, 900, -7])
     heads = encoding.shape[0] if len(encoding.shape) == 2 else 1
     q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, heads, 12))).to(dtype) for _ in range(3))
-    rotated = block(encoding, positions, dtype).encoding.turn(q.requires_grad_(), k.requires_grad_())
+    rotated = block(encoding, positions, dtype).encoding.rotate(q.requires_grad_(), k.requires_grad_())
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x[0].reshape(3, *encoding.shape)
@@ -201,7 +201,7 @@ def test_a_custom_rotation_equals_apply_rotary(dtype: torch.dtype) -> None:
     assert Scaled().rotary.attention_factor > 1.1
     expected = apply_rotary(q.float(), None, torch.from_numpy(positions), Scaled().rotary)[0]
     assert_within(Scaled().rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
-    rotated, _ = block(Scaled(), positions, dtype).encoding.turn(q[None].to(dtype), q[None].to(dtype))
+    rotated, _ = block(Scaled(), positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
     assert_within(rotated[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
 
 

@@ -500,7 +500,7 @@ def test_a_truncated_file_is_always_refused(name: str, backend: str) -> None:
 
 
 def test_decoder_errors_become_mmpos_errors_except_memory_errors() -> None:
-    with pytest.raises(LimitExceededError, match="over Pillow's own limit"), decode.guarded("file"):
+    with pytest.raises(LimitExceededError, match="above Pillow's own limit"), decode.guarded("file"):
         raise Image.DecompressionBombError("bomb")
     with pytest.raises(InvalidInputError, match="truncated or corrupt file"), decode.guarded("file"):
         raise struct.error("short")
@@ -568,7 +568,7 @@ def huge(kind: str, side: int) -> bytes:
 def test_a_decompression_bomb_is_refused_by_its_header(kind: str) -> None:
     for side, message in (
         (9460, "got 9460 x 9460 = 89491600 pixels, want <= 89478485"),
-        (16383, "over Pillow's own limit"),
+        (16383, "above Pillow's own limit"),
     ):
         for call in (exact().process, exact().inspect, exact("torchvision").process):
             with pytest.raises(LimitExceededError, match=message):

@@ -160,7 +160,7 @@ HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (
     (hostile.gif_of_blocks, 10_000, 500_000),
     (large_webp, 500, 2000),
 )
-"""Functions that write image files, and the range of the size that makes each file costly."""
+"""Functions that encode costly image files, and the range of their argument."""
 
 
 def hostile_image(chance: random.Random) -> bytes:

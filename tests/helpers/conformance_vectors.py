@@ -95,7 +95,7 @@ class Batch:
         return [[row[i] if i < length else (following or 0) + i - length for i in tokens] for row in self.ids[d]]
 
     def continuation(self, d: int, tokens: int) -> Json:
-        """Return the next position and the delta of a document of which ``tokens`` tokens are kept."""
+        """Return the next position and the delta after keeping ``tokens`` tokens of a document."""
         following = self.nexts[d]
         return {} if following is None else {"next_position": following, "delta": following - self.starts[d] - tokens}
 
@@ -229,7 +229,7 @@ def scheme_batch(case: Case, documents: Iterable[tuple[int, list[Any]]]) -> Batc
 
 
 def model_batch(documents: Documents, tokens: Tokens, index: Index) -> Batch:
-    """Place documents of a scheme by the model that uses it: each follows a text of as many tokens as its start."""
+    """Place documents by the model that uses the scheme; a text before each document has the length of its start."""
     batch = query([tokens([*([Text(start)] if start else []), *parts]) for start, parts in documents], index)
     starts = [start for start, _ in documents]
     ids = [[axis[start:] for axis in rows] for rows, start in zip(batch.ids, starts, strict=True)]
@@ -469,7 +469,7 @@ def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
 
 
 def vision_language(model: str) -> list[Batch]:
-    """Ask a get_rope_index that takes mm_token_type_ids for images, and for videos if the model knows them."""
+    """Build a batch of images and one of videos with a get_rope_index that takes mm_token_type_ids."""
     settings = settings_of(model)
     method = method_of(model, config_of(model))
 
@@ -484,7 +484,10 @@ def vision_language(model: str) -> list[Batch]:
 
 
 def hunyuan_vl(model: str) -> list[Batch]:
-    """Ask for images whose rows end in a token, with one more token before and after; counted over the batch."""
+    """Build a batch of images whose rows end in a token, with one more token before and after each image.
+
+    Transformers counts the images over the whole batch.
+    """
     config = config_of(model)
     begin, patch, end = config.im_start_id, config.image_token_id, config.im_end_id
     method = method_of(model, config)
@@ -503,7 +506,7 @@ def hunyuan_vl(model: str) -> list[Batch]:
 
 
 def glm_image(model: str) -> list[Batch]:
-    """Ask for images of a prompt; no image is generated."""
+    """Build a batch of prompts with images; no image is generated."""
     config = config_of(model)
     begin, patch, end = config.image_start_token_id, config.image_token_id, config.image_end_token_id
     method = method_of(model, config)
@@ -520,7 +523,7 @@ def glm_image(model: str) -> list[Batch]:
 
 
 def hunyuan_image(model: str) -> list[Batch]:
-    """Take the floored second tie of the oracle; test_models.py has ids of the model by hand."""
+    """Build a batch with the floored rope-tie-v2 of the oracle; test_models.py has ids of the model by hand."""
     patch = config_of(model)["image_token_id"]
     batch = [
         document_of([*[TEXT] * 3, *[patch] * 6, *[TEXT] * 2, *[patch] * 4, TEXT], [(1, 2, 3), (1, 4, 1)], []),
@@ -602,7 +605,7 @@ def omni_tokens(model: str) -> Tokens:
 
 
 def omni(model: str) -> list[Batch]:
-    """Ask for images, audio and a silent video; then for a video merged with its sound."""
+    """Build a batch of images, audio and a silent video, and one of a video merged with its sound."""
     whole = model.removesuffix("_thinker")
     tokens = omni_tokens(whole)
     return [query([tokens(parts) for _, parts in batch], omni_index(whole)) for batch in (APART, CLIPS)]
@@ -637,7 +640,7 @@ def minicpm_index(documents: list[Json], side: str, width: int) -> tuple[Any, An
 
 
 def minicpm(model: str) -> list[Batch]:
-    """Ask for images in tiles; then for a video whose frames are thumbnails."""
+    """Build a batch of images in tiles, and one of a video whose frames are thumbnails."""
     images = [minicpm_tokens(parts) for _, parts in CROPS]
     frames: list[Segment] = [Text(2), *[Thumbnail(1, 2)] * 3, Text(2), Thumbnail(2, 1), Tile(3, 2), Text(1)]
     film = [minicpm_tokens(frames, film=True), minicpm_tokens([Thumbnail(2, 2), Text(3)])]
@@ -645,7 +648,7 @@ def minicpm(model: str) -> list[Batch]:
 
 
 def one_axis(model: str) -> list[Batch]:
-    """Count all tokens alike, placeholders included: test_models_logits.py compares the logits."""
+    """Assign consecutive ids to all tokens, placeholders included; test_models_logits.py compares the logits."""
     image, first = settings_of(model).placeholders.image, FIRST.get(model, 0)
     patch = TEXT if image is None else image
     rows = [[TEXT, TEXT, *[patch] * 6, TEXT, TEXT, *[patch] * 2, TEXT], [TEXT, *[patch] * 4, TEXT]]
@@ -658,7 +661,7 @@ FIRST = {"paligemma": 1}
 
 
 def neomme(model: str) -> list[Batch]:
-    """Ask the model's own processor for an image and text; it is an encoder, and nothing follows an image."""
+    """Build a batch of an image and a text with the model's own processor; no token can follow an image."""
     config = config_of(model)
     grid = (2, 3)
     rows = [document_image(config, *grid), [TEXT + 4] * 5]

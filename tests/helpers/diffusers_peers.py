@@ -34,7 +34,7 @@ class Document:
 
     @property
     def latents(self) -> Tensor:
-        """Zero latents of the generated image, of one channel, with tokens of 2 × 2."""
+        """Zero latents of the generated image, with one channel and 2 × 2 latents per token."""
         frames, height, width = self.images[0]
         return torch.zeros(1, 1, frames, 2 * height, 2 * width)
 
@@ -326,7 +326,7 @@ def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
 
 
 def _ernie(transformer: Any, document: Document) -> CosSin:
-    """Take angles of all channels, the image first as in its forward."""
+    """Compute angles of all channels, the image first as in the model's forward."""
     _, height, width = document.images[0]
     text = torch.zeros(document.text, 3)
     text[:, 0] = torch.arange(document.text)

@@ -199,7 +199,7 @@ class Verdict:
         witness: observations of the well-behaved clients.
         before: resources of the server after a first period of attacks.
         after: resources of the server after its rest.
-        tracebacks: lines of its log that contain one.
+        tracebacks: lines of its log that contain a traceback.
         alive: whether it still answers.
     """
 

@@ -58,7 +58,7 @@ OLD_NAMES = {
     "inkling2_vision": {"patch_size": "native_patch_size", "spatial_merge_size": "adapter_merge_size"},
     "step3p5_vision": {"hidden_size": "width", "num_attention_heads": "heads"},
 }
-"""Field names that classes still read."""
+"""Old field names that classes still read."""
 
 PLAIN = ("default", "axial")
 """Rope types without parameters."""
@@ -128,7 +128,7 @@ def table() -> dict[str, dict[str, Any]]:
     }
     wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
     known = {*rows, *OTHER_ROTATIONS}
-    for config in wholes * 3:  # parts have parts of their own
+    for config in wholes * 3:  # nested configs may contain further ones
         if (
             any(spec.model_type in known for spec in config.sub_configs_defaults.values())
             or config.model_type in MODEL_TYPES

@@ -69,8 +69,8 @@ def rotary_of(model: Any, **changes: Any) -> Any:
 def patched(model: Any, way: str = "reference") -> Any:
     """Patch the model with its own rotation.
 
-    "fused" takes the path of the kernel and runs the extension instead, which gives the same bits and needs no
-    seconds in an interpreter.
+    "fused" takes the path of the kernel but runs the extension, which returns the same bits and is much faster than
+    Triton's interpreter.
     """
     patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
     if way == "fused":

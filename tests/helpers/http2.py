@@ -123,7 +123,7 @@ class Connection:
         return self._ends[stream], self._received.get(stream, b"")
 
     def statuses(self, calls: int, seconds: float = 1.0) -> list[tuple[str, bytes]]:
-        """Wait for the ends of ``calls`` calls within a limit of time, and return them as ``ended`` does."""
+        """Wait at most ``seconds`` for the ends of ``calls`` calls, and return them as ``ended`` does."""
         deadline, alive = time.monotonic() + seconds, True
         with suppress(TimeoutError):
             while alive and len(self._ends) < calls:

@@ -34,7 +34,7 @@ class Layout:
         merge: the model's spatial_merge_size.
         rate: tokens_per_second of Qwen2.5-VL.
         seconds: one per video, or None.
-        apart: whether every frame of a video is a grid of its own (Qwen3-VL).
+        apart: whether every frame of a video is a separate grid (Qwen3-VL).
     """
 
     input_ids: Array

@@ -17,7 +17,7 @@ def mutate(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> b
     """Return the bytes with one to four changes.
 
     Args:
-        raw: the bytes.
+        raw: bytes to change.
         chance: random source.
         others: byte strings from which pieces are inserted; empty for ``raw`` itself.
     """

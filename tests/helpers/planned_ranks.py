@@ -29,7 +29,7 @@ def run(rank: int, folder: Path) -> None:
     """Sum weighted losses over the steps of a plan; rank 0 writes their mean and its gradient."""
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=4, timeout=limit)
-    parallel = nn.parallel.DistributedDataParallel(model())  # which averages gradients over ranks
+    parallel = nn.parallel.DistributedDataParallel(model())  # averages gradients over ranks
     packs, total = PlannedPacks(folder / "index.parquet", rank), torch.zeros(())
     for microbatches in packs:
         means = []

@@ -76,7 +76,7 @@ def rotations(x: Any, off: float = 0.0) -> Any:
 
 
 def rounded(x: Tensor, bound: Any) -> Any:
-    """Bound two results after both, within ``bound`` before, were rounded to the dtype of x, which is one of them."""
+    """Bound the difference of two results within ``bound`` after rounding to the dtype of x, which is one of them."""
     return bound + 2 * unit(x.dtype) * (x.detach().double().abs() + bound)
 
 

@@ -84,7 +84,7 @@ def tiny_config(model_type: str, **text: Any) -> Any:
         arguments |= TOKENS
     if model_type == "cohere_compass":  # one layer has a rotation, the other has none
         arguments["text_config"]["layer_types"] = list(by_type)
-    if model_type == "ernie4_5_vl_moe":  # text and images have experts of their own, of two sizes
+    if model_type == "ernie4_5_vl_moe":  # text and images have separate experts of two sizes
         arguments["text_config"] |= {"moe_intermediate_size": [32, 16], "mlp_layer_types": ["dense", "sparse"]}
     vision = getattr(default, "vision_config", None)
     if vision is not None:

@@ -6,7 +6,7 @@ python tests/helpers/versions.py oldest 3.13     only these
 oldest           all tests, torch included, with the lower bound of every requirement
 newest           all tests with the newest version of everything in the index
 grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
-extras           each extra that needs no torch, alone, oldest and newest, and one use of it
+extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
 3.12 and so on   all tests with the newest versions in that Python, if it is installed
 
 uv rebuilds the environments in build/versions, one at a time; the resolved versions stay there.
@@ -68,7 +68,7 @@ EXTRAS = {
     "server otel": "import mmpos_server.tracing",
     "serve": "import mmpos_server.ray_serve",
 }
-"""A use of each extra that needs no torch; the environments of all tests cover the others."""
+"""A program for each extra that needs no torch; the environments of all tests cover the others."""
 
 
 def parse_parts(description: str | None, known: list[str]) -> list[str]:
@@ -153,7 +153,7 @@ def plain(version: str) -> str:
 
 
 def run_extras() -> bool:
-    """Install each extra alone from a wheel, and run its use."""
+    """Install each extra alone from a wheel, and run a program that uses it."""
     uv("build", "--wheel", "--out-dir", BUILD)
     (wheel,) = BUILD.glob("*.whl")
     green = True

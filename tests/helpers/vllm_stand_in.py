@@ -75,7 +75,7 @@ class Info:
 
 
 class Processor:
-    """A processor whose inputs are the placeholders that it finds."""
+    """A processor that returns its inputs as placeholders."""
 
     def __init__(self, info: Info) -> None:
         self.info = info

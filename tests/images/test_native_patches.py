@@ -36,7 +36,7 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
 
 
 def in_planes(patches: Array, frames: int) -> Array:
-    """Return one plane per colour, repeated for every frame, with every sample by the formula."""
+    """Scale and shift every sample, and return one plane per colour, repeated for every frame."""
     planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 

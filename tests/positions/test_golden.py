@@ -1,4 +1,4 @@
-"""Exact ids and next positions of every scheme from a golden file, which was written outside this library."""
+"""Exact ids and next positions of every scheme from a golden file that was written without this library."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_segment_is_padding_only_if_its_origin_and_all_its_steps_are_0(way: st
     assert positions.padded(10, "left")[1].tolist() == [[0, *[1] * 8, 0]]
 
 
-def test_tables_of_arbitrary_numbers_are_read_only_inside() -> None:
+def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
     assert native.core is not None
     random, odd, answers = np.random.default_rng(0), [*BEYOND, *range(6)], 0
     for _ in range(5_000):

@@ -62,7 +62,7 @@ def test_paddleocr_prompts_have_vllms_ids(case: dict[str, Any]) -> None:
 
 
 def test_text_steps_have_sglangs_ids() -> None:
-    """Extended tokens continue after the prefix, and a decoded token is at the length less one, on every axis."""
+    """Extended tokens continue after the prefix, and a decoded token has id length − 1 on every axis."""
     prefixes, extended = [0, 100, 3], [5, 2048, 1]
     lengths = [prefix + more for prefix, more in zip(prefixes, extended, strict=True)]
     positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "mrope")

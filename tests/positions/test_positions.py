@@ -75,7 +75,7 @@ def test_tables_contain_only_read_only_integers(scheme: str) -> None:
     assert not any(array.flags.writeable for view in views for array in (view.table, view.documents))
 
 
-def test_lengths_serve_varlen_attention(batch: PositionTable) -> None:
+def test_cu_seqlens_and_lengths_describe_the_documents(batch: PositionTable) -> None:
     assert batch.cu_seqlens.tolist() == [0, 11, 13, 15]
     assert batch.cu_seqlens.dtype == np.int32
     assert batch.lengths.tolist() == [11, 2, 2]
@@ -127,7 +127,7 @@ def test_ids_are_expanded_across_blocks(scheme: str, way: str, monkeypatch: pyte
     np.testing.assert_array_equal(numerators / denominators, want)
 
 
-def test_ids_at_both_ends_of_int32() -> None:
+def test_ids_reach_both_ends_of_int32() -> None:
     top = placed([Text(4), Grid(1, 1), Text(3)], "flatten", INT32_MAX - 7)
     assert top.dense().tolist() == [list(range(INT32_MAX - 7, INT32_MAX + 1))]
     assert top.next_positions.tolist() == [INT32_MAX + 1]

@@ -197,7 +197,7 @@ def test_schemes_refuse_kinds_that_they_cannot_place(part: Segment, scheme: str,
         place(SegmentTable.from_documents([[Grid(1, 1), part]]), scheme)
 
 
-def test_token_types_of_audio_and_tiles() -> None:
+def test_token_types_distinguish_audio_patches_and_markers() -> None:
     #         < 1 1 >     < 1 > / /        < 1 >
     want = [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 3, 3, 1, 1]
     picture: list[Segment] = [Thumbnail(1, 2), Tile(1, 1, tokens_after=2), Tile(1, 1)]

@@ -172,7 +172,7 @@ def test_placeholders_may_be_negative(image: int, video: int) -> None:
         (np.zeros((0, 4), int), None),
     ],
 )
-def test_zero_documents(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
+def test_zero_documents_are_accepted(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
     options = {"attention_mask": input_ids} if options is None else options
     segments = SegmentTable.from_input_ids(input_ids, Placeholders(image=IMAGE), **options)
     assert fields(segments) == fields(SegmentTable.from_documents([]))

@@ -36,7 +36,7 @@ def test_a_table_from_documents() -> None:
     assert repr(segments) == "SegmentTable(2 documents, 4 segments (3 grids), 27 tokens)"
 
 
-def test_zero_documents() -> None:
+def test_zero_documents_are_accepted() -> None:
     nothing = {"kind": [], "extents": [[], [], []], "segment_offsets": [0]}
     nothing |= {"seconds_per_frame": None, "row_separator": None, "extra_tokens": None}
     assert fields(SegmentTable.from_documents([])) == nothing

@@ -105,7 +105,7 @@ def test_only_documented_names_of_other_projects_are_used() -> None:
     assert sorted(wrong) == ["_w", "a.b._z", "asyncio._y", "grpc._x"]
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     # __init__.py files are excluded, since they only import names for users.
     files = {name: tree for name, tree in modules().items() if not name.startswith("mmpos_server.")}
     imported: dict[str, set[str]] = defaultdict(set)

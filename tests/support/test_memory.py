@@ -64,7 +64,7 @@ def test_a_table_needs_few_bytes_per_segment(way: str) -> None:
 @pytest.mark.parametrize(
     ("collate", "per_token"), [(PackedCollator(), 23), (PackedCollator(multiple_of=7), 23), (PaddedCollator(), 31)]
 )
-def test_a_batch_needs_its_rows_and_the_rows_of_one_document(collate: Any, per_token: int) -> None:
+def test_collation_needs_memory_for_the_batch_and_one_document(collate: Any, per_token: int) -> None:
     sequences = SequenceBuilder().build_batch([[np.arange(3000) % 200, Grid(40, 25)] for _ in range(25)])
     examples = [Example("", sequence, sequence.input_ids) for sequence in sequences]
     tokens = sum(example.num_tokens for example in examples)

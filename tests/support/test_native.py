@@ -120,7 +120,7 @@ def test_any_part_of_a_grid_is_equal(height: int, width: int, skip: int, tokens:
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(-1, 40))
-def test_tables_of_arbitrary_numbers_are_written_only_inside(
+def test_tables_of_arbitrary_numbers_are_never_written_out_of_bounds(
     data: st.DataObject, axes: int, segments: int, tokens: int
 ) -> None:
     numbers = st.lists(BIG | st.integers(-3, 40), min_size=segments, max_size=segments)
@@ -406,7 +406,7 @@ def test_the_wheel_has_the_stable_abi_if_python_has_the_gil(disabled: int, tag: 
 def test_the_library_passes_its_tests_without_the_extension() -> None:
     rooms = ("positions", "segments", "placeholders", "golden", "schemes", "custom_schemes", "errors")
     more = ("table_checks", "sequence", "rotary_apply", "differences")
-    counting = ["-k", "not few_functions and not few_hops"]  # tests that count our calls, which numpy needs more of
+    counting = ["-k", "not few_functions and not few_hops"]  # these tests count calls, and numpy needs more
     output = run_tests(
         "", *counting, *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more))
     )

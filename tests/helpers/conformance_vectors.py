@@ -233,7 +233,7 @@ def model_batch(documents: Documents, tokens: Tokens, index: Index) -> Batch:
     batch = query([tokens([*([Text(start)] if start else []), *parts]) for start, parts in documents], index)
     starts = [start for start, _ in documents]
     ids = [[axis[start:] for axis in rows] for rows, start in zip(batch.ids, starts, strict=True)]
-    return Batch([document_of_parts(*each) for each in documents], ids, batch.nexts, starts)
+    return Batch([document_of_parts(*document) for document in documents], ids, batch.nexts, starts)
 
 
 def oracle_rotation(rotary: Json, ids: Rows) -> Json:
@@ -368,7 +368,9 @@ def driven_by(module: Any, axes: int, layer_type: str | None) -> tuple[list[list
     channels = 2 * len(getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq"))
     turning = torch.eye(channels)[None, None]
     ids = torch.eye(axes, dtype=torch.int64)[:, :, None, None].expand(-1, -1, 1, channels)
-    moved = torch.stack([apply(turning, turning, *module(torch.zeros(1), each, **options))[0][0, 0] for each in ids])
+    moved = torch.stack(
+        [apply(turning, turning, *module(torch.zeros(1), axis_ids, **options))[0][0, 0] for axis_ids in ids]
+    )
     sines = (moved * (1 - torch.eye(channels))).abs()  # (axes, from, to)
     axis = sines.amax(dim=1).argmax(dim=0).tolist()
     partner = sines.sum(dim=0).argmax(dim=0).tolist()
@@ -464,7 +466,9 @@ def tensor(values: Any) -> Any:
 
 def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
     """Encode the input of one document, without empty lists of grids."""
-    grids = {name: [list(grid) for grid in each] for name, each in zip(GRIDS, (images, videos), strict=True) if each}
+    grids = {
+        name: [list(grid) for grid in listed] for name, listed in zip(GRIDS, (images, videos), strict=True) if listed
+    }
     return {"input_ids": row, **grids}
 
 
@@ -634,7 +638,7 @@ def minicpm_index(documents: list[Json], side: str, width: int) -> tuple[Any, An
     method = method_of("minicpmv4_7", config)
     _, ids, mask, grids = inputs(documents, side, width)
     types = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id)
-    sizes = [None if each is None else each[:, 1:] for each in grids]
+    sizes = [None if grid_thw is None else grid_thw[:, 1:] for grid_thw in grids]
     positions, delta = method(ids, types, *sizes, attention_mask=mask)
     return positions, delta[:, 0].tolist()
 

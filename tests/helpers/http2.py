@@ -173,8 +173,8 @@ class Connection:
             if b"grpc-status" in headers or http != b"200":
                 number = headers.get(b"grpc-status", b"HTTP " + http)
                 self._ends[event.stream_id] = STATUSES.get(number, number.decode())
-                said = self._received.get(event.stream_id, b"")
-                self._received[event.stream_id] = said + headers.get(b"grpc-message", b"")
+                data = self._received.get(event.stream_id, b"")
+                self._received[event.stream_id] = data + headers.get(b"grpc-message", b"")
 
 
 def closed_at_once(address: str) -> bool:

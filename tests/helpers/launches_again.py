@@ -82,7 +82,7 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     by_head: Any = often(draw, {}, {"allocation": "heads", "head_axes": [0, 1]})
     rotary = Rotary(dim, axes=2, **kinds, **by_head)
     q, k, v = heads(4), heads(2), heads(2, often(draw, 16, 8))
-    weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
+    weights = [often(draw, None, *(torch.ones(dim, dtype=norm_dtype) for norm_dtype in DTYPES)) for _ in range(2)]
     eps, after = draw.choice((1e-6, 1e-5)), draw.random() < 0.5
     norm = draw.choice((None, Norm(weights[0], weights[1], eps, after=after), Norm(torch.ones(dim), eps=eps)))
     options: Any = {"implementation": "triton", "inplace": draw.random() < 0.3, "norm": norm, "layout": layout}

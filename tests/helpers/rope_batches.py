@@ -407,20 +407,20 @@ class _Prompts:
         self.audio.append(audio_tokens(model, self.features[-1]))
         return [AUDIO] * self.audio[-1]
 
-    def part(self, model: str, random: Random, what: str) -> list[int]:
+    def part(self, model: str, random: Random, kind: str) -> list[int]:
         height, width = random.choice([(1, 1), (2, 3), (3, 2), (1, 30), (40, 1), (4, 4)])
-        if what == "text":
+        if kind == "text":
             return [TEXT] * random.randint(1, 5)
-        if what == "audio":
+        if kind == "audio":
             return [SOUND, *self.sound(model, random), SOUND_END]
-        if what == "image":
+        if kind == "image":
             self.images.append((1, 2 * height, 2 * width))
             return [VISION, *[IMAGE] * (height * width), VISION_END]
         frames = random.randint(1, 6)
         self.videos.append((frames, 2 * height, 2 * width))
         self.seconds.append(random.choice(SECONDS))
         patches = [VIDEO] * (frames * height * width)
-        if what == "video":
+        if kind == "video":
             return [VISION, *patches, VISION_END]
         mixed = patches[1:] + self.sound(model, random)
         random.shuffle(mixed)  # neither side reads the order
@@ -428,15 +428,17 @@ class _Prompts:
 
 
 def _prompts(model: str, random: Random, clips: bool) -> _Prompts:
-    made = _Prompts()
-    while not made.images and not made.videos:
-        made = _Prompts()
+    prompts = _Prompts()
+    while not prompts.images and not prompts.videos:
+        prompts = _Prompts()
         for _ in range(random.randint(1, 3)):
             row = [TEXT] * random.randint(1, 4)
             for _ in range(random.randint(0, 4)):
-                row += made.part(model, random, random.choice(["text", "image", "audio", "clip" if clips else "video"]))
-            made.rows.append(row + [TEXT] * random.randint(0, 3))
-    return made
+                row += prompts.part(
+                    model, random, random.choice(["text", "image", "audio", "clip" if clips else "video"])
+                )
+            prompts.rows.append(row + [TEXT] * random.randint(0, 3))
+    return prompts
 
 
 def _seconds_of_frames(random: Random, video: Fraction) -> float:
@@ -449,22 +451,22 @@ def like_omni(random: Random, model: str) -> Request:
     """Draw rows of text, images, audio and videos, silent or with sound, padded and masked with holes."""
     config, settings = with_settings(model)
     clips, side = random.random() < 0.6, random.choice(["left", "right"])
-    made = _prompts(model, random, clips)
-    ids, real = padded(made.rows, side), padded([[1] * len(row) for row in made.rows], side)
+    prompts = _prompts(model, random, clips)
+    ids, real = padded(prompts.rows, side), padded([[1] * len(row) for row in prompts.rows], side)
     arguments: dict[str, Any] = {"use_audio_in_video": clips}
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real, "audio_lengths": made.audio}
+    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real, "audio_lengths": prompts.audio}
     clean = random.random() < 0.4
-    for name, grids in (("image_grid_thw", made.images), ("video_grid_thw", made.videos)):
+    for name, grids in (("image_grid_thw", prompts.images), ("video_grid_thw", prompts.videos)):
         settings_arguments[name] = grids or None
         if grids:
             arguments[name] = torch.tensor(grids)
-    if made.videos:
-        settings_arguments["seconds_per_frame"] = made.seconds
-        rates = [float(seconds) if clean else _seconds_of_frames(random, seconds) for seconds in made.seconds]
+    if prompts.videos:
+        settings_arguments["seconds_per_frame"] = prompts.seconds
+        rates = [float(seconds) if clean else _seconds_of_frames(random, seconds) for seconds in prompts.seconds]
         dtype = random.choice([torch.float32] if clean else [torch.float32, torch.float64, torch.bfloat16])
         arguments["second_per_grids"] = torch.tensor(rates, dtype=dtype)
-    if made.features:
-        arguments["audio_seqlens"] = torch.tensor(made.features)
+    if prompts.features:
+        arguments["audio_seqlens"] = torch.tensor(prompts.features)
     if not real.all() or random.random() < 0.5:
         arguments["attention_mask"], holes = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
         clean = clean and not holes

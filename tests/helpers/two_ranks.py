@@ -70,7 +70,7 @@ def _epochs(rank: int) -> dict[str, Any]:
     result["none"] = [list(RankLoader(batches if rank else [], "drop"))]
     loaders = [RankLoader(loader(*batches), even) for even in kinds]
     unknown: Any = batches if rank else iter(batches)
-    result["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
+    result["steps"] = [ranked.steps_per_epoch for ranked in (*loaders, RankLoader(unknown, "drop"))]
     return result
 
 

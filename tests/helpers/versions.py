@@ -141,7 +141,9 @@ def untrue_bounds(versions: Path) -> list[str]:
     """List the bounds of pyproject.toml that the resolver cannot choose, so that no test has seen them."""
     resolved = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
     wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
-    bounds = {match.groups() for each in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", each))}
+    bounds = {
+        match.groups() for requirement in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement))
+    }
     return [
         f"{name}>={low}: got {resolved[name]}" for name, low in sorted(bounds) if plain(resolved[name]) != plain(low)
     ]

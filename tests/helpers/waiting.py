@@ -47,7 +47,7 @@ def read_proc(pid: int, name: str) -> bytes:
 def descendants(pid: int) -> list[int]:
     """Return the pids of the children of a process, and of their children."""
     children = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
-    return children + [each for child in children for each in descendants(child)]
+    return children + [descendant for child in children for descendant in descendants(child)]
 
 
 def alive(pid: int) -> bool:

@@ -68,8 +68,8 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
     tokens, count, longest = table.num_tokens, table.num_documents, table.max_seqlen
     start, stop = np.sort(random.integers(-1 if random.random() < 0.05 else 0, tokens + 1, 2)).tolist()
     windows = int(random.integers(0, 5)) if count else 0
-    of, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
-    lengths, steps, each = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
+    documents, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
+    lengths, steps, widths = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
     world, layout, one = int(random.integers(1, 4)), random.choice(LAYOUTS), int(random.integers(-1, longest + 4))
     starts, stops = ranges(random, table)
     mask = random.random(tokens) < 0.7
@@ -77,13 +77,13 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
         lambda t: t.slice(start, stop),
         lambda t: t.take(starts, stops),
         lambda t: t.take(first, lengths),
-        lambda t: t.window(of, first, lengths),
+        lambda t: t.window(documents, first, lengths),
         lambda t: t.decode(steps),
         lambda t: t.decode(True if one == 1 else one % 4 - (one < 0)),
         lambda t: t.shard(int(random.integers(world)), world, layout),
         lambda t: t.pad(-(-longest // world) * world).shard(world - 1, world, layout),
         lambda t: t.pad(2 * world * -(-longest // (2 * world)), "left").shard(0, world, layout),
-        lambda t: t.pad(each, "left" if world == 1 else "right"),
+        lambda t: t.pad(widths, "left" if world == 1 else "right"),
         lambda t: t.pad(one, "left"),
         lambda t: t.pad(),
         lambda t: t.padded(side="left" if world == 1 else "right"),

@@ -67,7 +67,7 @@ def jpeg_of_scans(count: int) -> bytes:
 
 @lru_cache
 def deep_png(side: int) -> bytes:
-    """Encode a PNG of side x side black pixels, four channels of 16 bits, compressed a thousand times."""
+    """Encode a PNG of side x side black pixels, four channels of 16 bits, in a thousandth of their size."""
     squeeze = zlib.compressobj(1)
     rows = b"".join(squeeze.compress(bytes(1 + 8 * side)) for _ in range(side)) + squeeze.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 16, 6, 0, 0, 0))

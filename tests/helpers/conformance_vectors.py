@@ -22,6 +22,7 @@ import mpmath
 import torch
 import transformers
 from hf_classes import FIELDS, ROTATION_FIELDS, rotations
+from layouts import padded
 from layouts_by_hand import LAYOUTS, NEXT, numbers
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from mpmath import mp
@@ -36,7 +37,6 @@ from rope_batches import (
     VISION_END,
     audio_tokens,
     method_of,
-    padded,
     with_settings,
 )
 from rotary_oracle import frequencies, pair_axes

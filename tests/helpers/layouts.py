@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from mmpos import Placeholders, SegmentTable
 
@@ -166,11 +168,13 @@ def _random_row(random: Random, merge: int, videos: bool, apart: bool) -> Row:
 def _padded(random: Random, rows: list[list[int]]) -> tuple[Array, Array]:
     """Pad rows to (batch, seq) ids and a mask."""
     width = max(map(len, rows)) + random.randint(0, 2)
-    left = random.random() < 0.5
-    input_ids = np.full((len(rows), width), random.choice([0, IMAGE, VIDEO]))
-    mask = np.zeros_like(input_ids)
-    for row, ids in enumerate(rows):
-        begin = width - len(ids) if left else 0
-        input_ids[row, begin : begin + len(ids)] = ids
-        mask[row, begin : begin + len(ids)] = 1
-    return input_ids, mask
+    side = "left" if random.random() < 0.5 else "right"
+    input_ids = padded(rows, side, random.choice([0, IMAGE, VIDEO]), width)
+    return input_ids.numpy(), padded([[1] * len(row) for row in rows], side, 0, width).numpy()
+
+
+def padded(rows: Sequence[Sequence[int]], side: str, value: int = 0, width: int = 0) -> Tensor:
+    """Pad rows to (batch, seq) on one side."""
+    width = max(width, *map(len, rows))
+    pads = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor([[*pad, *row] if side == "left" else [*row, *pad] for row, pad in zip(rows, pads, strict=True)])

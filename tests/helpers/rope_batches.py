@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from layouts import FRAME_RATES, random_layout
+from layouts import FRAME_RATES, padded, random_layout
 from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of
 from torch import Tensor
 
@@ -102,13 +102,6 @@ def method_of(model: str, config: Any) -> Callable[..., Any]:
     kind, model_object = unbound(model, config)
     bound: Callable[..., Any] = kind.get_rope_index.__get__(model_object)
     return bound
-
-
-def padded(rows: Sequence[Sequence[int]], side: str, value: int = 0, width: int = 0) -> Tensor:
-    """Pad rows to (batch, seq) on one side."""
-    width = max(width, *map(len, rows))
-    pads = [[value] * (width - len(row)) for row in rows]
-    return torch.tensor([[*pad, *row] if side == "left" else [*row, *pad] for row, pad in zip(rows, pads, strict=True)])
 
 
 def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:

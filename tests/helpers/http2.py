@@ -24,7 +24,7 @@ CLOSED, OPEN, RESET = "closed", "open", "reset"
 """Outcomes of calls without a status: the connection ended, the time was up, or the stream was reset."""
 
 _GOAWAY = 7
-"""Type of the frame GOAWAY."""
+"""Type number of GOAWAY frames."""
 
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:

@@ -61,7 +61,7 @@ def check(name: str, count: int) -> None:
         parts = document.parts(settings, text=peer.text)
         positions = settings.place([parts[::-1] if name == "ErnieImageTransformer2DModel" else parts])
         cos, sin = (torch.cat(both, -1) for both in zip(*(ours(one, positions) for one in rotaries), strict=True))
-        want = peer.turned(transformer, document)
+        want = peer.rotation(transformer, document)
         # Heads that turn otherwise come one by one: Allegro's are a third of one each.
         cos, sin = (x.reshape(len(want[0]), -1, want[0].shape[1]) for x in (cos, sin))
         bound = torch.from_numpy(np.concatenate([allowed(one, positions, peer) for one in rotaries], -1))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, written
+from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, to_json
 from model_configs import CONFIGS, LAYER_TYPES, config_of, settings_of
 from tolerance import FREQUENCY, gamma
 from torch import Tensor
@@ -179,7 +179,7 @@ def as_json(config: dict[str, object]) -> dict[str, Any]:
 
 
 def test_the_table_is_that_of_the_classes() -> None:
-    assert TABLE.read_text(encoding="utf-8") == written(table())
+    assert TABLE.read_text(encoding="utf-8") == to_json(table())
 
 
 def test_every_class_that_a_model_rotates_by_is_read_or_refused_by_name() -> None:

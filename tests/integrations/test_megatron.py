@@ -17,7 +17,7 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
-from peer_cases import meeting
+from peer_cases import pairwise_cases
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
@@ -258,13 +258,13 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
     broadcast_rank.main(0, tmp_path)
     assert other.wait(300) == 0
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
-    assert got[0].pop("said").tolist() == [
+    assert got[0].pop("messages").tolist() == [
         "positions: want a PositionTable on rank 1",
         "group: got one without rank 0, want a group of this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
         "src: got 0.0, want an integer",
     ]
-    assert got[1].pop("said").tolist() == [
+    assert got[1].pop("messages").tolist() == [
         "positions: got NoneType, want a PositionTable on rank 1",
         "src: got 0, want one of the group's ranks, [1]",
     ]
@@ -353,7 +353,7 @@ def float32_phase(ids: int, theta: float) -> float:
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize(
     ("channels", "percent", "interleaved", "base", "scaling", "seq", "offset"),
-    meeting(
+    pairwise_cases(
         {
             "channels": (8, 64, 128),
             "percent": (1.0, 0.5, 0.25),

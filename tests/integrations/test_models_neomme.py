@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layouts import padded
 from model_configs import CONFIGS, settings_of
-from rope_batches import padded
 from tiny_models import logits, tiny_model
 from torch import Tensor
 from transformers.models.neomme.processing_neomme import NeoMMEProcessor

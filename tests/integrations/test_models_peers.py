@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layouts import padded
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
-from rope_batches import classes, method_of, modeling, padded
+from rope_batches import classes, method_of, modeling
 from tolerance import EXACT, assert_within, cos_sin, rotations
 
 import mmpos

@@ -113,11 +113,10 @@ class ModelSettings:
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            rows: token ids of row_markers, as in ``Placeholders``; for NeoMME None selects the token after the first
-                row.
+            rows: ids of row_markers, as in ``Placeholders``; None for NeoMME selects the token after the first row.
             audio_lengths: (audios,) tokens of each audio after the encoder, checked against input_ids; or None.
-            images_per_sample: (documents,) number of rows of image_grid_thw per document. In each document the rows of
-                images to generate come last and are ignored. None if there are no images to generate.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document, in which images to generate
+                come last and are ignored; None if there are no images to generate.
 
         Raises:
             InvalidInputError: see ``SegmentTable.from_input_ids``.

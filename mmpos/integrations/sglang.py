@@ -36,8 +36,8 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
         (3, tokens) and (1, 1) int64, new tensors.
 
     Raises:
-        InvalidInputError: positions hold several documents or none, padding, a negative id, or other axes than the
-            rotary.
+        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
+            rotary in their axes.
         UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends in patches.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """

@@ -1,4 +1,4 @@
-"""Canvas M-RoPE of MiniCPM-V 4.7: a thumbnail is stretched over the canvas on which its tiles lie."""
+"""Canvas M-RoPE of MiniCPM-V 4.7: a thumbnail is stretched over the canvas of its tiles."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LatentScheme(Scheme):
     timed = False
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
-    """Axes on which text advances; on the other axes it has the start of the document."""
+    """Axes on which text advances; on the other axes its id is the start of the document."""
 
     def advance(self, grids: Grids) -> IntArray:
         return np.zeros_like(grids.height)

@@ -103,7 +103,7 @@ class CogVideoX(LatentScheme):
     """All text at 0, frame t at t; rows and columns stretched over a region of a base grid of 30 × 45.
 
     The region is the largest centred one with the grid's aspect ratio. Source: ``get_resize_crop_region_for_grid`` and
-    ``get_3d_rotary_pos_embed`` of diffusers; also EasyAnimate and ConsisID. CogVideoX 1.5 is ``hunyuan-video``.
+    ``get_3d_rotary_pos_embed`` of diffusers; also EasyAnimate and ConsisID. CogVideoX 1.5 uses ``hunyuan-video``.
 
     Args:
         base_height: rows of the base grid, sample_height / patch_size.
@@ -448,6 +448,6 @@ def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
 
 
 def _timed(grids: Grids, fps: int) -> Grids:
-    """Return grids in which those without a time have 1/fps seconds per frame."""
+    """Return the grids with 1/fps as the seconds per frame of grids without a time."""
     seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
     return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

@@ -278,7 +278,7 @@ class TMRope(_Omni):
         return int(self.tokens_per_second * self.seconds_per_chunk)
 
     def _chunks(self, clips: Clips) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return the owner, the index and the chunk by time, from 1, of each frame, and the chunks open after it."""
+        """Return owner, index and chunk by time, counted from 1, of each frame, and the number of chunks after it."""
         owner, frame = ragged_arange(clips.frames)
         ids = self.frame_ids(clips.grid[owner], frame, clips.step[owner], clips.per[owner])
         wanted = ids // self._chunk_ids + 1

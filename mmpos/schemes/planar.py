@@ -1,4 +1,4 @@
-"""Schemes with unscaled row and column numbers: naive, typographic, and those of vision encoders."""
+"""Schemes with unscaled row and column numbers: naive, typographic, and for vision encoders."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ import mmpos
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 
 SAMPLE = ("gemma4", "kimi_k25", "llama4", "minicpmv4_6", "mllama")
-"""Model types of the fast suite: two rotations, latent attention, layers without rotation, M-RoPE, cross-attention."""
+"""Model types of the fast suite: two rotations, latent attention, layers without rotation, three axes and
+cross-attention."""
 
 ONE_AXIS = sorted(model for model, row in MODEL_TYPES.items() if row.scheme == "flatten")
 IMAGE = 7
@@ -98,7 +99,7 @@ def test_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
     assert settings.place(actions, start=prompt.max() + 1).dense().tolist() == caught[0].tolist()
 
 
-# The reasons for which models are refused.
+# Reasons why models are refused.
 
 
 @pytest.mark.slow

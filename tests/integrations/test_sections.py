@@ -153,7 +153,7 @@ def test_a_module_that_differs_from_sections_is_refused_and_unchanged(field: str
 
 
 def whole(document: list[Text | Grid], generated: int) -> torch.Tensor:
-    """Return the ids of the document with generated text after it, (3, tokens), placed at once."""
+    """Return the ids of a single document with the generated text at its end, (3, tokens)."""
     return torch.from_numpy(table([*document, Text(generated)]).dense(dtype=np.int64)[[0, 0, 1]])
 
 

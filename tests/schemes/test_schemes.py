@@ -118,14 +118,12 @@ class Diagonal(Scheme):
 
     name: ClassVar[str] = "diagonal"
     axes = 2
-    origin: int | None = None
 
     def advance(self, grids: Grids) -> npt.NDArray[np.int64]:
         return grids.height
 
     def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
-        steps: list[npt.NDArray[np.int64] | int] = [1, 1] if self.origin is None else [0, 0]
-        return Placement([cursor if self.origin is None else self.origin] * 2, step_row=steps)
+        return Placement([cursor] * 2, step_row=[1, 1])
 
 
 def test_a_user_defined_scheme_places_grids() -> None:

@@ -32,7 +32,7 @@ class TransformerSettings:
     Args:
         class_name: class of the transformer.
         scheme: scheme of its text and images; the first grid of a document is generated, the others are references.
-        rotary: rotation of q and k. Its head_dim is that of a head, or a third of a head if each axis rotates a
+        rotary: rotation of q and k. Its head_dim is the size of a head, or of a third of a head if each axis rotates a
             separate third (Allegro).
         patch_size: frames, rows and columns of latents per token, whether the transformer or its pipeline cuts them.
         second_rotary: rotation of the second channel of every pair if its angles differ from the first channel's

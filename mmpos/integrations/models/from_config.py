@@ -129,7 +129,7 @@ def _scheme(
 
 
 def _check_actions(whole: Fields, fields: Fields, rotary: Rotary) -> None:
-    """Raise UnsupportedError if the action expert has another rotation than the language model (pi0)."""
+    """Raise UnsupportedError if the rotations of the action expert and the language model differ (pi0)."""
     actions = whole.part("dit_config")
     if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
         raise UnsupportedError(f"{actions.name} must have the rotation of {fields.name}, whose keys it attends to")

@@ -34,7 +34,7 @@ class ModelType:
         text: permitted types of the language model; if empty, the type that the model's class defines, or any of
             TEXT_TYPES if the class defines none.
         markers: config fields with the token ids before and after an image.
-        video_markers: config fields with the token ids around a video, if its placeholders are those of images.
+        video_markers: config fields with the token ids around a video, if videos use the placeholders of images.
         timed: whether frames are placed in seconds, at vision_config.tokens_per_second.
         frames_apart: whether every frame of a video is a separate grid.
         timestamps: whether the text before each frame is its time, as in Qwen3-VL.
@@ -71,7 +71,7 @@ class ModelType:
 
     @property
     def has_rope_index(self) -> bool:
-        """Whether the class in Transformers has ``get_rope_index``, as all with more than two axes do."""
+        """Whether the class in Transformers has ``get_rope_index``, which is true for more than two axes."""
         return get_scheme(self.scheme).axes > 2
 
 
@@ -210,7 +210,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         """: _flat("audio is counted as text"),
         "voxtral_realtime": _flat("audio is counted as text", "voxtral_realtime_text"),
         "gemma3_text lfm3": _flat(_SLIDING),
-        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text alone"),
+        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text only"),
     }
 )
 """All model types that from_hf_config supports."""

@@ -134,7 +134,7 @@ class Sections:
         """Fields of the checkpoint's config from which an engine builds matching modules; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
-        if int(head_dim * factor) < self.rotary.rotary_dim:  # engines truncate the product
+        if int(head_dim * factor) < self.rotary.rotary_dim:  # engines truncate this product
             factor = math.nextafter(factor, 1)
         return {
             "rope_type": "default",
@@ -198,8 +198,8 @@ def request_positions(
         (3, tokens) int64 ids, a new tensor, and delta.
 
     Raises:
-        InvalidInputError: positions hold several documents or none, padding, a negative id, or other axes than the
-            rotary.
+        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
+            rotary in their axes.
         UnsupportedError: ids may be fractions, or the scheme has no next position.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cache.
     """

@@ -88,10 +88,10 @@ def permute_qk(
         num_kv_heads: number of k and v heads; required for qkv_proj only.
         fused: order of the rows of qkv_proj: "stacked" is q, k, v; "grouped" is, for each kv head, its q heads, k, v
             (HunyuanImage-3.0).
-        names: regular expression that a name must contain; None selects all names except those of vision, audio and
-            video towers, which have other rotations.
+        names: regular expression that a name must contain; None selects all names outside of vision, audio and video
+            towers, which have other rotations.
         norms: regular expression for names of further norms or scales of the channels of q or k, to be sorted.
-        leave: regular expression for names to pass through unchanged in any case.
+        leave: regular expression for names to pass through unchanged.
         inverse: undo an earlier ``permute_qk``, bit for bit.
 
     Returns:
@@ -101,7 +101,7 @@ def permute_qk(
         InvalidInputError: there is no weight of q and k, or q without k; rows are not whole heads; or a tensor with an
             unknown name may hold channels of q or k.
         UnsupportedError: rows of weights are packed or scaled in blocks, so permute before quantising; or q_proj
-            contains gates (Qwen3-Next, Qwen3.5), that is, twice as many rows as o_proj has columns.
+            contains gates (Qwen3-Next, Qwen3.5), so it has two rows per column of o_proj.
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels

@@ -1,4 +1,4 @@
-"""vLLM's Qwen-VL models with positions of two axes; only this file imports vLLM's models."""
+"""vLLM's Qwen-VL models with positions on two axes; only this file imports vLLM's models."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
         raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before quantisation")
 
 
-class _Images:
+class _ImagesOnly:
     """Processing info that refuses videos when a request arrives, since two axes cannot place frames."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None, "video": 0}  # Qwen3-VL reads the entry of video
 
 
-class _Apart:
+class _SeparateImages:
     """Processor that refuses adjacent images when a request arrives, if the scheme requires text between them."""
 
     info: BaseProcessingInfo
@@ -123,46 +123,46 @@ class _Apart:
         return processed
 
 
-class Qwen2VLInfo(_Images, qwen2_vl.Qwen2VLProcessingInfo):
-    """Images only."""
+class Qwen2VLInfo(_ImagesOnly, qwen2_vl.Qwen2VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen2VLProcessor(_Apart, qwen2_vl.Qwen2VLMultiModalProcessor):
-    """Images apart."""
+class Qwen2VLProcessor(_SeparateImages, qwen2_vl.Qwen2VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
 )
 class PlacedQwen2VL(_Placed, qwen2_vl.Qwen2VLForConditionalGeneration):
-    """Qwen2-VL with positions of two axes."""
+    """Qwen2-VL with positions on two axes."""
 
 
-class Qwen25VLInfo(_Images, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
-    """Images only."""
+class Qwen25VLInfo(_ImagesOnly, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen25VLProcessor(_Apart, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
-    """Images apart."""
+class Qwen25VLProcessor(_SeparateImages, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen25VLProcessor, info=Qwen25VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
 class PlacedQwen25VL(_Placed, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
-    """Qwen2.5-VL with positions of two axes."""
+    """Qwen2.5-VL with positions on two axes."""
 
 
-class Qwen3VLInfo(_Images, qwen3_vl.Qwen3VLProcessingInfo):
-    """Images only."""
+class Qwen3VLInfo(_ImagesOnly, qwen3_vl.Qwen3VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen3VLProcessor(_Apart, qwen3_vl.Qwen3VLMultiModalProcessor):
-    """Images apart."""
+class Qwen3VLProcessor(_SeparateImages, qwen3_vl.Qwen3VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen3VLProcessor, info=Qwen3VLInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
 class PlacedQwen3VL(_Placed, qwen3_vl.Qwen3VLForConditionalGeneration):
-    """Qwen3-VL with positions of two axes."""
+    """Qwen3-VL with positions on two axes."""

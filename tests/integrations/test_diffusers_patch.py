@@ -266,9 +266,7 @@ def test_z_image_rotates_mixed_sizes_without_a_patch() -> None:
     for i in THREE:
         (bound,) = rounding(lambda i=i: alone(i), transformer.parameters())  # type: ignore[misc]
         assert_within(together[i], alone(i), bound)
-    with pytest.raises(
-        UnsupportedError, match=r"^transformer: got ZImageTransformer2DModel, which needs no patch: it acc"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^transformer: got ZImageTransformer2DModel, which needs no patch: "):
         patch(transformer, Rotary(24))
 
 
@@ -340,9 +338,7 @@ def test_text_in_positions_is_refused_if_it_is_used_in_cross_attention() -> None
     model = Wan()
     transformer = patch(model.transformer())
     table = place(SegmentTable.from_documents([[Text(2), Grid(4, 6, frames=2)]]), "mrope")
-    with pytest.raises(
-        InvalidInputError, match="positions: got text, want none: encoder_hidden_states is used in cross"
-    ):
+    with pytest.raises(InvalidInputError, match="positions: got text, want none: encoder_hidden_states is used"):
         model.call(transformer, [0], False, table)
     with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one per document"):
         transformer(
@@ -365,9 +361,7 @@ def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() 
             patch(transformer, replace(own, **changed))
     with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
         patch(transformer, "flux2")  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidInputError, match="rotary: got one, want None: the two channels of a pair have different"
-    ):
+    with pytest.raises(InvalidInputError, match="rotary: got one, want None: the two channels of a pair"):
         patch(MODELS["ErnieImageTransformer2DModel"]().transformer(), own)
     patch(transformer)
     with torch.no_grad():
@@ -468,9 +462,7 @@ def test_unknown_transformers_are_refused_by_name() -> None:
     qwen = MODELS["QwenImageTransformer2DModel"]
     assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}
     twice = diffusers.QwenImageTransformer2DModel(**qwen.config, zero_cond_t=True)
-    with pytest.raises(
-        UnsupportedError, match=r"config\.zero_cond_t: got True, which is not supported: some tokens have"
-    ):
+    with pytest.raises(UnsupportedError, match=r"config\.zero_cond_t: got True, which is not supported: timesteps"):
         patch(twice, rotary)
 
 

@@ -233,9 +233,7 @@ def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None
         assert_within(model(input_ids, positions, mask), want, bound)
 
 
-def test_the_batch_of_a_megatron_rank_has_the_indices_of_a_shard(
-    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_of_a_megatron_rank_is_a_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -392,18 +392,10 @@ def test_an_invalid_config_is_refused_with_the_name_of_the_field(message: str) -
     assert_refused(message, lambda: mmpos.from_hf_config(CONFIGS_REFUSED[message]), mmpos.MmposError)
 
 
-def markers_of(model: str) -> mmpos.Markers:
-    return settings_of(model).markers
-
-
 def generated(counts: list[int], *grids: list[int], model: str = "glm_image") -> mmpos.SegmentTable:
     """Return the table of the images to generate after a prompt with one image."""
     prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
     return settings_of(model).generated(prompt, list(grids), counts)
-
-
-def segments_of(model: str, ids: list[int], *grids: Any, **options: Any) -> mmpos.SegmentTable:
-    return settings_of(model).segments(ids, *grids, **options)
 
 
 NOT_BUILT = ", which SequenceBuilder cannot make; pass the input_ids of its processor to segments"
@@ -412,9 +404,9 @@ USES: dict[str, Any] = {
     "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(
         config_of("cohere_compass"), layer_type="full_attention"
     ),
-    "markers: the config of 'llava' does not define the tokens around images": lambda: markers_of("llava"),
+    "markers: the config of 'llava' does not define the tokens around images": lambda: settings_of("llava").markers,
     **{
-        f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: markers_of(model)
+        f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
         for model, tokens in (
             ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
             ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
@@ -422,11 +414,15 @@ USES: dict[str, Any] = {
         )
     },
     "image_processor: got 'llava', want a model whose config defines": lambda: settings_of("llava").image_processor(),
-    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: segments_of(
-        "ernie4_5_vl_moe", [103367], None, [[2, 2, 2], [3, 2, 2]]
+    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: settings_of(
+        "ernie4_5_vl_moe"
+    ).segments([103367], None, [[2, 2, 2], [3, 2, 2]]),
+    "images_per_sample must be None for 'qwen3_vl'": lambda: settings_of("qwen3_vl").segments(
+        [5], images_per_sample=[0]
     ),
-    "images_per_sample must be None for 'qwen3_vl'": lambda: segments_of("qwen3_vl", [5], images_per_sample=[0]),
-    "image_grid_thw[0]: got no placeholders left": lambda: segments_of("glm_image", [TEXT, 16384], [[1, 1, 1]]),
+    "image_grid_thw[0]: got no placeholders left": lambda: settings_of("glm_image").segments(
+        [TEXT, 16384], [[1, 1, 1]]
+    ),
     "generated: got 'qwen3_vl', want a model that generates images": lambda: generated([0], model="qwen3_vl"),
     "images_per_sample: got a sum of 0, want 1, one per grid": lambda: generated([0], [1, 1, 1]),
     "images_per_sample[0]: got -1, want >= 0": lambda: generated([-1]),

@@ -29,10 +29,10 @@ LAYOUTS: list[list[list[Any]]] = [
 """Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
 
 
-def rotation_of(module: object, vision: bool) -> Any:
-    """Return the class of the rotary embedding of the language model, or of the encoder."""
-    names = {value.__name__: value for value in classes(module) if value.__name__.endswith("RotaryEmbedding")}
-    (rotation,) = (value for name, value in names.items() if ("Vision" in name) == vision)
+def rotation_of(module: object) -> Any:
+    """Return the class of the rotary embedding of the language model."""
+    names = {kind.__name__: kind for kind in classes(module) if kind.__name__.endswith("RotaryEmbedding")}
+    (rotation,) = (kind for name, kind in names.items() if "Vision" not in name)
     return rotation
 
 
@@ -103,7 +103,7 @@ def test_rotations_equal_those_of_the_language_model(model: str) -> None:
     module = modeling({"minicpmv4_7": "qwen3_5"}.get(model, model))
     ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
     options = {"layer_type": LAYER_TYPES[model]} if model in LAYER_TYPES else {}
-    cos, sin = rotation_of(module, vision=False)(text)(torch.zeros(1), ids, **options)
+    cos, sin = rotation_of(module)(text)(torch.zeros(1), ids, **options)
     rotary = replace(settings.rotary, precision="hf")
     q = torch.randn(1, 2, positions.num_tokens, rotary.head_dim, generator=torch.Generator().manual_seed(0))
     ours, _ = apply_rotary(q, None, positions, rotary, layout="bhsd")

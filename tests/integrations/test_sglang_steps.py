@@ -1,7 +1,6 @@
-"""SGLang's own functions compute ids equal to windows of the table, for random batches.
+"""Functions of SGLang compute ids equal to windows of the table, for random batches; skipped without SGLang.
 
-The functions are extracted from SGLang's files, because importing its modules requires GPU kernels. The tests are
-skipped if SGLang is not installed.
+The functions are extracted from its files, because importing its modules requires GPU kernels.
 """
 
 import ast
@@ -63,9 +62,8 @@ def inputs(document: list[Text | Grid]) -> SimpleNamespace:
 def forward(name: str, requests: list[SimpleNamespace], lengths: list[int], **scheduled: object) -> Tensor:
     """Return the ids that SGLang's ForwardBatch computes for a step."""
     ids = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths))
-    step = SimpleNamespace(
-        multimodal_inputs=requests, reqs=[SimpleNamespace(session=None)] * len(requests), **scheduled
-    )
+    reqs = [SimpleNamespace(session=None)] * len(requests)
+    step = SimpleNamespace(multimodal_inputs=requests, reqs=reqs, **scheduled)
     function("model_executor/forward_batch_info.py", name)(ids, SimpleNamespace(device="cpu"), step)
     positions: Tensor = ids.mrope_positions
     return positions

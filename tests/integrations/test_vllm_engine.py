@@ -150,9 +150,7 @@ ROTATIONS = [
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("rotary", ROTATIONS)
-def test_vllms_rotation_of_permuted_channels_equals_mmpos(
-    engine_config: VllmConfig, rotary: Rotary, kernel: str
-) -> None:
+def test_vllm_rotates_permuted_channels_like_mmpos(engine_config: VllmConfig, rotary: Rotary, kernel: str) -> None:
     sections = Sections(rotary, max_position=512, permuted=True)
     own = MRotaryEmbedding(
         32,

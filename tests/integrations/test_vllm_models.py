@@ -260,20 +260,16 @@ def test_vllm_processes_separate_images_and_refuses_adjacent_ones_and_videos(tmp
     images = [Image.new("RGB", (84, 140)), Image.new("RGB", (112, 84))]
     items = processor.info.parse_mm_data({"image": images})
     prompt = [1, 2, 92, 90, 93, 3, 92, 90, 93, 4]
-    processed = processor.apply(ProcessorInputs(prompt, items), TimingContext(enabled=False))
+    inputs = processor.apply(ProcessorInputs(prompt, items), TimingContext(enabled=False))
     features = [
         MultiModalFeatureSpec(data=data, modality="image", identifier="", mm_position=place)
-        for data, place in zip(processed["mm_kwargs"]["image"], processed["mm_placeholders"]["image"], strict=True)
+        for data, place in zip(inputs["mm_kwargs"]["image"], inputs["mm_placeholders"]["image"], strict=True)
     ]
     served = ServedModel.from_config(config.hf_config, config.max_model_len)
     document: list[Text | Grid] = [Text(3), Grid(5, 3), Text(3), Grid(3, 4), Text(2)]
     want = mmpos.place(mmpos.SegmentTable.from_documents([document]), "rope-tie")
     rows, delta = mrope_input_positions(
-        processed["prompt_token_ids"],
-        features,
-        scheme=served.scheme,
-        sections=served.sections,
-        spatial_merge_size=MERGE,
+        inputs["prompt_token_ids"], features, scheme=served.scheme, sections=served.sections, spatial_merge_size=MERGE
     )
     assert rows.tolist() == want.dense(axes=(0, 0, 1)).tolist()
     assert [delta] == want.deltas.tolist()

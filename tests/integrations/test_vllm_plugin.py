@@ -202,7 +202,7 @@ def test_a_different_rotation_is_refused(
         ("quant_config: got SimpleNamespace, want none", {"quant_config": SimpleNamespace()}),
     ],
 )  # fmt: skip
-def test_engine_configs_that_would_serve_wrong_results_are_refused(model_class: Any, change: Any, message: str) -> None:
+def test_unservable_engine_configs_are_refused(model_class: Any, change: Any, message: str) -> None:
     assert_refused(message, lambda: model_class(vllm_config=vllm_config(**change)), UnsupportedError)
 
 

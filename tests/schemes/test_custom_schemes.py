@@ -147,7 +147,8 @@ def test_a_document_entirely_at_id_0_is_not_padding() -> None:
     assert padded.is_grid.tolist() == [False, True, False, True, False]
     assert padded.real_lengths.tolist() == [22]
     assert positions.padded(25)[1].tolist() == [[1] * 22 + [0] * 3]
-    for table in (padded, padded.slice(3, 19), PositionTable.from_arrays(**_arrays(padded))):
+    arrays = {name: getattr(padded, name) for name in ("table", "documents", "num_tokens", "fractional", "scheme")}
+    for table in (padded, padded.slice(3, 19), PositionTable.from_arrays(**arrays)):
         assert not table.dense().any()
         assert not table.rationals()[0].any()
     assert (
@@ -162,8 +163,3 @@ def test_a_document_entirely_at_id_0_is_not_padding() -> None:
     assert elsewhere.table[3].tolist() == [5, 3, 1, 4]
     assert elsewhere.is_grid.tolist() == [False, True, False, True]
     assert (elsewhere.dense() == 7).all()
-
-
-def _arrays(positions: PositionTable) -> dict[str, Any]:
-    names = ("table", "documents", "num_tokens", "fractional", "scheme")
-    return {name: getattr(positions, name) for name in names}

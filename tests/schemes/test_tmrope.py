@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import exact, settled
+from oracle import exact, placed, settled
 
 from mmpos import (
     Grid,
@@ -33,11 +33,6 @@ from mmpos.segments.kinds import Segment
 
 THIRDS = Grid(1, 1, frames=3, seconds_per_frame=Fraction(2, 3))
 F = Fraction
-
-
-def placed(document: list[Segment], scheme: str | Scheme) -> PositionTable:
-    """Place one document."""
-    return place(SegmentTable.from_documents([document]), scheme)
 
 
 def times(positions: PositionTable) -> list[Any]:
@@ -254,9 +249,7 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         ),
     ],
 )
-def test_invalid_parameters_and_too_large_clips_are_refused(
-    make: Callable[[], object], error: type[MmposError], words: str
-) -> None:
+def test_invalid_schemes_and_clips_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
 

@@ -50,8 +50,7 @@ class TransformerAnatomy:
         order: streams of the joint attention in token order; if it has no text, text is used in cross-attention.
         rope: name of the module whose output is passed to blocks as the rotation.
         outputs: streams for which rope outputs rotations, in the order of its outputs; empty if rope receives ids.
-        shape: shape of the token numbers that rope outputs or receives, as in the transformer's plan of context
-            parallelism.
+        shape: shape of the token numbers that rope outputs or receives, as in the plan of context parallelism.
         replaced: arguments of the forward that positions replace.
         patches: whether hidden_states are latents, which the transformer cuts into patches.
         times: whether every token may have a separate timestep.
@@ -272,9 +271,7 @@ def anatomy_of(transformer: Any) -> TransformerAnatomy:
     if anatomy.unsupported is not None:
         field, value = anatomy.unsupported
         if transformer.config.get(field) == value:
-            raise UnsupportedError(
-                f"config.{field}: got {value!r}, which is not supported: some tokens have a separate timestep"
-            )
+            raise UnsupportedError(f"config.{field}: got {value!r}, which is not supported: timesteps differ by token")
     for attention in anatomy.attentions(transformer):
         processor = type(attention.processor).__name__
         if processor not in anatomy.processors:

@@ -166,7 +166,7 @@ def _z_image(config: TransformerConfig) -> Settings:
         raise UnsupportedError(f"config.siglip_feat_dim: got one, want None: {NOT_AFFINE['z-image-omni']}")
     patch = config.integers("all_patch_size", (2,), count=1), config.integers("all_f_patch_size", (1,), count=1)
     sizes = (patch[1][0], patch[0][0], patch[0][0])
-    reader = _axial(
+    return _axial(
         Lumina2(first=1),
         "axes_dims",
         (32, 48, 48),
@@ -175,14 +175,13 @@ def _z_image(config: TransformerConfig) -> Settings:
         patch=sizes,
         limits="axes_lens",
         ends=(1024, 512, 512),
-    )
-    return reader(config)
+    )(config)
 
 
 def _bria_fibo_2(config: TransformerConfig) -> Settings:
     scheme = Lumina2(first=1, image_at=config.integer("max_num_gist_tokens", 512) + 1)
     side = 2 * config.integer("patch_size", 2)  # the pipeline has packed 2 × 2 latents
-    reader = _axial(
+    return _axial(
         scheme,
         "axes_dims",
         (32, 48, 48),
@@ -191,8 +190,7 @@ def _bria_fibo_2(config: TransformerConfig) -> Settings:
         patch=(1, side, side),
         limits="axes_lens",
         ends=(2048, 512, 512),
-    )
-    return reader(config)
+    )(config)
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:

@@ -97,7 +97,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
     anatomy = anatomy_of(transformer)
     rotaries = _rotaries(rotary, transformer)
     rope = getattr(transformer, anatomy.rope)
-    forward = Attribute(rope, "forward", RopeForward(rope, anatomy))
+    forward = Attribute(rope, "forward", partial(_rope_forward, rope, anatomy))
     hook = TransformerHook(transformer, anatomy, rotaries)
     processors = _processors(anatomy.attentions(transformer))
     Patch.install("transformer", transformer, lambda: _hooks(transformer, anatomy, hook), [forward], processors)
@@ -160,9 +160,10 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
 def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
     """Return each processor of the attentions once, with the class that makes it rotate by positions."""
     processors = {id(attention.processor): attention.processor for attention in attentions}.values()
-    if any(_MARK in vars(type(processor)) for processor in processors):
+    kinds: list[Any] = [type(processor) for processor in processors]
+    if any(_MARK in vars(kind) for kind in kinds):
         raise UnsupportedError("processor: got one of another patched transformer, want one that is not shared")
-    return [(processor, _patched_class(type(processor))) for processor in processors]
+    return list(zip(processors, map(_patched_class, kinds), strict=True))
 
 
 class TransformerHook:
@@ -214,24 +215,10 @@ class TransformerHook:
             raise UnsupportedError(f"transformer: got {got}, want the processors that it had at the time of patch")
 
 
-class RopeForward:
-    """Forward of the rotary module, which outputs token numbers if the call has positions.
-
-    Args:
-        rope: the module.
-        anatomy: anatomy of the transformer.
-    """
-
-    def __init__(self, rope: nn.Module, anatomy: TransformerAnatomy) -> None:
-        self.rope = rope
-        self.anatomy = anatomy
-
-    def __call__(self, *args: Any, **kwargs: object) -> object:
-        """Return rotations or token numbers."""
-        streams = _STREAMS.get()
-        if streams is None:
-            return type(self.rope).forward(self.rope, *args, **kwargs)
-        return self.anatomy.token_numbers(streams, *args)
+def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kwargs: object) -> object:
+    """Replace the forward of the rotary module: return token numbers if the call has positions, else rotations."""
+    streams = _STREAMS.get()
+    return type(rope).forward(rope, *args, **kwargs) if streams is None else anatomy.token_numbers(streams, *args)
 
 
 def _after_rope(

@@ -70,9 +70,8 @@ class TransformerSettings:
             InvalidInputError: a size is not a multiple of the patch, or fps is not exact.
         """
         sizes = []
-        for (name, size), side in zip(
-            (("frames", frames), ("height", height), ("width", width)), self.patch_size, strict=True
-        ):
+        extents = (("frames", frames), ("height", height), ("width", width))
+        for (name, size), side in zip(extents, self.patch_size, strict=True):
             size = integer(name, size, minimum=1)
             if size % side:
                 raise InvalidInputError(

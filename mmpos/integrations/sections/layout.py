@@ -51,8 +51,7 @@ def _axes(rotary: Rotary) -> IntArray:
 def qk_channels(rotary: Rotary) -> IntArray:
     """Return the indices that sort the channels of q and k by the axis of their pairs, (head_dim,).
 
-    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels outside of the rotation keep their
-    places.
+    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that are not rotated do not move.
 
     >>> qk_channels(Rotary(head_dim=10, rotary_dim=8)).tolist()
     [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
@@ -157,8 +156,7 @@ class Sections:
         """Compute the cos/sin cache of the engine in the order of the sections, multiplied by the attention factor.
 
         With ``precision="exact"`` every entry is within 2e-7 of the exact value before it is rounded to dtype; with
-        "hf" it follows from Transformers' float32 angles. For scalings that depend on the length, see
-        ``Rotary.for_length``.
+        "hf" it is computed from Transformers' float32 angles. See ``Rotary.for_length`` for scaling by length.
 
         Args:
             dtype: dtype of the cache; engines use the model's dtype or float32.
@@ -232,8 +230,7 @@ def window_positions(
         sections: layout of the engine's rotation.
         documents: (windows,) index of each window's request, in any order.
         starts: (windows,) number of tokens of the request that are already computed.
-        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated tokens or a chain of
-            drafts.
+        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated, or a chain of drafts.
 
     Returns:
         (3, sum of lengths) int64 ids, concatenated windows; a new tensor.

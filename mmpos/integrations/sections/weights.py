@@ -81,13 +81,11 @@ def permute_qk(
     A checkpoint does not show whether it is sorted: permute once, and save the result under another name.
 
     Args:
-        weights: mapping of names to tensors, or (name, tensor) pairs as engines load them; a whole model or a whole
-            adapter.
+        weights: mapping of names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
         rotary: rotation of the trained model, which defines head_dim, pairing and allocation.
         num_heads: number of q heads; required for qkv_proj only.
         num_kv_heads: number of k and v heads; required for qkv_proj only.
-        fused: order of the rows of qkv_proj: "stacked" is q, k, v; "grouped" is, for each kv head, its q heads, k, v
-            (HunyuanImage-3.0).
+        fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
         names: regular expression that a name must contain; None selects all names outside of vision, audio and video
             towers, which have other rotations.
         norms: regular expression for names of further norms or scales of the channels of q or k, to be sorted.
@@ -275,8 +273,7 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
     """Replace the cos/sin cache of every M-RoPE module of a model in place, keeping its dtype and device.
 
     Engines fill their caches in the natural order of frequencies, with float32 angles. SGLang also appends rows to a
-    cache that is too short for the context; after this call these rows are exact as well, and include the attention
-    factor.
+    cache that is too short; after this call appended rows are exact as well and include the attention factor.
 
     Args:
         model: model with modules that have ``cos_sin_cache`` and ``mrope_section``, the names in vLLM and SGLang.

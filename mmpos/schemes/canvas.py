@@ -98,13 +98,13 @@ class _Layout(NamedTuple):
         ends = between & (grids.extra_tokens > 0)
         np.minimum.at(columns, picture[ends], number[ends] + 1)
         columns = np.where(tiles % np.maximum(columns, 1) > 0, tiles, columns)[picture]
-        many = tiles[picture] > 0
+        has_tiles = tiles[picture] > 0
         rows = tiles[picture] // np.maximum(columns, 1)
         first = sides[:, np.minimum(heads + 1, count - 1)[picture]]
         cell = np.where(tile, np.stack(np.divmod(number, np.maximum(columns, 1))), 0)
-        canvas = np.where(many, first * np.stack([rows, columns]), sides)
+        canvas = np.where(has_tiles, first * np.stack([rows, columns]), sides)
         row_end = np.stack([(cell[0] + 1) * first[0] - 1, canvas[1]])
-        return cls(tile, heads[picture], canvas, cell * first, np.where(between, row_end, 0), ~tile & many)
+        return cls(tile, heads[picture], canvas, cell * first, np.where(between, row_end, 0), ~tile & has_tiles)
 
 
 class _Runs(NamedTuple):

@@ -82,9 +82,9 @@ class Five(Scheme):
 def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
     ids = place(SEGMENTS, Five()).dense()
     assert diagnose(ids, SEGMENTS, Five()).equal
-    came = ", ".join(f"axis {axis}" for axis in order)
+    swapped = ", ".join(f"axis {axis}" for axis in order)
     assert diagnose(ids[order], SEGMENTS, Five()).cause == (
-        f"axes are swapped: they stand in the order ({came}) and should be (axis 0, axis 1, axis 2, axis 3, axis 4)"
+        f"axes are swapped: they stand in the order ({swapped}) and should be (axis 0, axis 1, axis 2, axis 3, axis 4)"
     )
 
 

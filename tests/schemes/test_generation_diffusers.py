@@ -372,14 +372,14 @@ def cosmos3(draw: random.Random) -> Drawn:
     fps, sound = draw.choice([None, 16, 24, 30]), draw.randint(2, 9)
     words, following = of.get_3d_mrope_ids_text_tokens(text, 0)
     first = following + 15000
-    seen, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
-    heard, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
+    video_ids, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
+    sound_ids, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
     seconds = None if fps is None else Fraction(1, fps)
     grids = [
         Grid(h, w, frames=f, seconds_per_frame=seconds),
         Grid(1, 1, frames=sound, seconds_per_frame=Fraction(1, 25)),
     ]
-    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, seen.T, heard.T))
+    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T))
 
 
 def kandinsky(draw: random.Random) -> Drawn:
@@ -438,8 +438,8 @@ def compare(drawn: Drawn) -> None:
         assert (np.abs(got - drawn.ids) <= bound).all()
         return
     cos, sin, dims, theta = drawn.ids
-    ladders = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
-    angles = np.concatenate([axis[:, None] * ladder for axis, ladder in zip(got, ladders, strict=True)], axis=1)
+    frequencies = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
+    angles = np.concatenate([axis[:, None] * inv_freq for axis, inv_freq in zip(got, frequencies, strict=True)], axis=1)
     assert angles.shape == cos.shape
     # Frequencies, fractional ids and their products are rounded to float32; means of rotations a few times more.
     bound = cos_sin(angles, FREQUENCY + 8)

@@ -58,7 +58,7 @@ def from_hf_config(
     """
     one_of("engine", engine, ("transformers", "serving"))
     whole = Fields.of(config)
-    known = _known(whole)
+    known = _model_type(whole)
     fields = thinker(whole)
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
@@ -73,10 +73,10 @@ def from_hf_config(
         rotary=rotary,
         second_rotary=second,
         placeholders=_placeholders(fields, known, scheme, vision),
-        image_markers=_pair(fields, known.markers),
+        image_markers=_marker_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
-        video_markers=_pair(fields, known.video_markers),
+        video_markers=_marker_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
         generates=known.generates,
         start=known.start,
@@ -96,7 +96,7 @@ def thinker(whole: Fields) -> Fields:
     return fields
 
 
-def _known(fields: Fields) -> ModelType:
+def _model_type(fields: Fields) -> ModelType:
     model = fields.model_type
     if not model:
         raise fields.missing("model_type", "the name of a model type")
@@ -192,10 +192,10 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
         want = "the pairs of at least three axes"
         raise InvalidInputError(f"{text.name}.rope_parameters.mrope_section: got {section}, want {want}")
     rotary = Rotary(**arguments)
-    return (rotary, None) if engine == "serving" else _apart(rotary)
+    return (rotary, None) if engine == "serving" else _channel_rotaries(rotary)
 
 
-def _apart(rotary: Rotary) -> tuple[Rotary, Rotary]:
+def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
     """Return the rotations of the first and the second channels of pairs of HunYuan-VL in Transformers.
 
     Transformers doubles the section sizes and applies them to channels instead of pairs.
@@ -206,7 +206,7 @@ def _apart(rotary: Rotary) -> tuple[Rotary, Rotary]:
     return replace(rotary, allocation=first, **common), replace(rotary, allocation=second, **common)
 
 
-def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
+def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
     """Return the token ids of the markers before and after, or None unless the config has both."""
     if names is None:
         return None

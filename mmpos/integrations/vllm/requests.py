@@ -67,7 +67,7 @@ def request_segments(
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     separators = int(boolean("row_separator", row_separator))
     items = [
-        _read(f"mm_features[{i}]", feature, merge)
+        _item(f"mm_features[{i}]", feature, merge)
         for i, feature in enumerate(mm_features)
         if getattr(feature, "modality", None) != AS_TEXT
     ]
@@ -115,7 +115,7 @@ class _Item(NamedTuple):
     seconds: float | None
 
 
-def _read(name: str, feature: Feature, merge: int) -> _Item:
+def _item(name: str, feature: Feature, merge: int) -> _Item:
     try:
         modality, data, position = feature.modality, feature.data, feature.mm_position
         offset, length, is_embed = position.offset, position.length, position.is_embed

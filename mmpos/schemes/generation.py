@@ -144,7 +144,7 @@ class QwenImage(LatentScheme):
 
     M = max(⌊h/2⌋, ⌊w/2⌋) over all images. The generated image is 0, references are 1, 2, …. Source: QwenEmbedRope of
     diffusers with ``scale_rope``, which all its models set; also NucleusMoE-Image. The model's tables have 4,096 rows
-    of either sign.
+    for either sign.
 
     Args:
         layered: whether the last image is the condition, at −1, and M is at least the number of the other images

@@ -102,7 +102,10 @@ class _Omni(Scheme):
         """Return whether the last run of each clip is audio, (clips,)."""
 
     def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
-        """Return the integer ids between the first frame of a grid and each of the frames: ⌊frame · step / per⌋."""
+        """Return the integer ids between the first frame of a grid and each frame: ⌊frame · step / per⌋.
+
+        ``grid`` is the index of the grid of each frame, for subclasses that round otherwise.
+        """
         return frame * step // per
 
     def unit(self, grids: Grids) -> IntArray | None:

@@ -91,9 +91,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         InvalidInputError: the transformer is already patched, or the heads, axes or pairs of rotary differ from it.
     """
     if is_patched(_checked_module(transformer)):
-        raise InvalidInputError(
-            "transformer: got one that is already patched, want one that is not: call unpatch first"
-        )
+        raise InvalidInputError("transformer: got one that is already patched; call unpatch first")
     anatomy = anatomy_of(transformer)
     rotaries = _rotaries(rotary, transformer)
     rope = getattr(transformer, anatomy.rope)

@@ -89,7 +89,7 @@ def _frames_apart(note: str, **fields: Any) -> ModelType:
     return ModelType("mrope-qwen3", note, markers=_VISION, frames_apart=True, **fields)
 
 
-def _as_text(note: str = "", text: str = "", **fields: Any) -> ModelType:
+def _flat(note: str = "", text: str = "", **fields: Any) -> ModelType:
     return ModelType("flatten", note, text=_names(text), **fields)
 
 
@@ -165,11 +165,11 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             "two rotations: pass layer_type; an encoder; rows of images end in a separate token",
             opening="document_token_id",
         ),
-        "mistral3": _as_text(
+        "mistral3": _flat(
             "rows end in [IMG_BREAK], the last in [IMG_END], whose ids are not in the config",
             row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
-        "llava": _as_text(
+        "llava": _flat(
             "if the encoder is Pixtral's, rows end as in mistral3",
             row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
@@ -178,43 +178,39 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lighton_ocr llava_next
             llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
             video_llava vipllava
-        """: _as_text(),
-        "emu3 fuyu molmo2": _as_text("rows end in a separate token: call segments without grids"),
-        "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified": _as_text(
+        """: _flat(),
+        "emu3 fuyu molmo2": _flat("rows end in a separate token: call segments without grids"),
+        "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified": _flat(
             _SLIDING, markers=_GEMMA
         ),
-        "lfm3_vl": _as_text(_SLIDING, markers=_VISION, frames_apart=True),
-        "step3p7": _as_text(_SLIDING),
-        "modernvbert": _as_text(_SLIDING, "modernbert"),
-        "ultravbert": _as_text(_SLIDING, "ultrabert"),
-        "aya_vision cohere2_vision exaone4_5": _as_text(_NO_ROPE),
-        "muse_glimmer muse_spark": _as_text(_NO_ROPE, frames_apart=True),
-        "llama4": _as_text("every fourth layer has no rotation"),
-        "minimax_m3_vl": _as_text(frames_apart=True),
-        "kimi_k25": _as_text("a part of each head is rotated; a chunk of a video is a grid of one frame"),
-        "minicpm_ocr minicpmv4_6": _as_text(_QWEN35, "qwen3_5_text"),
+        "lfm3_vl": _flat(_SLIDING, markers=_VISION, frames_apart=True),
+        "step3p7": _flat(_SLIDING),
+        "modernvbert": _flat(_SLIDING, "modernbert"),
+        "ultravbert": _flat(_SLIDING, "ultrabert"),
+        "aya_vision cohere2_vision exaone4_5": _flat(_NO_ROPE),
+        "muse_glimmer muse_spark": _flat(_NO_ROPE, frames_apart=True),
+        "llama4": _flat("every fourth layer has no rotation"),
+        "minimax_m3_vl": _flat(frames_apart=True),
+        "kimi_k25": _flat("a part of each head is rotated; a chunk of a video is a grid of one frame"),
+        "minicpm_ocr minicpmv4_6": _flat(_QWEN35, "qwen3_5_text"),
         "minicpmv4_7": ModelType(
             "mrope-canvas",
             "grids are (1, height, width) of target_sizes, thumbnails and slices in order; see Qwen3.5",
             text=_names("qwen3_5_text"),
             crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
         ),
-        "video_llama_3": _as_text("videos are merged by 2×2, images are not: call segments without grids"),
-        "blip-2 instructblip instructblipvideo": _as_text(
-            "only with a language model that has RoPE, not with OPT or T5"
-        ),
-        "paligemma": _as_text("ids count from one: see start", start=1),
-        "pi0": _as_text(
-            "state and actions continue the prompt as text; if masks exclude the prompt, ids count from one"
-        ),
-        "idefics mllama": _as_text("images are read through cross-attention and have no ids"),
+        "video_llama_3": _flat("videos are merged by 2×2, images are not: call segments without grids"),
+        "blip-2 instructblip instructblipvideo": _flat("only with a language model that has RoPE, not with OPT or T5"),
+        "paligemma": _flat("ids count from one: see start", start=1),
+        "pi0": _flat("state and actions continue the prompt as text; if masks exclude the prompt, ids count from one"),
+        "idefics mllama": _flat("images are read through cross-attention and have no ids"),
         """
             phi4_multimodal audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
             moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
-        """: _as_text("audio is counted as text"),
-        "voxtral_realtime": _as_text("audio is counted as text", "voxtral_realtime_text"),
-        "gemma3_text lfm3": _as_text(_SLIDING),
-        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _as_text("text only"),
+        """: _flat("audio is counted as text"),
+        "voxtral_realtime": _flat("audio is counted as text", "voxtral_realtime_text"),
+        "gemma3_text lfm3": _flat(_SLIDING),
+        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text only"),
     }
 )
 """All model types that from_hf_config supports."""

@@ -106,6 +106,6 @@ def _check_sections(config: object, sections: Sections) -> None:
     rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")
     got, want = read_field(rope, "mrope_section"), list(sections.mrope_section)
     if got is None or list(got) != want:
-        raise InvalidInputError(f"rope_parameters.mrope_section: got {got}, want {want} for the allocation in mmpos")
+        raise InvalidInputError(f"rope_parameters.mrope_section: got {got}, want {want} for config.mmpos")
     if read_field(rope, "mrope_interleaved"):
         raise InvalidInputError("rope_parameters.mrope_interleaved: got True, want False: sections are contiguous")

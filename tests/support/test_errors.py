@@ -420,11 +420,11 @@ UNSUPPORTED: list[Refusal] = [
     ),
     (
         lambda: placed([Text(2), Grid(3, 2)], Grid2D(first=1)),
-        "grid-2d: got a text of 2 tokens, want class tokens, each Text(1)",
+        "grid-2d: got text of 2 tokens, want class tokens, each a Text(1)",
     ),
     (
         lambda: placed([Grid(3, 2)], Grid2D(order="merged", spatial_merge_size=2)),
-        "grid-2d: got a grid whose sides spatial_merge_size=2 does not divide, want whole blocks",
+        "grid-2d: got a grid whose sides are not divisible by spatial_merge_size=2, want whole blocks",
     ),
     (lambda: place(SEGMENTS, "rows", [0, 1]), "start: got one per document, want one integer: rows cannot be resumed"),
     (

@@ -487,7 +487,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scheme: got None, want a Scheme or one of": {"scheme": {}},
     "images: got the field 'patch', want backend, patch_size": {"images": {"patch": 14}},
     "images: got int, want ImageProcessor or its fields": {"images": 14},
-    "markers.patch: got '[NO]', want a token that is one id": {"markers": {"patch": "[NO]"}},
+    "markers.patch: got '[NO]', want a token with a single id": {"markers": {"patch": "[NO]"}},
     "add_markers: got 'no', want True or False": {"add_markers": "no"},
     "temporal_patch_size: got 0, want >= 1": {"temporal_patch_size": 0},
     "scheme: got Unregistered, want one of mmpos.SCHEMES to write it to a file": {"scheme": Unregistered()},

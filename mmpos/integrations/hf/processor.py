@@ -530,7 +530,7 @@ def _token_id(token: str | int | None, tokenizer: Tokenizer) -> int:
     """Return the id of the placeholder of videos."""
     token_id = tokenizer.token_to_id(token) if isinstance(token, str) else token
     if token_id is None:
-        raise InvalidInputError(f"video_token: got {token!r}, want a token that is one id of the tokenizer")
+        raise InvalidInputError(f"video_token: got {token!r}, want a token with a single id in the tokenizer")
     return integer("video_token", token_id, minimum=0, maximum=INT32_MAX)
 
 

@@ -105,7 +105,7 @@ class OmniRopeIndex:
         return ids
 
     def _count(self, attention_mask: Tensor) -> Ids:
-        """Number the tokens of each row that the mask keeps; the others have the id 1."""
+        """Return the index of each token among the unmasked tokens of its row, 1 for masked tokens, and deltas."""
         mask = attention_mask.long() if self.audio_chunk is None else attention_mask.float()
         ids = (mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
         return ids.repeat(3, 1, 1), ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)

@@ -214,7 +214,7 @@ class AttentionHook:
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Hook after the model below the head; raises if its layers did not receive the rotations."""
+    """Raise if the layers of a call did not receive its rotations; hook after the model below the head."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
         raise UnsupportedError(

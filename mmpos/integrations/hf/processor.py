@@ -713,7 +713,7 @@ def object_of(name: str, kind: type[T], source: object) -> T:
 
 
 def to_json(settings: Any) -> dict[str, object]:
-    """Convert a frozen object to JSON values: tuples to lists, fractions to text such as "3/2", numpy scalars to Python."""
+    """Convert a frozen object to JSON values: tuples to lists, fractions to "3/2", numpy scalars to Python's."""
     return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
 
 

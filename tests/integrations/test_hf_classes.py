@@ -129,7 +129,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def one_in(pytestconfig: pytest.Config) -> int:
-    """Return n of ``--one-in``: one in n variants of a config is tested."""
+    """Return the option ``--one-in``; a value of n tests one in n variants of a config."""
     return int(pytestconfig.getoption("--one-in"))
 
 
@@ -265,8 +265,8 @@ def test_scores_equal_those_of_the_model(model: str) -> None:
         dim = 2 * len(buffer(module, "inv_freq", layer_type))
         dim *= axes if hasattr(module, "compute_axial_rope_parameters") and model != "pixtral" else 1
         theirs = [
-            torch.cat((part, whole[..., dim:]), dim=-1)
-            for part, whole in zip(
+            torch.cat((part, full[..., dim:]), dim=-1)
+            for part, full in zip(
                 rotated(rotating_function(module, config), q[..., :dim], k[..., :dim], tables), (q, k), strict=True
             )
         ]
@@ -428,10 +428,10 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
     text = language_model(config)
     for name, value in RELEASED.get(text.model_type, {}).items():
         setattr(text, name, value)
-    whole = as_json(config.to_dict())
-    part = "thinker_config" if "thinker_config" in whole else "text_config"
+    mapping = as_json(config.to_dict())
+    part = "thinker_config" if "thinker_config" in mapping else "text_config"
     if text.model_type not in ROTATING:  # all give the same error message
-        assert ours(config) == ours(text) == ours(whole)
+        assert ours(config) == ours(text) == ours(mapping)
         return
     released = RELEASED.get(text.model_type, {})
     least = {
@@ -440,8 +440,8 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
     for layer_type in layer_types(module_of(text)):
         rotary = ours(text, layer_type)
         assert isinstance(rotary, Rotary)
-        for mapping in (config, whole, as_json(config.to_diff_dict())):
-            assert ours(mapping, layer_type) == rotary
+        for source in (config, mapping, as_json(config.to_diff_dict())):
+            assert ours(source, layer_type) == rotary
         if model != "fun_asr_nano":  # its class requires consistent parts
             bare = language_model(CONFIGS[model](**copy.deepcopy(least)))
             assert ours({"model_type": model} | least, layer_type) == ours(bare, layer_type)

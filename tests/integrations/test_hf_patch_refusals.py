@@ -118,13 +118,13 @@ def test_each_layer_type_requires_a_rotary() -> None:
     ],
     ids=range(9),
 )
-def test_ids_that_do_not_fit_the_call_are_refused(ids: object, message: str) -> None:
+def test_invalid_positions_of_a_call_are_refused(ids: object, message: str) -> None:
     model = patched(model_of("llama"))
     with pytest.raises(InvalidInputError, match=f"mm_position_ids: {message}"):
         model(tokens(2, 24), mm_position_ids=ids)
 
 
-def test_a_table_in_place_of_position_ids_is_refused() -> None:
+def test_a_table_passed_as_position_ids_is_refused() -> None:
     model = patched(model_of("llama"))
     for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
         with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it as mm_position_ids"):

@@ -126,12 +126,12 @@ def test_padding_requires_a_padding_token() -> None:
 def test_truncation_never_removes_a_token_of_an_image(side: str) -> None:
     processor = make_processor(chat_tokenizer(truncation_side=side))
     text = "What is [PATCH] this?"
-    whole = processor([TALL], text)["input_ids"][0]
-    spare = 2 + (len(whole) - whole.index(END) - 1 if side == "right" else whole.index(BEGIN))
+    untruncated = processor([TALL], text)["input_ids"][0]
+    spare = 2 + (len(untruncated) - untruncated.index(END) - 1 if side == "right" else untruncated.index(BEGIN))
     kept = int(side == "left")  # the <s> that the tokenizer adds
-    room = len(whole) - spare + 2 + kept  # leaves no tokens between the image and the cut
+    room = len(untruncated) - spare + 2 + kept  # leaves no tokens between the image and the cut
     cut = processor([TALL], [text, "this"], truncation=True, max_length=room, padding=True, return_tensors="np")
-    expected = whole[:room] if side == "right" else [BOS, *whole[1 - room :]]
+    expected = untruncated[:room] if side == "right" else [BOS, *untruncated[1 - room :]]
     assert cut["input_ids"][0].tolist() == expected
     assert unpadded(cut, "input_ids", 1) == processor(text="this")["input_ids"][0]
     again = processor.positions(cut["input_ids"], cut["image_grid_thw"], cut["attention_mask"])
@@ -142,8 +142,10 @@ def test_truncation_never_removes_a_token_of_an_image(side: str) -> None:
     spelling = {PATCH: "[PATCH]", BEGIN: "[PATCH]", END: "[PATCH]", BOS: ""}
     decode = processor.tokenizer.decode
     assert [text[a:b] for a, b in offsets] == [spelling.get(token) or decode(token) * (token > 8) for token in expected]
-    assert processor([TALL], text, truncation=True)["input_ids"] == [whole]  # this tokenizer has no limit
-    message = rf"^max_length: got {room - 1}, which removes tokens of image 0 from text\[0\] of {len(whole)} tokens"
+    assert processor([TALL], text, truncation=True)["input_ids"] == [untruncated]  # this tokenizer has no limit
+    message = (
+        rf"^max_length: got {room - 1}, which removes tokens of image 0 from text\[0\] of {len(untruncated)} tokens"
+    )
     with pytest.raises(InvalidInputError, match=message):
         processor([TALL], text, truncation=True, max_length=room - 1)
 
@@ -168,10 +170,14 @@ def test_truncation_keeps_special_tokens_added_by_the_tokenizer(side: str) -> No
     processor = make_processor(chat_tokenizer(truncation_side=side))
     special = [("<s>", BOS), ("</s>", EOS)]
     processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=special)
-    whole = processor(text="What is </s> this?")["input_ids"][0]
-    assert (whole[0], whole[-1], whole.count(EOS)) == (BOS, EOS, 2)  # one </s> is in the text
-    for length in range(2, len(whole) + 2):
-        text = whole[1:-1][: length - 2] if side == "right" else whole[1:-1][max(len(whole) - length, 0) :]
+    untruncated = processor(text="What is </s> this?")["input_ids"][0]
+    assert (untruncated[0], untruncated[-1], untruncated.count(EOS)) == (BOS, EOS, 2)  # one </s> is in the text
+    for length in range(2, len(untruncated) + 2):
+        text = (
+            untruncated[1:-1][: length - 2]
+            if side == "right"
+            else untruncated[1:-1][max(len(untruncated) - length, 0) :]
+        )
         assert processor(text="What is </s> this?", max_length=length)["input_ids"] == [[BOS, *text, EOS]]
     with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the special tokens of a row$"):
         processor(text="What is </s> this?", max_length=1)
@@ -414,8 +420,8 @@ def test_a_processor_has_the_attributes_of_transformers() -> None:
     decode: Any = processor.batch_decode
     assert decode(processor(text=["A cat"])["input_ids"]) == ["<s>A cat"]
     assert chat_tokenizer().convert_tokens_to_ids(list(OURS)) == [BEGIN, END, PATCH, ROW]
-    own = make_processor(chat_tokenizer(chat_template="{{ messages[0].content }}"), chat_template=None)
-    assert own.apply_chat_template([{"role": "user", "content": "A cat"}]) == "A cat"
+    processor = make_processor(chat_tokenizer(chat_template="{{ messages[0].content }}"), chat_template=None)
+    assert processor.apply_chat_template([{"role": "user", "content": "A cat"}]) == "A cat"
 
 
 # Errors.
@@ -444,7 +450,7 @@ CALLS: list[tuple[str, object, object, dict[str, Any]]] = [
     ("text: got [], want text, a chat, a list of texts", None, [], {}),
     ("text[1]: got int, want text", None, ["A", 3], {}),
     ("text[1]: got no tokens, want at least one", None, ["A", ""], {"add_special_tokens": False}),
-    ("pading: got an argument of this name, want return_tensors, padding", None, PAIR, {"pading": True}),
+    ("pading: got an unknown option, want return_tensors, padding", None, PAIR, {"pading": True}),
     (
         "padding cannot be combined with text_kwargs['padding']", None, PAIR,
         {"padding": True, "text_kwargs": {"padding": False}},

@@ -143,7 +143,7 @@ def test_unknown_options_and_invalid_values_are_refused_by_every_method() -> Non
         lambda: ours.image_processor(mmpos.ImageSize(9, 9), foo=2),
         lambda: ours.image_processor.get_number_of_image_patches(90, 120, {"foo": 2}),
     ):
-        with pytest.raises(InvalidInputError, match=r"^foo: got an argument of this name, want "):
+        with pytest.raises(InvalidInputError, match=r"^foo: got an unknown option, want "):
             call()
     for options, message in (
         ({"do_normalize": None}, "do_normalize: got None, want True or False"),
@@ -176,13 +176,13 @@ def test_limits_of_images_can_be_set_in_a_call() -> None:
     assert [ours(image, text, **options)["image_grid_thw"].tolist() for options in limits] == [[[1, 6, 6]]] * 6
     assert ours(image, text, max_pixels=None)["image_grid_thw"].tolist() == unlimited == [[1, 8, 8]]
     for options, message in (
-        ({"images_kwargs": {"pixels": 5}}, r"^images_kwargs: got an argument 'pixels', want min_pixels, max_pixels"),
+        ({"images_kwargs": {"pixels": 5}}, r"^images_kwargs: got an unknown option 'pixels', want min_pixels, max_p"),
         ({"images_kwargs": 5}, r"^images_kwargs: got int, want a mapping from names to options$"),
         ({"min_pixels": 5, "images_kwargs": {"min_pixels": 5}}, r"^min_pixels cannot be combined with images_kwargs\["),
         ({"max_pixels": 5}, r"^max_pixels: got 5, want >= 3136$"),
         ({"size": {"height": 5}}, r"^size: got \{'height': 5\}, want shortest_edge and longest_edge"),
         ({"size": {"longest_edge": 10**6}, "max_pixels": 10**6}, r"^size: got .*, without min_pixels and max_pixels"),
-        ({"fsp": 2}, r"^fsp: got an argument of this name, want return_tensors, .*, images_kwargs, videos_kwargs$"),
+        ({"fsp": 2}, r"^fsp: got an unknown option, want return_tensors, .*, images_kwargs, videos_kwargs$"),
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match=message):
             ours(image, text, **options)

@@ -88,7 +88,7 @@ def separating_arguments(
     Its masks detect documents from ``position_ids`` that restart at 0, and only if there is no cache and no other mask.
 
     Args:
-        ids: positions; a table has the boundaries of documents, DevicePositions only their number.
+        ids: positions; a table has the boundaries of documents, DevicePositions only show whether there are several.
         tokens: (batch, seq, …) tokens of the call; several rows need no further arguments.
         arguments: the other arguments of the call.
         packs: whether the model can separate documents at all.

@@ -71,7 +71,7 @@ def sort_options(
         for name in groups[group].keys() - names:
             listed = IMAGE_OPTIONS if group == "images_kwargs" else video_options
             want = ", ".join(listed) or "none without a video_processor"
-            raise InvalidInputError(f"{group}: got an argument {name!r}, want {want}")
+            raise InvalidInputError(f"{group}: got an unknown option {name!r}, want {want}")
     text_options = {each.name for each in fields(TextOptions)}
     for name in text.keys() - text_options:
         matching = [group for group, names in known.items() if name in names]
@@ -165,7 +165,7 @@ class TextOptions:
         known = [each.name for each in fields(cls)]
         for name in arguments.keys() - set(known):
             want = ", ".join([*known, *IMAGE_OPTIONS, "images_kwargs", "videos_kwargs"])
-            raise InvalidInputError(f"{name}: got an argument of this name, want {want}")
+            raise InvalidInputError(f"{name}: got an unknown option, want {want}")
         initial = tokenizer.init_kwargs  # attributes of the same names may have been changed since
         defaults = {name: getattr(tokenizer, name, initial[name]) for name in known if name in initial}
         return cls(**defaults | arguments)

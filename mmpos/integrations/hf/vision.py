@@ -255,7 +255,7 @@ class ImagesOfProcessor:
             if name in IMAGE_OPTIONS:
                 continue
             if name not in fixed:
-                raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(IMAGE_OPTIONS)}")
+                raise InvalidInputError(f"{name}: got an unknown option, want {', '.join(IMAGE_OPTIONS)}")
             if value != fixed[name] and (value is not None or fixed[name]):
                 remedy = "create another processor" if name in own else "prepare them before the call"
                 want = f"{fixed[name]} for images: {remedy}, or pass options of videos in videos_kwargs"

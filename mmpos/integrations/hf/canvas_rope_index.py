@@ -136,7 +136,7 @@ def _compute(
     except InvalidInputError as error:
         message = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")
         raise InvalidInputError(message) from None
-    return tokens.ids_and_deltas(place(segments, _CANVAS), input_ids.long())
+    return ids_and_deltas(place(segments, _CANVAS), input_ids.long(), tokens)
 
 
 def _one_frame(sizes: Tensor | None) -> Tensor | None:

@@ -427,7 +427,7 @@ def _compute(
         frames_apart=frames_apart,
     )
     positions = place(segments, _MROPE if intervals is None else _with_times(segments, tokens, intervals))
-    return tokens.ids_and_deltas(positions, input_ids)
+    return ids_and_deltas(positions, input_ids, tokens)
 
 
 def _compute_xd(
@@ -444,7 +444,7 @@ def _compute_xd(
     tokens = TokenTypes.of(types, mask)
     grids = merge_grids("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = tokens.segments(grids, placeholders=Placeholders(IMAGE, rows=(IMAGE, IMAGE)))
-    ids, deltas = tokens.ids_and_deltas(place(segments, XDRope(axes, "batch")), input_ids)
+    ids, deltas = ids_and_deltas(place(segments, XDRope(axes, "batch")), input_ids, tokens)
     return ids, deltas.to(input_ids.dtype)
 
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError
-from mmpos.integrations.hf.token_types import IMAGE, VIDEO, Ids, TokenTypes, check_tensors, on_device, on_host, shapes
+from mmpos.integrations.hf.token_types import (
+    IMAGE,
+    VIDEO,
+    Ids,
+    TokenTypes,
+    check_tensors,
+    ids_and_deltas,
+    on_device,
+    on_host,
+    shapes,
+)
 from mmpos.integrations.models.settings import audio_tokens
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
@@ -168,7 +178,7 @@ def _compute(
     rounded = times.long().float().long().numpy()
     seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
     scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=rounded, first_frames=first_frames)
-    return tokens.ids_and_deltas(place(segments, scheme), input_ids, padding=1)
+    return ids_and_deltas(place(segments, scheme), input_ids, tokens, padding=1)
 
 
 def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:

@@ -18,7 +18,7 @@ from transformers.processing_utils import MultiModalData
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import is_chat, read_conversations, separate_images
+from mmpos.integrations.hf.chat import flatten, is_chat, read_conversations, separate_images
 from mmpos.integrations.hf.texts import (
     TextOptions,
     TextRows,
@@ -28,13 +28,7 @@ from mmpos.integrations.hf.texts import (
     flat_options,
     sort_options,
 )
-from mmpos.integrations.hf.vision import (
-    ImagesOfProcessor,
-    VideoProcessor,
-    VideoSettings,
-    flatten_videos,
-    process_videos,
-)
+from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, process_videos, with_frames
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
@@ -477,7 +471,7 @@ class MMPosProcessor(ProcessorMixin):
         settings = self._videos
         if settings is None:
             return None
-        named, counts = flatten_videos(videos, texts)
+        named, counts = flatten("videos", with_frames(videos), texts)
         processed = process_videos(named, settings, self.images, options, self.read_files)
         merge = self.images.spatial_merge_size
         grids = processed.grid_thw // (1, merge, merge)
@@ -654,12 +648,7 @@ def video_processor_of(source: Any) -> VideoProcessor:
 
 
 def video_processor_in(folder: Path, videos_as_images: bool) -> VideoProcessor | None:
-    """Load the video processor in a folder; return None if there is no file for it.
-
-    Args:
-        folder: folder of a model.
-        videos_as_images: whether preprocessor_config.json, the file of the image processor, suffices.
-    """
+    """Load the video processor in a folder, or return None if there is no file for it."""
     config = folder / "processor_config.json"
     in_config = config.is_file() and "video_processor" in json.loads(config.read_bytes())
     names = ["video_preprocessor_config.json"] + ["preprocessor_config.json"] * videos_as_images

@@ -427,15 +427,7 @@ def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens)
 
 
 def _check_counts(kind: str, placeholders: IntArray, rows: int, number: int, per_row: IntArray | None) -> None:
-    """Check that there is one placeholder per image or video.
-
-    Args:
-        kind: "image" or "video".
-        placeholders: (placeholders,) row of each placeholder.
-        rows: number of rows.
-        number: number of images or videos.
-        per_row: (rows,) number of images or videos passed for each row, or None.
-    """
+    """Check that there is one placeholder per image or video; ``placeholders`` are the rows of the placeholders."""
     if per_row is not None:
         in_rows = np.bincount(placeholders, minlength=rows)
         wrong = in_rows != per_row

@@ -86,25 +86,6 @@ def scan_tensors(
     )
 
 
-def ids_and_deltas(positions: PositionTable, input_ids: Tensor) -> Ids:
-    """Return ids in the dtype of input_ids, and int64 deltas, both on the device of input_ids.
-
-    The table has batch · seq tokens, and its scheme gives every document a next position.
-    """
-    (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
-    if not input_ids.is_cpu:
-        numbers = np.empty(axes * batch * seq + batch, np.int64)
-        positions.dense(out=numbers[: numbers.size - batch].reshape(axes, -1))
-        numbers[numbers.size - batch :] = positions.documents[DELTA]
-        ids, deltas = on_device(numbers, input_ids, axes)
-        return ids.to(dtype), deltas
-    is_int = dtype in (torch.int64, torch.int32)
-    ids = input_ids.new_empty((axes, batch, seq), dtype=dtype if is_int else torch.int64)
-    positions.dense(out=ids.numpy().reshape(axes, batch * seq))
-    deltas = torch.from_numpy(positions.documents[DELTA, :, None].copy())
-    return ids if is_int else ids.to(dtype), deltas
-
-
 def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
     """Copy tensors to the host, in a single copy if all of them are on one device."""
     remote = [tensor for tensor in tensors if tensor is not None and not tensor.is_cpu]
@@ -196,23 +177,6 @@ class TokenTypes:
             **more,
         )
 
-    def ids_and_deltas(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
-        """Copy ids, with ``padding`` where the mask is 0, and int64 deltas to the device of input_ids, in one copy."""
-        (batch, seq), axes = input_ids.shape, positions.axes
-        size = axes * batch * seq
-        numbers = np.empty(size + batch, np.int64)
-        dense = numbers[:size].reshape(axes, -1)
-        if self.cu_seqlens is None:
-            positions.dense(out=dense)
-        else:
-            dense[:] = 0
-            dense[:, self.real] = positions.dense()
-        if padding and self.real is not None:
-            dense[:, ~self.real.ravel()] = padding
-        numbers[size:] = positions.deltas
-        ids, deltas = on_device(numbers, input_ids, axes)
-        return ids.to(input_ids.dtype), deltas
-
     def packed(self) -> TokenTypes:
         """Remove padding, and return all rows packed."""
         if self.cu_seqlens is not None:
@@ -227,6 +191,37 @@ class TokenTypes:
     def packed_index(self) -> npt.NDArray[np.bool_] | slice:
         """Index of the packed tokens among the tokens of the batch."""
         return slice(None) if self.real is None else self.real
+
+
+def ids_and_deltas(
+    positions: PositionTable, input_ids: Tensor, tokens: TokenTypes | None = None, padding: int = 0
+) -> Ids:
+    """Return ids in the dtype of input_ids, and int64 deltas, both on the device of input_ids, copied at once.
+
+    Args:
+        positions: table whose scheme gives every document a next position.
+        input_ids: (batch, seq) tensor with the shape, dtype and device of the ids.
+        tokens: types with the mask of the batch; None if the table has batch · seq tokens.
+        padding: id of tokens where the mask is 0.
+    """
+    (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
+    if tokens is None and input_ids.is_cpu and dtype in (torch.int64, torch.int32):
+        ids = input_ids.new_empty((axes, batch, seq))
+        positions.dense(out=ids.numpy().reshape(axes, batch * seq))
+        return ids, torch.from_numpy(positions.documents[DELTA, :, None].copy())
+    size = axes * batch * seq
+    numbers = np.empty(size + batch, np.int64)
+    dense = numbers[:size].reshape(axes, batch * seq)
+    if tokens is None or tokens.cu_seqlens is None:
+        positions.dense(out=dense)
+    else:
+        dense[:] = 0
+        dense[:, tokens.real] = positions.dense()
+    if padding and tokens is not None and tokens.real is not None:
+        dense[:, ~tokens.real.ravel()] = padding
+    numbers[size:] = positions.documents[DELTA]
+    ids, deltas = on_device(numbers, input_ids, axes)
+    return ids.to(dtype), deltas
 
 
 def on_device(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:

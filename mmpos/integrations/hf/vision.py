@@ -27,8 +27,8 @@ __all__ = [
     "VideoProcessor",
     "VideoSettings",
     "Videos",
-    "flatten_videos",
     "process_videos",
+    "with_frames",
     "with_options",
 ]
 
@@ -356,11 +356,6 @@ class Videos:
         return rows
 
 
-def flatten_videos(videos: object, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
-    """Return all videos with their names, and the number of videos of each text; see ``flatten``."""
-    return flatten("videos", _with_frames(videos), texts)
-
-
 def process_videos(
     named: list[tuple[str, Any]],
     settings: VideoSettings,
@@ -409,13 +404,13 @@ def _metadata(known: Any, videos: int) -> list[list[Any] | None]:
     return [[dict(each)] for each in flat_list]
 
 
-def _with_frames(videos: Any) -> Any:
+def with_frames(videos: Any) -> Any:
     """Convert lists of images, which are the frames of one video, to Frames."""
     if not isinstance(videos, list | tuple):
         return videos
-    if videos and all(_is_frame(each) for each in videos):
+    if videos and all(map(_is_frame, videos)):
         return Frames(tuple(videos))
-    return [_with_frames(each) for each in videos]
+    return [with_frames(each) for each in videos]
 
 
 def _is_frame(value: Any) -> bool:

@@ -53,12 +53,7 @@ class Patch:
     ) -> None:
         """Set all attributes and classes and register all hooks, or do nothing.
 
-        Args:
-            name: name of the module in errors.
-            module: module to patch.
-            hooks: registers hooks and yields the handle of each.
-            attributes: attributes to set.
-            classes: objects, each with the subclass to give it.
+        ``name`` is the name of the module in errors; ``hooks`` registers hooks and yields the handle of each.
 
         Raises:
             UnsupportedError: an attribute is already set on an instance.

@@ -223,9 +223,9 @@ def _omni_times(
 Floats = npt.NDArray[np.float32]
 
 _TEXT, _MARKERS, _CONTENT, _LAST, _AFTER, _LAST_AFTER, _NEXT = range(7)
-"""Columns of the ids at a content: the first of the text before it, of its start markers and of its tokens, its highest
-id, the first and the last of its end markers, and the first of the text after it. Each is the previous one plus a
-number, summed in float32."""
+"""Columns of ``_Contents._sums``: the first id of the text before a content, the first id of its start markers, the
+first and the highest id of its tokens, the first and the last id of its end markers, and the first id of the text after
+it. Each is the previous one plus a number, summed in float32."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -377,14 +377,14 @@ def test_a_forward_on_the_instance_is_not_overwritten() -> None:
     transformer = model.transformer()
     transformer.rope.forward = transformer.rope.forward
     with pytest.raises(
-        UnsupportedError, match=r"transformer: got WanRotaryPosEmbed\.forward set on the instance, want that of the cl"
+        UnsupportedError, match=r"transformer: got WanRotaryPosEmbed\.forward set on the instance, want the method of"
     ):
         patch(transformer)
     del transformer.rope.forward
     patch(transformer)
     patched_forward, transformer.rope.forward = transformer.rope.forward, lambda hidden_states: hidden_states
     with pytest.raises(
-        InvalidInputError, match=r"got WanRotaryPosEmbed\.forward that was replaced after patch, want ou"
+        InvalidInputError, match=r"got WanRotaryPosEmbed\.forward that was replaced after patch, want the"
     ):
         unpatch(transformer)
     transformer.rope.forward = patched_forward

@@ -19,7 +19,7 @@ import hostile_images as hostile
 from h2.exceptions import H2Error
 from http2 import Connection, message
 from message_strategies import INFER, REQUESTS, STREAMS, corpus
-from mutations import broken, files
+from mutations import image_files, mutate
 from PIL import Image
 
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
@@ -104,7 +104,7 @@ def mutant(path: str, chance: random.Random) -> bytes:
     """A message of a method, broken a little; now and then only bytes."""
     if path not in UNARY or chance.random() < 0.05:
         return chance.randbytes(chance.choice([0, 1, 2, 5, 50, 500]))
-    return broken(chance.choice(right(path)), chance, right(path))
+    return mutate(chance.choice(right(path)), chance, right(path))
 
 
 async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: Any) -> None:
@@ -132,12 +132,12 @@ async def messages(address: str, chance: random.Random, tally: Tally) -> None:
 
 async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
     """Send broken and hostile image files."""
-    raw = files()
+    raw = image_files()
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(6):
             requests = []
             for _ in range(4):
-                image = hostile_image(chance) if chance.random() < 0.2 else broken(chance.choice(raw), chance, raw)
+                image = hostile_image(chance) if chance.random() < 0.2 else mutate(chance.choice(raw), chance, raw)
                 request = sequences_pb2.BuildRequest()
                 request.query.patches = chance.random() < 0.9
                 request.query.documents.add().parts.add(image=image)

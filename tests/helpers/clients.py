@@ -42,7 +42,7 @@ class Waiting:
 
 
 @contextmanager
-def opened(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
+def open_client(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
     """Open a client whose calls wait: "sync" is a Client, "async" an AsyncClient in an event loop of its own."""
     if kind == "sync":
         with Client(addresses, **options) as client:

@@ -78,7 +78,7 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
 
 
 @dataclass(frozen=True)
-class MadeShard:
+class NumberedShard:
     """A shard whose records are made of their number."""
 
     source: str

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from PIL import Image
-from waiting import descendants, of_process
+from waiting import descendants, read_proc
 
 import mmpos
 from mmpos.data import Pairs, Preprocess, shards, write_sequences
@@ -49,8 +49,8 @@ def most_memory(name: bytes) -> Iterator[list[int]]:
         while not ended.wait(0.2):
             for process in descendants(os.getpid()):
                 with suppress(OSError, IndexError, ValueError):
-                    if name in of_process(process, "cmdline"):
-                        anonymous = of_process(process, "status").split(b"RssAnon:")[1].split()[0]
+                    if name in read_proc(process, "cmdline"):
+                        anonymous = read_proc(process, "status").split(b"RssAnon:")[1].split()[0]
                         most[0] = max(most[0], int(anonymous) // 1024)
 
     thread = threading.Thread(target=watch)

@@ -99,7 +99,7 @@ def text(*lengths: int) -> PositionTable:
 
 
 @contextmanager
-def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
+def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
     """The untouched model while its rotary_emb answers with cos and sin of exact angles, made one token at a time."""
     rotary_emb = model.model.rotary_emb
     exact = ids_of(ids) if isinstance(ids, PositionTable) else ids

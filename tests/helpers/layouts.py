@@ -104,7 +104,7 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
 
 
 @cache
-def answered(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
+def random_answers(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
     """As many random layouts of a model, each with Transformers' answer; the same in every run."""
     random = Random(f"{model}, videos={videos}")
     layouts = (random_layout(random, model, videos) for _ in range(count))

@@ -90,12 +90,12 @@ def settings_of(model: str, **options: Any) -> ModelSettings:
     return mmpos.from_hf_config(config_of(model), layer_type=LAYER_TYPES.get(model), **options)
 
 
-def described(value: Any) -> Any:
+def describe(value: Any) -> Any:
     """The fields of a frozen object that are not their defaults, as JSON has them, with the name of its class."""
     if is_dataclass(value):
         own = [field for field in fields(value) if field.init and getattr(value, field.name) != field.default]
-        return {"class": type(value).__name__, **{field.name: described(getattr(value, field.name)) for field in own}}
-    return [described(each) for each in value] if isinstance(value, list | tuple) else value
+        return {"class": type(value).__name__, **{field.name: describe(getattr(value, field.name)) for field in own}}
+    return [describe(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def encoder_settings(encoder: str, told: object) -> Any:
@@ -106,8 +106,8 @@ def encoder_settings(encoder: str, told: object) -> Any:
 def golden() -> dict[str, dict[str, Any]]:
     """What is read of the defaults of every class."""
     return {
-        "encoders": {each: described(encoder_settings(each, CONFIGS[each]())) for each in ENCODERS},
-        "models": {model: described(settings_of(model)) for model in MODEL_TYPES},
+        "encoders": {each: describe(encoder_settings(each, CONFIGS[each]())) for each in ENCODERS},
+        "models": {model: describe(settings_of(model)) for model in MODEL_TYPES},
     }
 
 

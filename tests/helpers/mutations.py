@@ -13,7 +13,7 @@ _LARGEST = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"
 """2^63 - 1 as protobuf writes it."""
 
 
-def broken(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> bytes:
+def mutate(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> bytes:
     """These bytes with one to four changes.
 
     Args:
@@ -42,7 +42,7 @@ def broken(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> b
     return bytes(data)
 
 
-def files() -> list[bytes]:
+def image_files() -> list[bytes]:
     """Small image files: every format, with what their decoders have most code for."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 40, 4), np.uint8)
     color = Image.fromarray(noise).convert("RGB")

@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 
 
-def executed(path: Path) -> nbformat.NotebookNode:
+def execute(path: Path) -> nbformat.NotebookNode:
     """Run a notebook from its first cell in a kernel of its own, and return it with the outputs of this run."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
@@ -24,4 +24,4 @@ def executed(path: Path) -> nbformat.NotebookNode:
 
 if __name__ == "__main__":
     for path in sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(executed(path), path)
+        nbformat.write(execute(path), path)

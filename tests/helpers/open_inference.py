@@ -42,7 +42,7 @@ def config(**tables: Any) -> ServerConfig:
     )
 
 
-def given(name: str, values: object, datatype: str | None = None) -> Any:
+def input_tensor(name: str, values: object, datatype: str | None = None) -> Any:
     """An input of this name: numbers, or bytes."""
     array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
     tensor = triton.InferInput(
@@ -52,7 +52,7 @@ def given(name: str, values: object, datatype: str | None = None) -> Any:
     return tensor
 
 
-def wanted(names: Iterable[str] | None) -> list[Any] | None:
+def requested_outputs(names: Iterable[str] | None) -> list[Any] | None:
     """Outputs of these names."""
     return None if names is None else [triton.InferRequestedOutput(name) for name in names]
 
@@ -61,8 +61,8 @@ def ask(
     client: TritonClient, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
 ) -> Any:
     """The arrays of an answer, by name."""
-    tensors = [given(name, values) for name, values in inputs.items()]
-    result = client.infer(model, tensors, outputs=wanted(outputs), **options)
+    tensors = [input_tensor(name, values) for name, values in inputs.items()]
+    result = client.infer(model, tensors, outputs=requested_outputs(outputs), **options)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 

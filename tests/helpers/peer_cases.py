@@ -26,13 +26,13 @@ class Tolerance(NamedTuple):
     atol: float
 
 
-def meeting(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
+def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Cases in which every two values of every two factors meet, as pytest.param with an id; few, and always the same.
 
     Each case begins with a pair that no case has yet, and takes of every other factor the value that brings most such
     pairs. Such a design finds what depends on one setting, or on two of them together.
 
-    >>> [case.values for case in meeting({"a": "xy", "b": (1, 2), "c": (True, False)})]
+    >>> [case.values for case in pairwise_cases({"a": "xy", "b": (1, 2), "c": (True, False)})]
     [('x', 1, True), ('x', 2, False), ('y', 1, False), ('y', 2, True)]
 
     Args:
@@ -79,7 +79,7 @@ def channels(width: int, adjacent: bool) -> tuple[slice, slice]:
     return (slice(0, width, 2), slice(1, width, 2)) if adjacent else (slice(width // 2), slice(width // 2, width))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     """Their formula: each pair (a, b) becomes (a·cos − b·sin, b·cos + a·sin), and what is behind the pairs stays.
 
     Args:
@@ -95,7 +95,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     return out
 
 
-def agree(
+def assert_rotations_agree(
     ours: Tensor | None,
     theirs: Tensor,
     x: Tensor,
@@ -115,7 +115,7 @@ def agree(
         theirs: that of the peer's formula, in the same dtype.
         x: what was rotated, in the same layout.
         pairs: pairs of channels that turn, the first ones.
-        adjacent: as for ``turned``.
+        adjacent: as for ``rotate_pairs``.
         phase: what else the peer is off by, in rad or of the length: angles, or tables and arithmetic in fewer bits.
         before: the error of x itself where it was normalised, relative.
         peer: the peer's own tolerance.

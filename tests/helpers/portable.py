@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from versions import asked
+from versions import parse_parts
 
 SUITES = {"test": ["-n", "3", "--dist", "worksteal"], "slow": ["-n", "4", "--dist", "loadgroup", "-m", "slow"]}
 """Those of the Makefile."""
@@ -81,7 +81,7 @@ def run(setting: str, suite: str) -> tuple[bool, str]:
 def main() -> int:
     """Run what is asked for, and print a line for each."""
     green = True
-    for setting in asked(__doc__, list(SETTINGS)):
+    for setting in parse_parts(__doc__, list(SETTINGS)):
         for suite in SUITES:
             passed, counted = run(setting, suite)
             green &= passed

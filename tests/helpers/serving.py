@@ -175,7 +175,7 @@ def items(*names: str) -> Iterator[pb.StreamPlaceRequest]:
     return (pb.StreamPlaceRequest(id=i, query=pb.PositionsQuery(profile=name)) for i, name in enumerate(names))
 
 
-def asked(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
+def status_of(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
     """The name of the status of a call by frames."""
     stream = connection.call(path, *metadata)
     connection.send(stream, raw)

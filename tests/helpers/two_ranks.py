@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_corpus import MadeShard
+from data_corpus import NumberedShard
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -31,7 +31,7 @@ def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(listed, batch_size=None, **options)
 
 
-class Shards(MadeShard):
+class Shards(NumberedShard):
     """A shard whose even records are long, so that the second of two ranks packs fewer."""
 
     @staticmethod

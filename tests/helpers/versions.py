@@ -69,7 +69,7 @@ EXTRAS = {
 """What extras that need no torch are there for; the others are in the environments of everything."""
 
 
-def asked(description: str | None, known: list[str]) -> list[str]:
+def parse_parts(description: str | None, known: list[str]) -> list[str]:
     """Read which of the known parts a command line asks for; all of them where it names none."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(known)}")
@@ -176,7 +176,7 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run what is asked for, and print a line for each."""
-    chosen = asked(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
+    chosen = parse_parts(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}

@@ -36,7 +36,7 @@ def free_port() -> int:
             return port
 
 
-def of_process(pid: int, name: str) -> bytes:
+def read_proc(pid: int, name: str) -> bytes:
     """A file of /proc; empty once the process has ended, which may be at any moment."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
@@ -46,11 +46,11 @@ def of_process(pid: int, name: str) -> bytes:
 
 def descendants(pid: int) -> list[int]:
     """Children of a process, and theirs."""
-    found = [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
+    found = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
     return found + [each for child in found for each in descendants(child)]
 
 
 def alive(pid: int) -> bool:
     """Whether a process still runs; one that nobody buries does not."""
-    _, _, state = of_process(pid, "stat").rpartition(b") ")
+    _, _, state = read_proc(pid, "stat").rpartition(b") ")
     return state[:1] not in (b"", b"Z")

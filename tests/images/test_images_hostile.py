@@ -15,7 +15,7 @@ from pathlib import Path
 import hostile_images as hostile
 import numpy as np
 import pytest
-from mutations import broken, files
+from mutations import image_files, mutate
 from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
@@ -152,10 +152,10 @@ def test_an_image_takes_no_more_memory_than_twenty_bytes_a_pixel() -> None:
 @pytest.mark.parametrize("backend", ["pillow", "torchvision"])
 def test_damage_gives_pixels_or_an_error_of_mmpos(backend: str, count: int) -> None:
     processor = ImageProcessor(backend, patch_size=4, spatial_merge_size=1, min_pixels=0, max_source_pixels=10**6)
-    chance, whole = random.Random(1), [*files(), hostile.jpeg_of_scans(20), hostile.deep_png(8)]
+    chance, whole = random.Random(1), [*image_files(), hostile.jpeg_of_scans(20), hostile.deep_png(8)]
     decoded = 0
     for _ in range(count):
-        data = broken(chance.choice(whole), chance, whole)
+        data = mutate(chance.choice(whole), chance, whole)
         with suppress(InvalidInputError, LimitExceededError):
             assert processor.process(data).grid == processor.grid(*processor.inspect(data))
             decoded += 1

@@ -14,9 +14,9 @@ from hf_models import (
     model_of,
     patched,
     rotary_of,
+    rotated_by_hand,
     text,
     tokens,
-    turned_by_hand,
     two_rows,
 )
 from tolerance import assert_within, rounding
@@ -49,7 +49,7 @@ def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
     table, rotary = two_rows("rope-tie-v2"), rotary_of(model)  # half-integers
     with torch.no_grad():
         untouched = model(input_ids).logits
-        with turned_by_hand(model, table, rotary, 2):
+        with rotated_by_hand(model, table, rotary, 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         got = patch(model, rotary)(input_ids, mm_position_ids=table).logits
     assert_within(got, want, bound)
@@ -78,7 +78,7 @@ def test_other_models_built_like_llama_turn_likewise(name: str) -> None:
         patch(model, rotary_of(model, precision="hf"))
         assert torch.equal(model(input_ids, mm_position_ids=text(24, 24)).logits, untouched)
         unpatch(model)
-        with turned_by_hand(model, table, rotary_of(model), 2):
+        with rotated_by_hand(model, table, rotary_of(model), 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         patch(model, rotary_of(model), implementation="reference")
         got = model(input_ids, mm_position_ids=table).logits
@@ -130,7 +130,7 @@ def test_any_number_of_axes_and_any_allocation() -> None:
         ("rope-tie", {"allocation": "axial"}),
     ):
         table, rotary = two_rows(scheme), rotary_of(model, **changes)
-        with torch.no_grad(), turned_by_hand(model, table, rotary, 2):
+        with torch.no_grad(), rotated_by_hand(model, table, rotary, 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         patch(model, rotary)
         assert_within(model(input_ids, mm_position_ids=table).logits, want, bound)
@@ -184,7 +184,7 @@ def test_a_cursor_beyond_what_a_scaling_was_set_for_is_refused() -> None:
         with pytest.raises(InvalidInputError, match=r"go on at 75, .* want a patch with rotary.for_length\(75\)"):
             call(input_ids, mm_position_ids=table)
     unpatch(model)
-    with torch.no_grad(), turned_by_hand(model, table, rotary.for_length(80), 1):
+    with torch.no_grad(), rotated_by_hand(model, table, rotary.for_length(80), 1):
         want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
     got = patch(model, rotary.for_length(80))(input_ids, mm_position_ids=table).logits
     assert_within(got, want, bound)
@@ -206,7 +206,7 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
 def test_loss_and_gradients_are_those_of_cos_and_sin_by_hand(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     rotary = rotary_of(model)
-    with turned_by_hand(model, table, rotary, 2):
+    with rotated_by_hand(model, table, rotary, 2):
         want, bounds = gradients(model, input_ids), rounding(lambda: gradients(model, input_ids), model.parameters())
     assert_within(gradients(patch(model, rotary), input_ids, mm_position_ids=table), want, bounds)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import as_ids, model_of, rotary_of, tokens, turned_by_hand, two_rows
+from hf_models import as_ids, model_of, rotary_of, rotated_by_hand, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -124,7 +124,7 @@ def test_the_kernel_takes_the_place_of_the_models_rotation(launches: list[tuple[
     other = model_of("llama", num_hidden_layers=1).to(device)
     table = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(2)]]), "rope-tie-v2")
     rotary = rotary_of(model)
-    with turned_by_hand(model, table, rotary, 1):
+    with rotated_by_hand(model, table, rotary, 1):
         want, bounds = gradients(model, input_ids), rounding(lambda: gradients(model, input_ids), model.parameters())
     patch(model, rotary, implementation="triton")
     untouched = other(input_ids).logits

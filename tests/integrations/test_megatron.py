@@ -17,7 +17,7 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
-from peer_cases import meeting
+from peer_cases import pairwise_cases
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
@@ -353,7 +353,7 @@ def float32_phase(ids: int, theta: float) -> float:
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize(
     ("channels", "percent", "interleaved", "base", "scaling", "seq", "offset"),
-    meeting(
+    pairwise_cases(
         {
             "channels": (8, 64, 128),
             "percent": (1.0, 0.5, 0.25),

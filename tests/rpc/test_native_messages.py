@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from message_strategies import REQUESTS, for_each, messages
-from mutations import broken
+from mutations import mutate
 
 from mmpos.rpc import beside, elements
 from mmpos.rpc.elements import count_elements
@@ -158,7 +158,7 @@ def test_bytes_that_parsers_read_are_counted(kind: type[Message]) -> None:
     pieces = [*whole, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
     chance, seen = random.Random(kind.__name__), [0, 0]
     for _ in range(2000):
-        raw = broken(chance.choice(whole), chance, pieces)
+        raw = mutate(chance.choice(whole), chance, pieces)
         count = both(kind, raw, chance.choice([0, 1, 3, 10, 50, ALL, ALL]))
         try:
             kind.FromString(raw)
@@ -176,7 +176,7 @@ def test_a_message_of_numbers_alone_is_broken_where_its_parser_says_so() -> None
     whole = whole_messages(kind)
     chance = random.Random(7)
     for _ in range(4000):
-        raw = broken(chance.choice(whole), chance, [*whole, *GROUP])
+        raw = mutate(chance.choice(whole), chance, [*whole, *GROUP])
         try:
             kind.FromString(raw)
         except DecodeError:
@@ -256,7 +256,7 @@ def test_broken_bytes_are_read_or_declined() -> None:
     whole = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):
-        answers.add(CORE.integers(broken(whole, chance, [whole, b"\x0a\0"]), b"\1\2\3\4") is None)
+        answers.add(CORE.integers(mutate(whole, chance, [whole, b"\x0a\0"]), b"\1\2\3\4") is None)
     assert answers == {True, False}
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Array, Layout, answered, rope_index
+from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Array, Layout, random_answers, rope_index
 from oracle import exact, placed
 
 from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
@@ -35,7 +35,7 @@ COUNT = 350
 )
 def test_schemes_on_random_batches_are_what_transformers_computes(model: str, videos: bool, scheme: str) -> None:
     """Padding is id 0 on both sides and compared, too."""
-    batches = answered(model, videos, COUNT)
+    batches = random_answers(model, videos, COUNT)
     assert len(batches) == COUNT
     for layout, want in batches:
         timed = model == "qwen2_5_vl" and scheme == "mrope-transformers"
@@ -60,7 +60,7 @@ def test_text_after_a_video_goes_on_below_its_frames_and_contradicts_the_delta_i
 def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
     """Of rows with a video and text last: do ids differ from the engines', does the delta contradict the last id."""
     schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
-    for layout, answer in answered(model, True, COUNT):
+    for layout, answer in random_answers(model, True, COUNT):
         engines = place(layout.segments(), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
         differs = answer.ids != engines.dense().reshape(answer.ids.shape)
         for row, real in enumerate(layout.real):

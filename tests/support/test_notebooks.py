@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebooks import FOLDER, executed
+from notebooks import FOLDER, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -28,4 +28,4 @@ def test_there_are_two() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_gives_the_outputs_that_it_shows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
-    assert outputs(executed(path)) == outputs(nbformat.read(path, as_version=4))
+    assert outputs(execute(path)) == outputs(nbformat.read(path, as_version=4))

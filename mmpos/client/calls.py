@@ -574,7 +574,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
                 f"{name}: got a tensor that requires gradients, want a detached one: a service returns no gradients"
             )
     if k is not None and k.device != q.device:
-        raise InvalidInputError(f"k: must be on the device of q, {q.device}, got {k.device}")
+        raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")
 
 
 def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:

@@ -202,10 +202,10 @@ _DROPPED = "CANCELLED"
 
 # Messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
-    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: they do not vouch for the server's certificate",
-    "Hostname Verification Check failed": "tls.server_name: the server's certificate has other names",
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
+    "Hostname Verification Check failed": "tls.server_name: the server's certificate is valid only for other names",
     "WRONG_VERSION_NUMBER": "tls: the server does not use TLS, want tls=None",
-    "Failed to create security handshaker": "tls: the certificates cannot be used, want PEM",
+    "Failed to create security handshaker": "tls: the certificates are invalid, want PEM",
     "ls handshake failed": "tls: the handshake failed",
 }
 

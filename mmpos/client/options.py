@@ -255,7 +255,7 @@ def _check_address(name: str, address: object, *, alone: bool) -> None:
         return
     server = host_and_port(address) if isinstance(address, str) else None
     if server is None or not 1 <= server.port <= 65535:
-        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" for each of several'
+        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" in a list of addresses'
         raise InvalidInputError(f"{name}: got {address!r}, want {want}")
 
 

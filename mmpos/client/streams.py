@@ -162,7 +162,7 @@ class Unanswered(Generic[Q, T]):
         Raises:
             MmposError: the error, if waiting does not help or the attempts are used up.
         """
-        error = error or ServiceUnavailableError("stream: it ended before all requests were answered")
+        error = error or ServiceUnavailableError("stream: the server ended it before it answered all requests")
         if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():

@@ -123,7 +123,7 @@ def _entry(words: list[str]) -> tuple[bytes, str]:
         raise InvalidInputError(f"got {len(words)} words, want 2: a name and a token")
     name, token = words
     if not _NAME.fullmatch(name):
-        raise InvalidInputError("the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-")
+        raise InvalidInputError("the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-")
     if len(token) < LEAST_CHARACTERS:
         raise InvalidInputError(f"got a token of {len(token)} characters, want >= {LEAST_CHARACTERS}")
     if not is_token(token):

@@ -82,7 +82,7 @@ class Gate:
             if self.taken > held and self.taken + count > self.limit:
                 raise self._refusal(self.name, self.taken, self.limit)
             if mine > held and mine + count > self._most:
-                raise self._refusal(f"clients.max_share of {self.name} of {client!r}", mine, self._most)
+                raise self._refusal(f"clients.max_share of {self.name} for {client!r}", mine, self._most)
             self.taken += count
             self._held[client] = mine + count
 
@@ -99,7 +99,7 @@ class Gate:
                 self._mean = seconds if self._mean is None else self._mean + 0.05 * (seconds - self._mean)
 
     def _refusal(self, name: str, got: int, limit: float) -> ServiceOverloadedError:
-        return ServiceOverloadedError(f"{name}: got {got} taken of {limit:.0f}", self.retry_after)
+        return ServiceOverloadedError(f"{name}: got {got} of {limit:.0f} in use", self.retry_after)
 
 
 class WorkPool:
@@ -130,7 +130,7 @@ class WorkPool:
         try:
             if self.gate.taken >= most < self.gate.limit:
                 raise ServiceOverloadedError(
-                    f"{self.gate.name}: got {self.gate.taken} taken of {most} under overload", self.gate.retry_after
+                    f"{self.gate.name}: got {self.gate.taken} of {most} in use under overload", self.gate.retry_after
                 )
             self.gate.enter(client)
         except ServiceOverloadedError:
@@ -175,7 +175,7 @@ class Rates:
             self._forget(now)
         if early:
             raise ServiceOverloadedError(
-                f"clients.requests_per_second of {client!r}: want <= {self._per_second:g} on average",
+                f"clients.requests_per_second for {client!r}: want <= {self._per_second:g} on average",
                 (1.0 - left) / self._per_second,
             )
 

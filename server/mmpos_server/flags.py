@@ -85,13 +85,13 @@ class Flags:
         ),
     ] = None
     notice_seconds: Annotated[
-        float, _flag("Seconds to keep serving after SIGTERM as NOT_SERVING, so that load balancers notice.", min=0)
+        float, _flag("Seconds to serve after SIGTERM while health reports NOT_SERVING to load balancers.", min=0)
     ] = 0.0
-    drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
+    drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans and metrics, as the environment variables OTEL_… say.", "--otel")
+        bool, _flag("Export OpenTelemetry spans and metrics, configured by the environment variables OTEL_….", "--otel")
     ] = False
     preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
         False

@@ -218,5 +218,5 @@ def refused_by(error: Exception) -> str | None:
     if isinstance(error, ServiceUnavailableError):  # also raised at the end of an idle stream
         return "stopping" if "about to stop" in str(error) else None
     if isinstance(error, ServiceOverloadedError):
-        return str(error).partition(":")[0].partition(" of ")[0]
+        return str(error).partition(":")[0].partition(" ")[0]
     return None

@@ -152,7 +152,7 @@ class RotaryService:
         """Return the rotation of a profile, or of the default profile for None."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
-            raise InvalidInputError(f"rotary: the request has no rotation, and neither has profile {profile.name!r}")
+            raise InvalidInputError(f"rotary: the request and its profile {profile.name!r} have no rotation")
         return profile.rotary
 
     def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[PositionTable | Tensor, int]:
@@ -220,4 +220,4 @@ def _device_of_torch() -> str:
 def demand_torch() -> None:
     """Raise an error if torch is not installed."""
     if not has_torch():
-        raise UnsupportedError(f"rotary: this server has no torch, want one installed with {pip_install('all')}")
+        raise UnsupportedError(f"rotary: this server has no torch, want {pip_install('all')}")

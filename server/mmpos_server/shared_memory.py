@@ -65,7 +65,9 @@ class Region:
             self._descriptor = _opened(key)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None
+                raise LimitExceededError(
+                    f"{name}: got {error.strerror} when opening {key!r}, want fewer open files"
+                ) from None
             raise InvalidInputError(
                 f"{name}.key: got {key!r} ({error.strerror}), want an object that this server may open"
             ) from None
@@ -118,7 +120,7 @@ class Region:
                 done = os.pwrite(self._descriptor, rest, at)
             except OSError as error:
                 raise LimitExceededError(
-                    f"{name}: got {error.strerror} writing {self.key!r}, want more memory"
+                    f"{name}: got {error.strerror} when writing {self.key!r}, want more memory"
                 ) from None
             at, rest = at + done, rest[done:]
 

@@ -49,28 +49,28 @@ class Metrics:
         """Ended calls that are not counted yet; None stands for a call that begins."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
-            "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
+            "mmpos_requests", "Calls and items of streams, by status.", ["method", "status"], registry=registry
         )
         self.refused = Counter(
             "mmpos_refused", "Refused calls and streams, by limit.", ["method", "reason"], registry=registry
         )
         self.unauthenticated = Counter(
             "mmpos_unauthenticated",
-            "Calls and streams refused for lack of a known credential.",
+            "Calls and streams refused for lack of a known token.",
             registry=registry,
         )
-        self.documents = Counter("mmpos_documents", "Documents answered.", method, registry=registry)
-        self.tokens = Counter("mmpos_tokens", "Tokens answered.", method, registry=registry)
-        self.images = Counter("mmpos_images", "Images answered.", method, registry=registry)
+        self.documents = Counter("mmpos_documents", "Documents in answers.", method, registry=registry)
+        self.tokens = Counter("mmpos_tokens", "Tokens in answers.", method, registry=registry)
+        self.images = Counter("mmpos_images", "Images in answers.", method, registry=registry)
         self.bytes_in = Counter("mmpos_request_bytes", "Bytes of requests.", method, registry=registry)
         self.bytes_out = Counter("mmpos_response_bytes", "Bytes of answers.", method, registry=registry)
         self.in_flight = Gauge(
-            "mmpos_in_flight", "Calls, and items of streams, at work.", registry=registry, multiprocess_mode="livesum"
+            "mmpos_in_flight", "Running calls and items of streams.", registry=registry, multiprocess_mode="livesum"
         )
         self.streams = Gauge("mmpos_streams", "Open streams.", registry=registry, multiprocess_mode="livesum")
         self.stages = Histogram(
             "mmpos_stage_seconds",
-            "Time of each stage of a call, and of the whole (total).",
+            "Duration of each stage of a call, and of the whole call (total).",
             ["method", "stage"],
             buckets=_SECONDS,
             registry=registry,
@@ -203,7 +203,7 @@ class ProcessMetrics(Collector):
         """Yield the metrics, without the certificate's if it cannot be read."""
         build = {"version": version(), "python": python_version()}
         yield InfoMetricFamily("mmpos_build", "Versions of the server and of Python.", build)
-        yield GaugeMetricFamily("mmpos_start_time_seconds", "When the server started, in unix time.", self._started)
+        yield GaugeMetricFamily("mmpos_start_time_seconds", "Start time of the server in unix time.", self._started)
         if self._tls is None:
             return
         try:
@@ -211,7 +211,7 @@ class ProcessMetrics(Collector):
         except (OSError, InvalidInputError):
             return
         yield GaugeMetricFamily(
-            "mmpos_certificate_not_after_seconds", "When the certificate expires, in unix time.", seconds
+            "mmpos_certificate_not_after_seconds", "Expiry time of the certificate in unix time.", seconds
         )
 
 

@@ -77,7 +77,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
         ({"addresses": "localhost:0"}, "addresses[0]: got 'localhost:0'"),
         ({"addresses": "localhost:65536"}, "addresses[0]: got 'localhost:65536'"),
         ({"addresses": "::1:50051"}, "addresses[0]: got '::1:50051'"),
-        ({"addresses": ["a:1", "unix:b"]}, "addresses[1]: got 'unix:b', want \"host:port\" for each of several"),
+        ({"addresses": ["a:1", "unix:b"]}, "addresses[1]: got 'unix:b', want \"host:port\" in a list of addresses"),
         ({"addresses": ["a:1", None]}, "addresses[1]: got None"),
         ({"timeout": None}, "timeout: got None, want seconds above 0"),
         ({"timeout": 0}, "timeout: got 0, want"),
@@ -172,7 +172,7 @@ def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> Non
         )
         assert remote(q, q.to("meta")) == (
             InvalidInputError,
-            "k: must be on the device of q, cpu, got meta",
+            "k must be on the device of q, cpu, got meta",
         )
         assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
         device = DevicePositions.from_table(positions, "cpu")

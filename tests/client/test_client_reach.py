@@ -101,12 +101,12 @@ def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
-        untrusted = "tls.root_certificates: they do not vouch for the server's certificate"
+        untrusted = "tls.root_certificates: cannot verify the server's certificate"
         assert cause(address, Tls(other)) == untrusted
-        misnamed = "tls.server_name: the server's certificate has other names"
+        misnamed = "tls.server_name: the server's certificate is valid only for other names"
         assert cause(address, Tls(cert, server_name="elsewhere")) == misnamed
         assert cause(address).endswith("Socket closed (a server that requires TLS closes it: tls=Tls(...))")
-        assert cause(address, Tls(b"no PEM")) == "tls: the certificates cannot be used, want PEM"
+        assert cause(address, Tls(b"no PEM")) == "tls: the certificates are invalid, want PEM"
     with running(listen=Listen(tls=TlsFiles(cert, key, cert))) as address:
         unidentified = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
         assert cause(address, Tls(cert)).endswith(unidentified)
@@ -150,5 +150,5 @@ def test_a_client_does_not_wait_for_a_server_that_restarts_with_another_certific
         with running(listen=Listen(port=port, tls=TlsFiles(cert, key))):
             client.place(SEGMENTS)
         restarted = running(listen=Listen(port=port, tls=TlsFiles(other, other_key)))
-        with restarted, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: they do not vouch"):
+        with restarted, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: cannot verify"):
             client.place(SEGMENTS)

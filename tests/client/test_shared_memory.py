@@ -193,7 +193,7 @@ def test_too_many_open_files_are_reported_as_a_limit(key: str, monkeypatch: pyte
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files opening '/.*', want fewer"):
+    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files when opening '/.*', want fewer"):
         open_region(key)
 
 
@@ -202,7 +202,7 @@ def test_a_machine_without_memory_is_reported_as_a_limit(key: str, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device writing '/.*', want more memory"):
+    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device when writing '/.*', want more"):
         open_region(key).write("q", 0, b"a")
 
 

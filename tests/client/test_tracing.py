@@ -67,7 +67,7 @@ def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
 
 ERRORS = {
     "limit": LimitExceededError("documents: got 2, want <= 1"),
-    "busy": ServiceOverloadedError("max_in_flight: got 1 taken of 1", 1.0),
+    "busy": ServiceOverloadedError("max_in_flight: got 1 of 1 in use", 1.0),
     "bug": KeyError("why"),
 }
 METHOD = place_method(run)

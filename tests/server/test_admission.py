@@ -59,8 +59,8 @@ def message(enter: Callable[..., object], *arguments: object) -> str:
 def test_a_full_gate_refuses_every_client_and_a_client_with_its_full_share_is_refused() -> None:
     gate = Gate("slots", 5, 0.5)
     results = [message(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
-    share = "clients.max_share of slots of 'a': got 2 taken of 2"
-    assert results == ["", "", share, "", "", "", "slots: got 5 taken of 5"]
+    share = "clients.max_share of slots for 'a': got 2 of 2 in use"
+    assert results == ["", "", share, "", "", "", "slots: got 5 of 5 in use"]
     gate.leave("a")
     assert [message(gate.enter, "b"), message(gate.enter, "a")] == [share.replace("'a'", "'b'"), ""]
     for name in ("a", "a", "b", "b", "c"):
@@ -79,13 +79,13 @@ def test_a_client_may_take_its_share_but_at_least_one_slot_and_all_slots_without
 def test_a_call_larger_than_the_gate_enters_while_no_other_call_holds_slots() -> None:
     gate = Gate("bytes", 1000, 0.5)
     gate.enter("a", 2000)
-    assert message(gate.enter, "b") == "bytes: got 2000 taken of 1000"
+    assert message(gate.enter, "b") == "bytes: got 2000 of 1000 in use"
     gate.enter("a", 500, 2000)
     gate.leave("a", 2500)
     gate.enter("a", 100)
     gate.enter("b", 100)
-    assert message(gate.enter, "a", 900, 100) == "bytes: got 200 taken of 1000"
-    assert message(gate.enter, "a", 401) == "clients.max_share of bytes of 'a': got 100 taken of 500"
+    assert message(gate.enter, "a", 900, 100) == "bytes: got 200 of 1000 in use"
+    assert message(gate.enter, "a", 401) == "clients.max_share of bytes for 'a': got 100 of 500 in use"
 
 
 def test_the_retry_delay_follows_the_duration_of_calls() -> None:
@@ -127,10 +127,10 @@ def test_a_gate_counts_correctly_in_many_threads() -> None:
 def test_a_refusal_shortens_the_queue_until_a_second_passes_without_one(clock: Clock) -> None:
     pool = WorkPool("pool", 2, Gate("slots", 20))
     assert {message(pool.enter, "a") for _ in range(20)} == {""}
-    assert message(pool.enter, "a") == "slots: got 20 taken of 20"
+    assert message(pool.enter, "a") == "slots: got 20 of 20 in use"
     pool.gate.leave("a", 14)
     clock.now = 0.9
-    short = "slots: got 6 taken of 6 under overload"
+    short = "slots: got 6 of 6 in use under overload"
     assert message(pool.enter, "a") == short
     pool.gate.leave("a")
     assert [message(pool.enter, "a"), message(pool.enter, "a")] == ["", short]
@@ -142,7 +142,7 @@ def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_of_others() 
     pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
     for _ in range(10):
         pool.enter("a")
-    assert message(pool.enter, "a").startswith("clients.max_share of slots of 'a'")
+    assert message(pool.enter, "a").startswith("clients.max_share of slots for 'a'")
     assert message(pool.enter, "b") == ""
 
 
@@ -154,7 +154,7 @@ def test_a_rate_allows_a_burst_and_then_one_request_at_a_time() -> None:
     rates = Rates(ClientLimits(requests_per_second=4.0, burst=2), clock)
     rates.take("a")
     rates.take("a")
-    words = "clients.requests_per_second of 'a': want <= 4 on average"
+    words = "clients.requests_per_second for 'a': want <= 4 on average"
     assert refusal(rates.take, "a") == (words, 0.25)
     rates.take("b")
     clock.now += 0.125
@@ -442,7 +442,7 @@ def test_a_full_pool_refuses_a_call_but_an_item_of_a_stream_waits(admission: Adm
     for other in others:
         other.join("image")
     call = Call("id", "a", admission, Transport())
-    assert message(call.run, "image", int) == "max_in_flight_images: got 2 taken of 2"
+    assert message(call.run, "image", int) == "max_in_flight_images: got 2 of 2 in use"
     item, results = call.of_item(3), list[int]()
     waiting = threading.Thread(target=lambda: results.append(item.run("image", int)))
     waiting.start()
@@ -462,7 +462,7 @@ def test_bytes_beyond_the_limit_are_refused_to_a_call_but_an_item_waits() -> Non
     one, other = (Call("id", name, admission, Transport()) for name in "ab")
     one.hold(400)
     one.hold(500)
-    assert message(other.hold, 125) == "max_in_flight_bytes: got 900 taken of 1024"
+    assert message(other.hold, 125) == "max_in_flight_bytes: got 900 of 1024 in use"
     item = other.of_item(1)
     waiting = threading.Thread(target=partial(item.hold, 125))
     waiting.start()

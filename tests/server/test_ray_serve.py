@@ -188,7 +188,7 @@ def test_a_broken_stream_ends_with_its_status_and_a_cancelled_stream_frees_its_s
         failed = raised.value
         assert (failed.code(), failed.details()) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "max_streams: got 1 taken of 1",
+            "max_streams: got 1 of 1 in use",
         )
         held.cancel()
         left.set()
@@ -222,7 +222,7 @@ def test_a_refused_call_has_a_retry_delay(pair: Pair) -> None:
     with Client(pair.ingress, timeout=60) as client, ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(ask) for _ in range(8)]:
             future.result(timeout=120)
-    assert str(refused[0]) == "max_in_flight: got 1 taken of 1"
+    assert str(refused[0]) == "max_in_flight: got 1 of 1 in use"
     assert 0 < refused[0].retry_after <= 30
 
 

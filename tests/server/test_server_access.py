@@ -88,7 +88,7 @@ def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
         ),
         (
             f"al,ice {ALICE}\n",
-            "{}: line 1: the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-",
+            "{}: line 1: the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-",
         ),
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],

@@ -113,9 +113,9 @@ def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -
 @pytest.mark.parametrize(
     ("limits", "pool", "message"),
     [
-        ({"max_in_flight": 1}, "", "max_in_flight: got 1 taken of 1"),
-        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 taken of 1"),
-        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 taken of 1024"),
+        ({"max_in_flight": 1}, "", "max_in_flight: got 1 of 1 in use"),
+        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 of 1 in use"),
+        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 of 1024 in use"),
     ],
 )
 def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
@@ -191,12 +191,12 @@ TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
         (
             {"clients": {"requests_per_second": 0.001, "burst": 1}},
             "clients.requests_per_second",
-            "clients.requests_per_second of 'alice': want <= 0.001 on average",
+            "clients.requests_per_second for 'alice': want <= 0.001 on average",
         ),
         (
             {"concurrency": {"max_in_flight": 2}},
             "clients.max_share",
-            "clients.max_share of max_in_flight of 'alice': got 1 taken of 1",
+            "clients.max_share of max_in_flight for 'alice': got 1 of 1 in use",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_slot(serve: Serve) -
     call = server.stream(items("wait image"))
     assert server.fake.begun.wait(60)
     status, details, metadata = refusal(lambda: next(server.stream(items("echo 1"))))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 taken of 1")
+    assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 of 1 in use")
     assert metadata["grpc-retry-pushback-ms"] == "1000"
     call.cancel()
     assert server.fake.stopped.wait(60)

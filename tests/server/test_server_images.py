@@ -47,7 +47,7 @@ def test_large_images_have_their_own_threads_and_slots(monkeypatch: pytest.Monke
         large = [threads.submit(client.build, ["a", LARGE]) for _ in range(3)]
         assert all(begun.acquire(timeout=60) for _ in range(2))
         assert not begun.acquire(timeout=0.2), "more than two threads decode large images"
-        with pytest.raises(ServiceOverloadedError, match="max_in_flight_heavy: got 3 taken of 3"):
+        with pytest.raises(ServiceOverloadedError, match="max_in_flight_heavy: got 3 of 3 in use"):
             client.build(["a", LARGE])
         assert client.build(["a", PHOTO]).grid_thw.tolist() == [[1, 14, 11]]
         done.set()

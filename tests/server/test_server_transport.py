@@ -142,7 +142,7 @@ def test_half_requests_hold_at_most_the_share_of_their_client(
         assert eventually(lambda: server.taken() == {gate: share})
         code, error = connection.ended(connection.call(path))
         assert code == "RESOURCE_EXHAUSTED"
-        assert f"clients.max_share of {gate} of '127.0.0.1': got {share} taken of {share}".encode() in error
+        assert f"clients.max_share of {gate} for '127.0.0.1': got {share} of {share} in use".encode() in error
         assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
 
@@ -160,7 +160,7 @@ def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve) -> No
             assert eventually(partial(lambda held: server.taken().get("max_in_flight_bytes", 0) >= held, held))
         code, error = connection.ended(streams[2])
         assert code == "RESOURCE_EXHAUSTED"
-        assert b"clients.max_share of max_in_flight_bytes of '127.0.0.1': got " in error
+        assert b"clients.max_share of max_in_flight_bytes for '127.0.0.1': got " in error
         connection.open(streams[0], 2 * LARGE)
         assert connection.ended(streams[0])[0] == "OK"
     assert eventually(lambda: not server.taken())
@@ -271,7 +271,7 @@ def test_health_is_answered_while_every_slot_is_taken(serve: Serve) -> None:
         assert eventually(lambda: server.taken() == {"max_in_flight": 4, "max_streams": 2})
         health = health_pb2_grpc.HealthStub(server.channel)
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
-        assert ending(lambda: server.place(query("echo 1")))[1] == "max_in_flight: got 4 taken of 4"
+        assert ending(lambda: server.place(query("echo 1")))[1] == "max_in_flight: got 4 of 4 in use"
 
 
 def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> None:
@@ -281,7 +281,7 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> Non
     assert [next(watch).status for watch in watches] == [1] * 32
     reflect: Stream = server.channel.stream_stream(REFLECTION)
     for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
-        details = "clients.max_share of max_watches of '127.0.0.1': got 32 taken of 32"
+        details = "clients.max_share of max_watches for '127.0.0.1': got 32 of 32 in use"
         assert (call.code().name, call.details()) == ("RESOURCE_EXHAUSTED", details)
     assert health.Check(health_pb2.HealthCheckRequest()).status == 1
     watches[0].cancel()

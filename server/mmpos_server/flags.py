@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
-    """Describe a flag; ``default`` replaces the default value in the help text."""
+    """Return the option of a flag; ``default`` replaces the default value in the help text."""
     shown = True if default is None else default
     return typer.Option(*names, help=text, show_default=shown, **settings)
 
@@ -51,7 +51,7 @@ class Flags:
     """Flags of the command line, with their help.
 
     Raises:
-        InvalidInputError: a flag is wrong, or requires another one.
+        InvalidInputError: a flag is wrong, or requires another flag.
     """
 
     host: Annotated[str, _flag("Address to listen on; 0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
@@ -123,7 +123,7 @@ class Flags:
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Show the page of metrics, liveness and readiness, and export metrics, where flags ask for them."""
+        """Serve the page of metrics, liveness and readiness, and export metrics, if the flags enable them."""
         registry.register(ProcessMetrics(self.listen.tls))
         with ExitStack() as stack:
             if self.metrics_port or inherits():

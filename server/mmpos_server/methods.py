@@ -106,12 +106,12 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """Turn a function from a query to a field of the response into one from the request to the response."""
+    """Wrap a function of a query and a field of the response as a function of the request and the response."""
 
-    def whole(request: Message, response: Message, call: Call) -> None:
+    def run_request(request: Message, response: Message, call: Call) -> None:
         run(required("", request, "query"), answering(response, field), call)
 
-    return whole
+    return run_request
 
 
 class _Item(Protocol):
@@ -189,7 +189,7 @@ class Failure:
 
 
 def public(error: Exception, request_id: str) -> MmposError:
-    """Return the error to show to a client: its own errors unchanged, internal ones by request id only."""
+    """Return the error to show to a client: the client's errors unchanged, internal errors only by request id."""
     if isinstance(error, DecodeError):
         return InvalidInputError("request: the bytes are not a protobuf message of this method")
     if isinstance(error, _KNOWN):

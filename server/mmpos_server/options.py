@@ -10,7 +10,7 @@ import typer
 
 from mmpos_server.flags import Flags
 from mmpos_server.launch import leave
-from mmpos_server.launch import serve as serve_here
+from mmpos_server.launch import serve as serve_in_process
 from mmpos_server.workers import supervise
 
 __all__ = ["app", "serve"]
@@ -35,9 +35,9 @@ def serve(**flags: Any) -> None:
         # Report a missing package once instead of once per worker.
         import_module("mmpos_server.tracing")
     if options.workers > 1:
-        supervise(options)  # then as any program: multiprocessing removes its folder
+        supervise(options)  # no immediate exit: multiprocessing removes its folder at the end
         return
-    serve_here(options)
+    serve_in_process(options)
     leave()
 
 

@@ -319,10 +319,10 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call(
     if draining:
         transit.drain()
     clock.now = seconds - 0.1
-    transit.look()
+    transit.check()
     assert not transport.cancelled.is_set()
     clock.now = seconds + 0.1
-    transit.look()
+    transit.check()
     assert ended.wait(60)
     thread.join()
     assert eventually(lambda: '"event": "request did not arrive in time"' in log.getvalue())
@@ -339,7 +339,7 @@ def test_an_answer_holds_bytes_until_it_is_read_or_its_time_is_up(transit: Trans
     for callback in quick.callbacks or ():
         callback()
     clock.now = 51.0
-    transit.look()
+    transit.check()
     assert [transport.cancelled.is_set() for transport in (slow, quick, gone)] == [True, False, False]
     for callback in slow.callbacks or ():
         callback()

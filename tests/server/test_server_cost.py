@@ -25,7 +25,7 @@ from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profiles, load
 from mmpos_server.exchange import NO_MEMORY
 from mmpos_server.limits import check_elements
-from mmpos_server.position_service import PositionService, segments_at_work
+from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
 
@@ -96,7 +96,7 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
 
 @pytest.mark.parametrize(("query", "segments"), ESTIMATES.values(), ids=ESTIMATES)
 def test_the_segments_of_a_query_are_estimated_from_its_fields(query: PositionsQuery, segments: float) -> None:
-    assert segments_at_work(query) == segments
+    assert max_segments(query) == segments
 
 
 @given(places())
@@ -110,7 +110,7 @@ def test_no_query_makes_more_segments_than_estimated(request: Any) -> None:
             made += positions.num_segments
     except MmposError:
         return
-    assert made <= segments_at_work(query)
+    assert made <= max_segments(query)
 
 
 def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:

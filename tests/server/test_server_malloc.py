@@ -16,7 +16,7 @@ import sys, time
 from mmpos_server import malloc
 
 tuned = sys.argv[1] == "tuned"
-if tuned and not (malloc.keep_large_blocks() and malloc.give_back_at_rest(0.05)):
+if tuned and not (malloc.keep_large_blocks() and malloc.release_memory_when_idle(0.05)):
     sys.exit(7)
 first = malloc._resident_bytes()
 blocks = [b"a" * {BLOCK_BYTES} for _ in range({BLOCKS})]

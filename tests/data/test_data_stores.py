@@ -373,7 +373,8 @@ def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
     outputs = {}
     here = store_path("folder", tmp_path)
     there = store_path("folder", f"s3://{bucket}")
-    for folder, by in ((here, "local"), (there, engine)):
+    engines: dict[StorePath, Literal["local", "ray"]] = {here: "local", there: engine}
+    for folder, by in engines.items():
         (folder / f"corpus.{kind}").write_bytes(data)
         readers, preprocess = shards(str(folder / f"corpus.{kind}")), Preprocess(Pairs(), builder)
         summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=by)

@@ -163,7 +163,7 @@ def test_the_path_of_a_tokenizer_is_relative_to_the_settings_file(file: Path) ->
         ),
         (
             "[profiles.a.markers]\nbegin = '<img>'\n",
-            "profiles.a.markers.begin: got '<img>', want a token that is one id of the tokenizer",
+            "profiles.a.markers.begin: got '<img>', want a token with a single id in the tokenizer",
         ),
         (
             "[profiles.a.images]\nbackend = 'opencv'\n",

@@ -142,7 +142,7 @@ class Token:
 
 
 MAX_ATTEMPTS = 5
-"""Maximum number of attempts that gRPC makes, whatever its configuration."""
+"""Maximum number of attempts that gRPC allows in any configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")

@@ -31,7 +31,7 @@ _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 _LONG_CALLS = 16
 """Maximum number of waiting and running calls that rotate, and of calls that decode images above 16 megapixels."""
 
-# Bounds of retry hints in seconds: a shorter hint would make clients retry without pause, a longer one give up.
+# Bounds of the retry delay in seconds: with a shorter delay clients would retry too often, with a longer one give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 
 _CALM = 1.0
@@ -152,7 +152,7 @@ class Rates:
         self.limited = self._per_second > 0
         """Whether the rate of clients is limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and since when; oldest first
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and their time; oldest first
         self._lock = Lock()
 
     def __len__(self) -> int:

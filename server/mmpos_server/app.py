@@ -43,7 +43,8 @@ _TICK, _REFRESH = 0.25, 1.0
 _DEAD_SECONDS = 5.0
 """Seconds without a check after which the server no longer counts as live."""
 
-# Seconds to wait for the end of arriving calls, before and after the server refuses them; idle rounds and seconds.
+# Seconds to wait for calls that are arriving, first while they are accepted and then while they are refused; and the
+# rounds and seconds without a new call after which no more are expected.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _HANG_UP_SECONDS = 1.0
@@ -136,7 +137,7 @@ class Server:
         """Listen and serve.
 
         Returns:
-            Addresses for clients, of the port and of the unix socket.
+            Addresses that clients connect to: the port and the unix socket.
 
         Raises:
             InvalidInputError: an address is in use, the host is not on this machine, or a TLS file is wrong.
@@ -255,7 +256,7 @@ class Server:
     def _add_port(self, server: grpc.Server, certificates: Certificates | None) -> str:
         """Listen on the port and return its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
-        # Checked first, since the transport reports a port in use only by a port 0 and lines on stderr.
+        # Checked first, since the transport reports a port in use only by port 0 and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         target = address(listen.host, listen.port)
         try:

@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.1
 
 
 class GoneError(BaseException):
-    """The client of a call has disconnected, so nobody waits for the answer; ``except Exception`` does not catch it."""
+    """The client of a call has disconnected, so the answer is not needed; ``except Exception`` does not catch this."""
 
 
 class Recipient(Protocol):
@@ -132,7 +132,7 @@ class Call:
         return (self._deadline is None or not self.late) and self._context.is_active()
 
     def checkpoint(self) -> None:
-        """Raise an error if nobody waits for the answer any more.
+        """Raise an error if the client no longer waits for the answer.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.

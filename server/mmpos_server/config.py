@@ -140,7 +140,7 @@ class ServerConfig(_Settings):
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """Parse settings from TOML; a text without profiles gets those of the embedded file.
+        """Parse settings from TOML; a text without profiles gets the profiles of the embedded file.
 
         Args:
             text: content of the file.

@@ -85,7 +85,7 @@ def local(listen: Listen) -> bool:
 
 
 def warn(listen: Listen, logs: Logs) -> None:
-    """Warn of a port that is open to everybody and of secret files that every user of this machine can read."""
+    """Warn about a port that is open to everybody, and about secret files that every user of this machine can read."""
     if not local(listen):
         target = address(listen.host, listen.port)
         if listen.tls is None:

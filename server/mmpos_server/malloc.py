@@ -41,8 +41,7 @@ def keep_large_blocks() -> bool:
 def release_memory_when_idle(seconds: float = _IDLE_SECONDS) -> bool:
     """Start a thread that returns free memory to the system when the process is idle; only for its entry point.
 
-    After a peak, much more memory than the bound of the arenas may be free, since free blocks between used ones do not
-    count towards it.
+    After a peak, much more memory is free than arenas may keep, since that limit ignores free blocks between used ones.
 
     Args:
         seconds: idle time after which memory is returned.

@@ -133,7 +133,7 @@ class _ItemAnswer(Protocol):
 def streamed(
     name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
 ) -> Twin:
-    """Return the streaming form of a method of mmpos; each item has an id and may fail alone."""
+    """Return the streaming form of a method of mmpos; each item has an id and its own error."""
 
     def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id

@@ -73,7 +73,7 @@ def exported(registry: CollectorRegistry) -> Iterator[None]:
         try:
             scope = converted(registry.collect(), begun)
             sender.export(MetricsData([ResourceMetrics(described, [scope], schema_url="")]))
-        except Exception:  # for example of a Prometheus collector; the thread continues
+        except Exception:  # for example from a Prometheus collector; the thread continues
             logging.getLogger(__name__).exception("metrics not exported")
 
     def keep_sending() -> None:

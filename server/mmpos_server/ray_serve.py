@@ -83,7 +83,7 @@ def add_services(servicer: object, server: _Host) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One at a time: Serve takes only the first of a list.
+        # One per call, since Serve takes only the first handler of several.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 

@@ -193,7 +193,7 @@ class SequenceService:
 
 
 class _CheckedParts(list[Any]):
-    """List of parts whose iteration stops with an error when nobody waits for the answer any more."""
+    """List of parts that raises an error during iteration if the client no longer waits for the answer."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:
         super().__init__(parts)

@@ -252,9 +252,7 @@ class SharedMemory:
             InvalidInputError: other machines can reach an address.
         """
         if self.prefix is not None and not local(listen):
-            raise InvalidInputError(
-                f"shared-memory: got host {listen.host!r}, want one that only this machine reaches, such as 127.0.0.1"
-            )
+            raise InvalidInputError(f"shared-memory: got host {listen.host!r}, want a loopback host such as 127.0.0.1")
 
     def open(self, name: str, key: str, offset: int, byte_size: int) -> Region:
         """Open a region of an object.

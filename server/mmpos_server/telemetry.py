@@ -221,7 +221,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# Records of grpc with this beginning quote the metadata of callers, which may hold a token.
+# Records of grpc that begin with these words quote the metadata of callers, which may hold a token.
 _QUOTES_METADATA = "Invalid encoding on"
 
 _MOST_LINES = 10_000

@@ -118,7 +118,7 @@ def test_wrong_certificates_are_refused(arguments: Any, message: str) -> None:
     assert failure(lambda: Tls(**arguments)) == (InvalidInputError, message)
 
 
-def test_a_missing_certificate_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_certificate_file_is_reported(tmp_path: Path) -> None:
     client = Client("localhost:1", tls=Tls(tmp_path / "none.pem"))
     with pytest.raises(InvalidInputError, match=r"^tls.root_certificates: got '.*none.pem', want a file that can"):
         client.info()
@@ -170,10 +170,7 @@ def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> Non
             UnsupportedError,
             "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
         )
-        assert remote(q, q.to("meta")) == (
-            InvalidInputError,
-            "k must be on the device of q, cpu, got meta",
-        )
+        assert remote(q, q.to("meta")) == (InvalidInputError, "k must be on the device of q, cpu, got meta")
         assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
         device = DevicePositions.from_table(positions, "cpu")
         assert failure(client.angles, rotary, device)[0] is InvalidInputError

@@ -122,7 +122,7 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(start: Star
             assert numbers(tables, worker * CALLS) == list(range(CALLS // 4))
         assert numbers(awaited_stream, 0) == list(range(ITEMS))
         after = [server.answered for server in (servers[0], servers[2])]
-        assert all(b < a for b, a in zip(before, after, strict=True))  # both of the others went on serving
+        assert all(b < a for b, a in zip(before, after, strict=True))  # both remaining servers continued
         assert np.array_equal(stream.result()[7].dense(), place(SEGMENTS, start=7).dense())
 
 

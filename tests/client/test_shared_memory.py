@@ -284,9 +284,7 @@ UNMAPPABLE: dict[str, tuple[int, Callable[[int], object] | None]] = {
 
 
 @pytest.mark.parametrize(("seals", "change"), UNMAPPABLE.values(), ids=UNMAPPABLE)
-def test_an_object_without_its_seals_or_its_memory_is_not_mapped(
-    seals: int, change: Callable[[int], object] | None
-) -> None:
+def test_an_object_without_seals_or_memory_is_not_mapped(seals: int, change: Callable[[int], object] | None) -> None:
     with sealed(BYTES * 256, seals=seals) as (key, descriptor):
         if change is not None:
             change(descriptor)
@@ -404,7 +402,7 @@ def test_only_loopback_hosts_are_local(host: str, is_local: bool) -> None:
         SERVER_MEMORY.check(Listen(host))
     else:
         SharedMemory().check(Listen(host))
-        with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want one that only this"):
+        with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want a loopback host"):
             SERVER_MEMORY.check(Listen(host))
 
 

@@ -223,9 +223,7 @@ def test_a_call_continues_the_trace_of_its_caller(channel: grpc.Channel, exporte
     assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, PARENT)
 
 
-def test_a_trace_that_its_caller_does_not_sample_is_not_exported(
-    channel: grpc.Channel, exporter: InMemorySpanExporter
-) -> None:
+def test_a_trace_that_is_not_sampled_is_not_exported(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     place(channel, "echo", ("traceparent", f"00-{TRACE}-{PARENT}-00")).result()
     place(channel, "echo").result()
     assert all(f"{span.context.trace_id:032x}" != TRACE for span in spans(exporter, 5))
@@ -242,7 +240,7 @@ def test_both_clients_propagate_the_current_span(start: Start, exporter: InMemor
                 list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:
         client.query(query)
-    # A plain call has its span and one stage; a stream has its span, that of its item, and five stages.
+    # A plain call has its span and one stage; a stream has its span, the span of its item, and five stages.
     finished = [span for span in spans(exporter, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
     context = caller.get_span_context()
     assert [span.name for span in finished] == [NAME, STREAM, NAME, STREAM, NAME]

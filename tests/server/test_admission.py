@@ -405,9 +405,7 @@ def test_the_first_error_ends_a_call_and_cancels_its_queued_work(admission: Admi
 
 
 @pytest.mark.parametrize("how", ["gone", "late"])
-def test_queued_work_is_cancelled_if_its_client_leaves_or_its_deadline_passes(
-    admission: Admission, clock: Clock, how: str
-) -> None:
+def test_queued_work_ends_with_its_client_or_its_deadline(admission: Admission, clock: Clock, how: str) -> None:
     transport, busy = Transport(), threading.Event()
     call = Call("id", "a", admission, transport, None if how == "gone" else float("inf"))
 
@@ -475,7 +473,7 @@ def test_bytes_beyond_the_limit_are_refused_to_a_call_but_an_item_waits() -> Non
     admission.close()
 
 
-def test_a_waiting_item_ends_with_its_client(admission: Admission) -> None:
+def test_a_waiting_item_ends_when_its_client_leaves(admission: Admission) -> None:
     other, transport = Call("id", "b", admission, Transport()), Transport()
     other.hold(2**30)
     item = Call("id", "a", admission, transport).of_item(1)

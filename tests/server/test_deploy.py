@@ -115,9 +115,9 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
 
 def test_the_settings_of_the_manifest_are_valid_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
+    reserved = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
     assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
-    assert held <= 2 * 2**30
+    assert reserved <= 2 * 2**30
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Test the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health meanwhile."""
+"""Test the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health checks."""
 
 from __future__ import annotations
 

@@ -181,11 +181,7 @@ def test_configuration_and_metadata_agree(client: TritonClient, model: str, vers
             for tensor in configured
         ]
     assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
-    assert (shown.name, shown.platform, list(shown.versions)) == (
-        model,
-        "mmpos",
-        ["default", "halves", "flat"],
-    )
+    assert (shown.name, shown.platform, list(shown.versions)) == (model, "mmpos", ["default", "halves", "flat"])
     assert config.HasField("model_transaction_policy")
     assert not config.model_transaction_policy.decoupled
 

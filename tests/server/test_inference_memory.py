@@ -169,9 +169,7 @@ def test_wrong_inputs_are_refused(client: TritonClient, region: MakeRegion, tens
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_an_incomplete_reference_and_contents_next_to_a_reference_are_refused(
-    client: TritonClient, region: MakeRegion
-) -> None:
+def test_incomplete_references_and_contents_next_to_them_are_refused(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64)
     incomplete, both = (shared_input("lengths", "INT64", [1], "in", 8) for _ in range(2))
     del incomplete._get_tensor().parameters["shared_memory_byte_size"]

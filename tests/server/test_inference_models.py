@@ -106,7 +106,7 @@ def test_views_are_json_messages_of_our_own_protocol(client: TritonClient) -> No
     assert_same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
 
 
-def test_typed_contents_are_read_as_raw_bytes_are(infer: Infer) -> None:
+def test_typed_contents_equal_raw_bytes(infer: Infer) -> None:
     contents = {
         "input_ids": ("INT32", [4], pb.InferTensorContents(int_contents=[1, 5, 5, 1])),
         "image_grid_thw": ("INT64", [1, 3], pb.InferTensorContents(int64_contents=[1, 2, 1])),

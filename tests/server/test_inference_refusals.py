@@ -124,10 +124,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
     (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want at least 4 for element 0"),
     (parts(b"a", b"b", raw=b"\1\0\0\0a"), "parts: got 1 elements in 5 of 5 bytes, want 2 for shape (2,)"),
     (parts(b"a", raw=b"\1\0\0\0a\1\0\0\0b"), "parts: got 1 elements in 5 of 10 bytes, want 1 for shape (1,)"),
-    (
-        parts(b"a", b"\xff"),
-        "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text",
-    ),
+    (parts(b"a", b"\xff"), "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text"),
     (parts(b"a", b"b", parts_per_document=[1]), "parts_per_document: got [1], want a sum of 2, the number of parts"),
     (parts(b"a", parts_per_document=[2, -1]), "parts_per_document: got [2, -1], want a sum of 1, the number of parts"),
     (parts(b"a", parts_per_document=[1, 0]), "documents[1].parts: got no tokens, want at least one"),
@@ -135,7 +132,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_malformed_requests_are_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_malformed_requests_are_refused_by_field(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
@@ -179,18 +176,8 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
         for (model, name), values in PARAMETERS.items()
         for value, message in values
     ),
-    (
-        "positions",
-        {"lengths": [1], "input_ids": [1]},
-        {},
-        "inputs: 'input_ids' cannot be combined with 'lengths'",
-    ),
-    (
-        "positions",
-        {"input_ids": [1], "offsets": [1]},
-        {},
-        "inputs: 'offsets' cannot be combined with 'input_ids'",
-    ),
+    ("positions", {"lengths": [1], "input_ids": [1]}, {}, "inputs: 'input_ids' cannot be combined with 'lengths'"),
+    ("positions", {"input_ids": [1], "offsets": [1]}, {}, "inputs: 'offsets' cannot be combined with 'input_ids'"),
     (
         "sequences",
         {"parts": [b"a"], "kinds": [b"video"]},
@@ -210,7 +197,7 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_wrong_requests_are_refused_by_name(
+def test_wrong_requests_are_refused_by_field(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, details = refusal(lambda: ask(client, model, inputs, parameters=options))
@@ -241,10 +228,7 @@ def test_unknown_parameters_and_outputs_are_unsupported(client: TritonClient) ->
         f"parameters: got 1000 parameters, {known}": {"parameters": {str(number): 5 for number in range(1000)}},
     }
     for message, options in answers.items():
-        assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == (
-            "UNIMPLEMENTED",
-            message,
-        )
+        assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == ("UNIMPLEMENTED", message)
     available = "position_ids, cu_seqlens, table, table_documents"
     image = {"lengths": [2], "offsets": [0], "grid_thw": [[1, 1, 2]]}
     assert refusal(lambda: ask(client, "positions", image, ["cu_seqlens", "deltas"], model_version="flat")) == (
@@ -313,30 +297,20 @@ LONG: object = "{" + " " * 2**20
 BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     *((model, inputs, {}, message) for model, cases in INPUTS_BEYOND.items() for inputs, message in cases),
     *(
-        (
-            model,
-            VALID_INPUTS[model],
-            {name: LONG},
-            f"parameters[{name!r}]: got 1048577 characters, want at most {most}",
-        )
+        (model, VALID_INPUTS[model], {name: LONG}, f"parameters[{name!r}]: got 1048577 characters, want at most {most}")
         for model, name, most in (
             ("positions", "scheme", 4096),
             ("positions", "views", 2**20),
             ("rotate", "rotary", 2**20),
         )
     ),
-    (
-        "positions",
-        {"lengths": [1]},
-        {"views": json.dumps([{"decode": {}}] * 17)},
-        "views: got 17, want at most 16",
-    ),
+    ("positions", {"lengths": [1]}, {"views": json.dumps([{"decode": {}}] * 17)}, "views: got 17, want at most 16"),
     ("rotate", ROTATION, {"rotary": '{"head_dim": 1026}'}, "rotary.head_dim: got 1026, want at most 1024"),
 ]
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_requests_beyond_a_limit_are_refused_by_its_name(
+def test_requests_beyond_a_limit_are_refused_with_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, details = refusal(lambda: ask(small, model, inputs, parameters=options))

@@ -78,7 +78,6 @@ class Both:
         ]
 
     def stop(self) -> None:
-        """Stop both servers."""
         for server in self.servers:
             server.stop(0.0)
 
@@ -260,7 +259,7 @@ def test_items_of_a_stream_have_the_same_answers_on_both_paths(both: Both) -> No
     assert both.counts()[0] == both.counts()[1]
 
 
-def test_shapes_and_settings_are_learnt_and_forgotten() -> None:
+def test_shapes_and_settings_are_cached_and_evicted() -> None:
     forget_plans()
     plain = PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits)
     new = query([[Text(1), Grid(3, 7), Text(1)]])

@@ -152,7 +152,7 @@ def test_the_ingress_answers_health_checks(pair: Pair) -> None:
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
 
 
-def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> None:
+def test_a_stream_is_answered_in_order_and_continues_after_a_failed_item(pair: Pair) -> None:
     tables = [documents(random.Random(seed)) for seed in range(30)]
     queries = [PositionsQuery(table, "none" if i == 7 else "rope-tie") for i, table in enumerate(tables)]
     with Client(pair.ingress, timeout=60) as client:
@@ -179,8 +179,8 @@ def test_a_broken_stream_ends_with_its_status_and_a_cancelled_stream_frees_its_s
             assert (failed.code().name, failed.details()) == (status, details)
             assert eventually(lambda: _answers_streams(channel))
         left = threading.Event()
-        held = stream(channel)(_items_until(left), timeout=60)
-        next(held)
+        first = stream(channel)(_items_until(left), timeout=60)
+        next(first)
         # The only slot is taken. The ingress sends no metadata with a failed stream, and so no retry delay.
         second = stream(channel)(iter([b""]), timeout=60)
         with pytest.raises(grpc.RpcError) as raised:
@@ -190,7 +190,7 @@ def test_a_broken_stream_ends_with_its_status_and_a_cancelled_stream_frees_its_s
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "max_streams: got 1 of 1 in use",
         )
-        held.cancel()
+        first.cancel()
         left.set()
         assert eventually(lambda: _answers_streams(channel))
 

@@ -64,14 +64,14 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
 def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several_tokens(file: Path) -> None:
     file.write_text(f"alice {ALICE}\nbob {BOB}\nalice {ALICE}2\n")
     tokens = TokenFile(file, Logs("error"))
-    asked = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
-    assert [tokens.name(token) for token in asked] == ["alice", "bob", "alice", None, None]
+    candidates = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
+    assert [tokens.name(token) for token in candidates] == ["alice", "bob", "alice", None, None]
 
 
 def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
-    kept = repr(vars(TokenFile(file, Logs("error"))))
-    assert "alice" in kept
-    assert ALICE not in kept
+    state = repr(vars(TokenFile(file, Logs("error"))))
+    assert "alice" in state
+    assert ALICE not in state
 
 
 @pytest.mark.parametrize(
@@ -82,20 +82,12 @@ def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
         (f"\n{ALICE}\n", "{}: line 2: got 1 words, want 2: a name and a token"),
         (f"alice {ALICE} # hers\n", "{}: line 1: got 4 words, want 2: a name and a token"),
         ("alice short-short-1\n", "{}: line 1: got a token of 13 characters, want >= 16"),
-        (
-            f"alice {ALICE}ß\n",
-            "{}: line 1: the token must consist of a-z, A-Z, 0-9 and -._~+/, and = at its end",
-        ),
-        (
-            f"al,ice {ALICE}\n",
-            "{}: line 1: the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-",
-        ),
+        (f"alice {ALICE}ß\n", "{}: line 1: the token must consist of a-z, A-Z, 0-9 and -._~+/, and = at its end"),
+        (f"al,ice {ALICE}\n", "{}: line 1: the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-"),
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
-def test_a_wrong_token_file_prevents_the_start_and_is_reported_with_its_line(
-    file: Path, text: str, message: str
-) -> None:
+def test_a_wrong_token_file_prevents_the_start_and_its_line_is_reported(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         TokenFile(file, Logs("error"))
@@ -178,12 +170,12 @@ def reflected(channel: Any) -> Iterator[str]:
     """Yield the paths of all methods that a server lists by reflection."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
 
-    def asked(**question: str) -> Any:
+    def reflect(**question: str) -> Any:
         (answer,) = ask(iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=bearer(ALICE))
         return answer
 
-    for listed in asked(list_services="").list_services_response.service:
-        raw = asked(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
+    for listed in reflect(list_services="").list_services_response.service:
+        raw = reflect(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
         for file in map(descriptor_pb2.FileDescriptorProto.FromString, raw):
             for service in file.service:
                 for method in service.method:

@@ -98,7 +98,7 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> N
     status, details, metadata = refusal(lambda: server.place(query("large"), metadata=[("x-request-id", "me")]))
     assert (status, metadata) == ("RESOURCE_EXHAUSTED", {"x-request-id": "me"})
     assert re.fullmatch(r"response: got \d+ bytes, want <= 1024", details)
-    assert server.place(query("nothing")).HasField("positions")  # set, although it is empty
+    assert server.place(query("nothing")).HasField("positions")  # set, but empty
 
 
 def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -> None:

@@ -123,10 +123,7 @@ def test_the_path_of_a_tokenizer_is_relative_to_the_settings_file(file: Path) ->
             "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
             "tokens, images, pixels, shared_bytes",
         ),
-        (
-            "limit = 1\n",
-            "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles",
-        ),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),
         ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
         (
@@ -192,9 +189,7 @@ def test_an_unreadable_file_is_reported(file: Path) -> None:
         load(file)
 
 
-def test_a_missing_tokenizers_package_is_reported_with_its_pip_command(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tokenizers_are_reported_with_their_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:

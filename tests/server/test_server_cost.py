@@ -100,17 +100,17 @@ def test_the_segments_of_a_query_are_estimated_from_its_fields(query: PositionsQ
 
 
 @given(places())
-def test_no_query_makes_more_segments_than_estimated(request: Any) -> None:
+def test_no_query_has_more_segments_than_estimated(request: Any) -> None:
     query = get_query("query", request.query)
     try:
         positions = query.place(query.segments())
-        made = positions.num_segments
+        total = positions.num_segments
         for view in query.views:
             positions = view.view(positions)
-            made += positions.num_segments
+            total += positions.num_segments
     except MmposError:
         return
-    assert made <= max_segments(query)
+    assert total <= max_segments(query)
 
 
 def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
@@ -135,10 +135,7 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
         PositionsQuery(Spans([2**18 + 1], [], np.empty((0, 3), int)), dense=Dense()),
         ["read", "place", "queue", "write"],
     ),
-    "many bytes": (
-        PositionsQuery(InputIds(np.zeros(2**15, np.int64))),
-        ["queue", "read", "place", "write"],
-    ),
+    "many bytes": (PositionsQuery(InputIds(np.zeros(2**15, np.int64))), ["queue", "read", "place", "write"]),
 }
 
 

@@ -36,9 +36,7 @@ def place(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[pb.PlaceRequest
     )
 
 
-def stream(
-    channel: grpc.Channel,
-) -> grpc.StreamStreamMultiCallable[pb.StreamPlaceRequest, pb.StreamPlaceResponse]:
+def stream(channel: grpc.Channel) -> grpc.StreamStreamMultiCallable[pb.StreamPlaceRequest, pb.StreamPlaceResponse]:
     return channel.stream_stream(
         "/mmpos.rpc.v1.PositionService/StreamPlace",
         pb.StreamPlaceRequest.SerializeToString,
@@ -178,7 +176,7 @@ mmpos_server.position_service.PositionService.place = place
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
-def test_a_server_ends_after_its_drain_although_a_thread_never_returns(
+def test_a_server_ends_after_its_drain_even_if_a_thread_never_returns(
     start: Start, tmp_path: Path, torchless: dict[str, str], signals: list[signal.Signals]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -207,9 +205,7 @@ mmpos_server.app.Server.stop = stop
 """
 
 
-def test_a_failed_stop_is_logged_and_changes_the_exit_code(
-    start: Start, tmp_path: Path, torchless: dict[str, str]
-) -> None:
+def test_a_failed_stop_is_logged_and_sets_an_exit_code(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(FAILING_STOP)
     server = start("--drain-seconds", "600")
@@ -421,9 +417,7 @@ last = Last()
 """
 
 
-def test_a_blocking_finalizer_does_not_delay_the_end_of_a_server(
-    start: Start, tmp_path: Path, torchless: dict[str, str]
-) -> None:
+def test_a_blocking_finalizer_does_not_delay_the_end(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(BLOCKING_FINALIZER)
     server = start()

@@ -58,11 +58,11 @@ def test_a_server_that_has_stopped_working_is_not_live() -> None:
 def test_silent_and_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "SECONDS", 0.2)
     with shown() as port:
-        held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
-        for connection in held[25:]:
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
+        for connection in connections[25:]:
             connection.sendall(b"GET /livez HTTP/1.1\r\nX")
         assert status(port, "/livez") == 200
-        for connection in held:
+        for connection in connections:
             with connection:
                 assert ended(connection)
 
@@ -81,12 +81,14 @@ def test_the_oldest_connections_are_closed_to_admit_new_ones(monkeypatch: pytest
     monkeypatch.setattr(page, "SECONDS", 600.0)
     monkeypatch.setattr(page, "MOST_CONNECTIONS", 8)
     with shown() as port, ExitStack() as opened:
-        held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)]
+        connections = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)
+        ]
         assert status(port, "/livez") == 200
-        assert all(ended(connection) for connection in held[:12])
+        assert all(ended(connection) for connection in connections[:12])
 
 
-def test_a_port_in_use_and_an_unknown_host_are_named() -> None:
+def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):

@@ -110,9 +110,7 @@ def served(address: str) -> str:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 
-def test_a_replaced_certificate_is_presented_to_new_connections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TICK", "_REFRESH"):
         monkeypatch.setattr(app, name, 0.02)
     cert, key = make_certificate(tmp_path, "server")

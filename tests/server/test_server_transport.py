@@ -33,7 +33,7 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     with Connection(address) as connection:
         paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
         assert [status_of(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 4
-        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # without a call in Python
+        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # ended by gRPC, before Python sees the call
         assert status_of(connection, PLACE, REQUEST) == "OK"
 
 
@@ -156,8 +156,10 @@ def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve) -> No
         streams = [connection.call(PLACE) for _ in range(3)]
         for number, stream in enumerate(streams, 1):
             connection.send(stream, LARGE_REQUEST)
-            held = min(number, 2) * LARGE
-            assert eventually(partial(lambda held: server.taken().get("max_in_flight_bytes", 0) >= held, held))
+            expected = min(number, 2) * LARGE
+            assert eventually(
+                partial(lambda expected: server.taken().get("max_in_flight_bytes", 0) >= expected, expected)
+            )
         code, error = connection.ended(streams[2])
         assert code == "RESOURCE_EXHAUSTED"
         assert b"clients.max_share of max_in_flight_bytes for '127.0.0.1': got " in error
@@ -230,7 +232,7 @@ def silent(connection: Connection, chance: Iterator[bool]) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, trailed, doubled, silent])
-def test_a_flood_by_one_client_harms_no_call_of_another_and_leaves_no_slot_taken(
+def test_a_flood_by_one_client_fails_no_call_of_another_and_leaves_no_slot_taken(
     serve: Serve, attack: Callable[[Connection, Iterator[bool]], None]
 ) -> None:
     server, done = serve(), threading.Event()
@@ -307,7 +309,7 @@ def test_a_connection_without_calls_is_closed(serve: Serve, monkeypatch: pytest.
         assert connection.closed()
 
 
-def test_an_old_connection_is_closed_after_a_grace_for_its_calls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_connection_is_closed_after_a_grace_period(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "GRACE_SECONDS", 0.2)
     with Connection(serve(connections={"age_seconds": 0.2}).address) as connection:
         stream = connection.call(STREAM)

@@ -48,11 +48,11 @@ def mistake(uds: Uds) -> str:
 
 
 @pytest.mark.usefixtures("umask_0")
-@pytest.mark.parametrize("asked", [0o600, 0o660, 0o666])
-def test_a_socket_has_the_requested_permissions_and_is_removed_at_the_end(path: Path, asked: int) -> None:
-    with running(listen=Listen(tcp=False, uds=Uds(path, asked))) as address:
+@pytest.mark.parametrize("requested", [0o600, 0o660, 0o666])
+def test_a_socket_has_the_requested_permissions_and_is_removed_at_the_end(path: Path, requested: int) -> None:
+    with running(listen=Listen(tcp=False, uds=Uds(path, requested))) as address:
         assert address == f"unix:{path}"
-        assert mode(path) == asked
+        assert mode(path) == requested
         with Client(address) as client:
             assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
         assert list(path.parent.iterdir()) == [path]
@@ -138,7 +138,7 @@ def test_an_impossible_path_is_refused(path: Path) -> None:
     assert str(raised.value) == f"uds: got a path of 108 bytes, want <= 107: {long}"
 
 
-def test_a_folder_that_the_server_may_not_read_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 

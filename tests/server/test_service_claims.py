@@ -28,7 +28,7 @@ DECODE_SECONDS, DECODE_MEMORY = 0.1, 48.0
 """The same per MiB of the request: a number of one byte takes eight once parsed, and lists grow by doubling."""
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-INVALID, EXHAUSTED = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"
+BAD, LIMIT = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"
 
 Claim = tuple[Callable[[], Any], str, str]
 """The request, the status and the first words of the message."""
@@ -99,162 +99,146 @@ def table(num_tokens: int, width: int = INT32) -> dict[str, object]:
 
 
 PLACE: dict[str, Claim] = {
-    "a grid of 2^31 by 2^31": (lambda: grid(1, INT32, INT32), EXHAUSTED, "segment 0: got 46116860141324206"),
-    "a grid beyond 64 bits": (lambda: grid(INT64, INT64, INT64), EXHAUSTED, "segment 0: got "),
-    "frames": (lambda: grid(10**7, 1, 1, scheme={"name": "mrope"}), EXHAUSTED, "segments: got 10000000"),
+    "a grid of 2^31 by 2^31": (lambda: grid(1, INT32, INT32), LIMIT, "segment 0: got 46116860141324206"),
+    "a grid beyond 64 bits": (lambda: grid(INT64, INT64, INT64), LIMIT, "segment 0: got "),
+    "frames": (lambda: grid(10**7, 1, 1, scheme={"name": "mrope"}), LIMIT, "segments: got 10000000"),
     "a thumbnail over a tile": (
         lambda: place(
             segments={"kind": [6, 7], "height": [600, 1], "width": [600, 1], "segments_per_document": [2]},
             scheme={"name": "mrope-canvas"},
         ),
-        EXHAUSTED,
+        LIMIT,
         "segments: got 360008",
     ),
-    "a long text": (lambda: place(spans={"lengths": [INT32]}), EXHAUSTED, "tokens: got 2147483647"),
-    "lengths beyond 64 bits": (lambda: place(spans={"lengths": [INT64] * 3}), INVALID, "lengths[0]: got 922"),
-    "a million documents": (lambda: place(spans={"lengths": [1] * 10**6}), EXHAUSTED, "documents: got 1000000"),
+    "a long text": (lambda: place(spans={"lengths": [INT32]}), LIMIT, "tokens: got 2147483647"),
+    "lengths beyond 64 bits": (lambda: place(spans={"lengths": [INT64] * 3}), BAD, "lengths[0]: got 922"),
+    "a million documents": (lambda: place(spans={"lengths": [1] * 10**6}), LIMIT, "documents: got 1000000"),
     "a million segments": (
         lambda: place(segments={"kind": [1] * 10**6, "height": [1] * 10**6}),
-        EXHAUSTED,
+        LIMIT,
         "segments: got 1000000",
     ),
     "a million segments in full": (
         lambda: place(segments={"kind": [1] * 10**6, "height": [1] * 10**6, "width": [1] * 10**6}),
-        EXHAUSTED,
+        LIMIT,
         "request: got 2727937 fields and numbers or more, want at most 2727936 for 4096 documents and 262144 segments",
     ),
     "a million views": (
         lambda: place(views=[{"decode": {}}] * 10**6, spans={"lengths": [1]}),
-        EXHAUSTED,
+        LIMIT,
         "views: got 1000",
     ),
     "windows that multiply": (
         lambda: place(**view(window={"documents": [0] * 4096, "starts": [0] * 4096, "lengths": [40_000] * 4096})),
-        EXHAUSTED,
+        LIMIT,
         "segments: got 163840000",
     ),
     "a window beyond 64 bits": (
         lambda: place(**view(window={"documents": [0], "starts": [INT64], "lengths": [INT64]})),
-        EXHAUSTED,
+        LIMIT,
         "tokens: got 9223372036854775808",
     ),
     "ranges that multiply": (
         lambda: place(**view(take={"starts": [0] * 10**5, "stops": [40_000] * 10**5})),
-        EXHAUSTED,
+        LIMIT,
         "segments: got 4000000000",
     ),
     "padding to 2^31 - 1, dense": (
         lambda: place(spans={"lengths": [3]}, views=[{"pad": {"length": INT32, "side": 2}}], dense={}),
-        EXHAUSTED,
+        LIMIT,
         "tokens: got 2147483647",
     ),
-    "decoding forever": (lambda: place(**view(decode={"steps": INT32})), EXHAUSTED, "documents[0]: got id 2147"),
+    "decoding forever": (lambda: place(**view(decode={"steps": INT32})), LIMIT, "documents[0]: got id 2147"),
     "sharding among 2^63 ranks": (
         lambda: place(**view(shard={"rank": 0, "world_size": INT64, "layout": 1})),
-        INVALID,
+        BAD,
         "world_size: got 9223372036854775807, want <= 2147483647",
     ),
     "many rows": (
         lambda: place(spans={"lengths": [1]}, dense={"axes": [0] * 10**6}),
-        EXHAUSTED,
+        LIMIT,
         "query.dense.axes: got 1000000 rows, want at most 16",
     ),
     "many bytes of reply": (
         lambda: place(spans={"lengths": [16 * 10**6]}, dense={"axes": [0] * 16}),
-        EXHAUSTED,
+        LIMIT,
         "response_bytes: got 1024000000",
     ),
-    "the last id": (
-        lambda: place(spans={"lengths": [3]}, start=INT32),
-        EXHAUSTED,
-        "documents[0], tokens 0 to 2: got ids",
-    ),
-    "an id beyond": (lambda: place(spans={"lengths": [3]}, start=INT64), INVALID, "start: got 9223372036854775807"),
+    "the last id": (lambda: place(spans={"lengths": [3]}, start=INT32), LIMIT, "documents[0], tokens 0 to 2: got ids"),
+    "an id beyond": (lambda: place(spans={"lengths": [3]}, start=INT64), BAD, "start: got 9223372036854775807"),
     "a shape larger than its data": (
         lambda: ids([2**40], bytes(8)),
-        INVALID,
+        BAD,
         "input_ids.data: got 8 bytes, want 8796093022208",
     ),
     "a shape that overflows 64 bits": (
         lambda: ids([4, 2**62], b""),
-        INVALID,
+        BAD,
         "input_ids.data: got 0 bytes, want 147573952",
     ),
-    "2^32 rows": (lambda: ids([2**32, 2**32], b""), EXHAUSTED, "documents: got 4294967296"),
-    "an empty array of a huge width": (
-        lambda: ids([0, INT64]),
-        INVALID,
-        "input_ids.shape: got (0, 9223372036854775807)",
-    ),
-    "many images": (lambda: ids([1], bytes(8), image_grid_thw=[1] * 3 * 10**5), EXHAUSTED, "images: got 100000"),
-    "a long name": (lambda: grid(1, 1, 1, scheme={"name": "x" * 10**6}), INVALID, "scheme: got 'xxx"),
+    "2^32 rows": (lambda: ids([2**32, 2**32], b""), LIMIT, "documents: got 4294967296"),
+    "an empty array of a huge width": (lambda: ids([0, INT64]), BAD, "input_ids.shape: got (0, 9223372036854775807)"),
+    "many images": (lambda: ids([1], bytes(8), image_grid_thw=[1] * 3 * 10**5), LIMIT, "images: got 100000"),
+    "a long name": (lambda: grid(1, 1, 1, scheme={"name": "x" * 10**6}), BAD, "scheme: got 'xxx"),
 }
 
 BUILD: dict[str, Claim] = {
-    "60,000 by 60,000 pixels": (
-        lambda: build({"image": png(60_000, 60_000)}, patches=True),
-        EXHAUSTED,
-        "parts[0]: image",
-    ),
-    "2^31 by 2^31 pixels": (lambda: build({"image": png(INT32, INT32)}, patches=True), EXHAUSTED, "parts[0]: "),
+    "60,000 by 60,000 pixels": (lambda: build({"image": png(60_000, 60_000)}, patches=True), LIMIT, "parts[0]: image"),
+    "2^31 by 2^31 pixels": (lambda: build({"image": png(INT32, INT32)}, patches=True), LIMIT, "parts[0]: "),
     "many images of many pixels": (
         lambda: build(*[{"image": png(5000, 5000)}] * 100, patches=True),
-        EXHAUSTED,
+        LIMIT,
         "pixels: got 2500000000",
     ),
-    "a million documents": (lambda: build(documents=[{}] * 10**6), EXHAUSTED, "documents: got 1000000"),
-    "a million parts": (lambda: build(*[{}] * 10**6), EXHAUSTED, "segments: got 1000000"),
-    "a grid of 2^31": (lambda: build({"grid": {"height": INT32, "width": INT32}}), EXHAUSTED, "tokens: got 4611686"),
-    "an image of 2^31": (lambda: build({"image_size": {"height": INT32, "width": INT32}}), EXHAUSTED, "parts[0]: "),
+    "a million documents": (lambda: build(documents=[{}] * 10**6), LIMIT, "documents: got 1000000"),
+    "a million parts": (lambda: build(*[{}] * 10**6), LIMIT, "segments: got 1000000"),
+    "a grid of 2^31": (lambda: build({"grid": {"height": INT32, "width": INT32}}), LIMIT, "tokens: got 4611686"),
+    "an image of 2^31": (lambda: build({"image_size": {"height": INT32, "width": INT32}}), LIMIT, "parts[0]: "),
     "ids larger than their data": (
         lambda: build({"token_ids": {"dtype": 3, "shape": [2**60], "data": bytes(8)}}),
-        INVALID,
+        BAD,
         "parts[0].token_ids.data: got 8 bytes, want 9223372036854775808",
     ),
     "pixels larger than their data": (
         lambda: build({"pixels": {"dtype": 1, "shape": [INT32, INT32, 3]}}, patches=True),
-        INVALID,
+        BAD,
         "parts[0].pixels.data: got 0 bytes",
     ),
     **{
         f"a compressed chunk {kind.decode()}": (
             partial(lambda kind: build({"image": png(10, 10, (kind, bomb()))}, patches=True), kind),
-            INVALID,
+            BAD,
             "parts[0]: image: got a truncated or corrupt file, want a whole one (Decompressed data too large",
         )
         for kind in (b"iCCP", b"zTXt")
     },
-    "the last id": (lambda: build({"text": "abc"}, start=INT32), EXHAUSTED, "documents[0], tokens 0 to 2: got ids"),
+    "the last id": (lambda: build({"text": "abc"}, start=INT32), LIMIT, "documents[0], tokens 0 to 2: got ids"),
 }
 
 COS_SIN: dict[str, Claim] = {
-    "a huge head": (lambda: cos_sin(head_dim=INT64), EXHAUSTED, "rotary.head_dim: got 9223372036854775807"),
-    "a huge axis": (lambda: cos_sin(head_dim=8, pair_axis=[0, 0, 0, 2**40]), INVALID, "axes: got 1099511627777"),
+    "a huge head": (lambda: cos_sin(head_dim=INT64), LIMIT, "rotary.head_dim: got 9223372036854775807"),
+    "a huge axis": (lambda: cos_sin(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "axes: got 1099511627777"),
     "a million axes": (
         lambda: cos_sin(head_dim=8, pair_axis=[0] * 10**6),
-        INVALID,
+        BAD,
         "rotary.pair_axis: got 1000000 numbers",
     ),
-    "many tokens": (lambda: cos_sin(table(INT32), head_dim=8), EXHAUSTED, "tokens: got 2147483647"),
-    "many bytes of reply": (
-        lambda: cos_sin(table(16 * 10**6), head_dim=8),
-        EXHAUSTED,
-        "response_bytes: got 1024000000",
-    ),
+    "many tokens": (lambda: cos_sin(table(INT32), head_dim=8), LIMIT, "tokens: got 2147483647"),
+    "many bytes of reply": (lambda: cos_sin(table(16 * 10**6), head_dim=8), LIMIT, "response_bytes: got 1024000000"),
     "many heads of reply": (
         lambda: cos_sin(table(16 * 10**4), head_dim=8, allocation="heads", head_axes=[1] * 100),
-        EXHAUSTED,
+        LIMIT,
         "response_bytes: got 1024000000",
     ),
     "a million heads": (
         lambda: cos_sin(head_dim=8, allocation="heads", head_axes=[1] * 10**6),
-        INVALID,
+        BAD,
         "rotary.head_axes: got 1000000 numbers, want at most 256",
     ),
-    "no axes": (lambda: cos_sin({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), INVALID, "positions: got shape (0, 4)"),
+    "no axes": (lambda: cos_sin({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), BAD, "positions: got shape (0, 4)"),
     "axes of a table": (
         lambda: cos_sin({"table": table_pb2.PositionTable(axes=INT32)}, head_dim=8),
-        INVALID,
+        BAD,
         "positions.table.axes: got 2147483647, want 1 to 16",
     ),
 }
@@ -273,57 +257,49 @@ def rotate(q: object, **fields: object) -> Any:
 SHARED: dict[str, tuple[str, Claim]] = {
     "q of 2^60 bytes": (
         "Rotary/Rotate",
-        (lambda: rotate(shared_tensor(2**60)), EXHAUSTED, "shared_bytes: got 1152921504606846976"),
+        (lambda: rotate(shared_tensor(2**60)), LIMIT, "shared_bytes: got 1152921504606846976"),
     ),
     "an answer of 2^60 bytes": (
         "Rotary/Rotate",
         (
             lambda: rotate(tensor([0]), output=shared_tensor(2**60).shared),
-            EXHAUSTED,
+            LIMIT,
             "shared_bytes: got 1152921504606846976",
         ),
     ),
     "bytes beyond 64 bits": (
         "Rotary/Rotate",
-        (
-            lambda: rotate(shared_tensor(INT64), k=shared_tensor(INT64)),
-            EXHAUSTED,
-            "shared_bytes: got 184467440737095516",
-        ),
+        (lambda: rotate(shared_tensor(INT64), k=shared_tensor(INT64)), LIMIT, "shared_bytes: got 184467440737095516"),
     ),
     "many small parts": (
         "Sequence/Build",
-        (lambda: build(*[{"pixels": shared_tensor(2**20)}] * 1025), EXHAUSTED, "shared_bytes: got 1074790400"),
+        (lambda: build(*[{"pixels": shared_tensor(2**20)}] * 1025), LIMIT, "shared_bytes: got 1074790400"),
     ),
     "a million parts": (
         "Sequence/Build",
-        (lambda: build(*[{"text": f"/{PREFIX}"}] + [{}] * 10**6), EXHAUSTED, "segments: got 1000002"),
+        (lambda: build(*[{"text": f"/{PREFIX}"}] + [{}] * 10**6), LIMIT, "segments: got 1000002"),
     ),
     "a negative size": (
         "Rotary/Rotate",
-        (
-            lambda: rotate(shared_tensor(-(2**63), shape=[0])),
-            INVALID,
-            "q.shared.byte_size: got -9223372036854775808 bytes",
-        ),
+        (lambda: rotate(shared_tensor(-(2**63), shape=[0])), BAD, "q.shared.byte_size: got -9223372036854775808 bytes"),
     ),
     "an offset beyond 64 bits": (
         "Rotary/Rotate",
         (
             lambda: rotate(shared_tensor(2**25, offset=INT64)),
-            INVALID,
+            BAD,
             "q.shared: got bytes 9223372036854775807 to 92233720368883",
         ),
     ),
     "more bytes than the object has": (
         "Rotary/Rotate",
-        (lambda: rotate(shared_tensor(2**25)), INVALID, "q.shared: got bytes 0 to 33554432 of"),
+        (lambda: rotate(shared_tensor(2**25)), BAD, "q.shared: got bytes 0 to 33554432 of"),
     ),
     "pixels beyond the object": (
         "Sequence/Build",
         (
             lambda: build({"pixels": shared_tensor(3 * 2**28, shape=[2**14, 2**14, 3])}, patches=True),
-            INVALID,
+            BAD,
             "parts[0].pixels.shared: got bytes 0 to 805306368 of",
         ),
     ),
@@ -331,7 +307,7 @@ SHARED: dict[str, tuple[str, Claim]] = {
         "Position/Place",
         (
             lambda: place(spans={"lengths": [16 * 10**6]}, dense={}, output=shared_tensor(100).shared),
-            INVALID,
+            BAD,
             "query.output.byte_size: got 100, want >= 128000000",
         ),
     ),
@@ -367,7 +343,7 @@ def test_a_huge_claim_is_refused_cheaply(server: Victim, method: str, claim: Cla
 
 def test_unknown_fields_of_a_rotation_are_not_cached() -> None:
     rotations = RotaryService(Profiles.from_config(load()), Limits())
-    rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # a field 2000 of four bytes
+    rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # field 2000, four bytes
     results = set()
     for number in range(3):
         message = rotary_pb2.RotarySettings(rotary=rotary)

@@ -133,7 +133,7 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("method", "request_", "message"), STRANGE.values(), ids=STRANGE)
-def test_missing_and_unknown_values_are_named(server: Victim, method: str, request_: Any, message: str) -> None:
+def test_missing_and_unknown_values_are_reported(server: Victim, method: str, request_: Any, message: str) -> None:
     answer = server.call(method.replace("/", "Service/"), request_)
     if method == "Sequence/Build":
         [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results

@@ -108,16 +108,16 @@ def test_rotations_are_read_from_objects_and_written_to_them(server: Victim) -> 
     k = Q[:, :1] * 2
     wanted = server.call("RotaryService/Rotate", rotate(tensor(Q, "float32"), k=tensor(k, "float32")))
     want = rotary_pb2.RotateResponse.FromString(wanted.data)
-    with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as there:
-        request = rotate(shared_tensor(Q, key), k=shared_tensor(k, key, Q.nbytes + 8), **output(there, 600, 100))
+    with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as target:
+        request = rotate(shared_tensor(Q, key), k=shared_tensor(k, key, Q.nbytes + 8), **output(target, 600, 100))
         rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
         # 384 bytes of q are six times 64.
-        places = [tensor_pb2.SharedMemory(key=there, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
+        places = [tensor_pb2.SharedMemory(key=target, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
         assert [rotated.q, rotated.k] == [
             tensor_pb2.Tensor(dtype=x.dtype, shape=x.shape, shared=at)
             for x, at in zip((want.q, want.k), places, strict=True)
         ]
-        assert content(there) == b"." * 100 + want.q.data + want.k.data + b"." * 388
+        assert content(target) == b"." * 100 + want.q.data + want.k.data + b"." * 388
         assert content(key) == Q.tobytes() + b"-" * 8 + k.tobytes()
     assert names() == set()
 
@@ -138,12 +138,12 @@ def test_a_rotation_reads_one_sealed_object_and_writes_another(server: Victim, u
     plain.positions.CopyFrom(LARGE_POSITIONS)
     want = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", plain).data).q.data
     size, offset = LARGE.nbytes, 64 + unaligned
-    with sealed(bytes(offset) + LARGE.tobytes() * 2) as (key, _), sealed(b"." * (size + 200), "answer") as (there, to):
-        request = rotate_large(key, **output(there, size + 72, offset))
+    with sealed(bytes(offset) + LARGE.tobytes() * 2) as (key, _), sealed(b"." * (size + 200), "answer") as (target, to):
+        request = rotate_large(key, **output(target, size + 72, offset))
         request.q.shared.offset = offset
         for _ in range(2):
             rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
-        assert rotated.q.shared == tensor_pb2.SharedMemory(key=there, offset=offset, byte_size=size)
+        assert rotated.q.shared == tensor_pb2.SharedMemory(key=target, offset=offset, byte_size=size)
         assert os.pread(to, size + 200, 0) == b"." * offset + want + b"." * (200 - offset)
         assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # the result is in the message
         # Objects of clients leave no trace in the server.
@@ -164,8 +164,8 @@ def test_a_client_that_shrinks_its_objects_during_a_call_does_no_harm(server: Vi
                     os.ftruncate(descriptor, LARGE.nbytes)
         return shrinks
 
-    with sealed(LARGE.tobytes(), "q", seals) as (key, q), sealed(LARGE.tobytes(), "answer", seals) as (there, to):
-        request = rotate_large(key, **output(there, LARGE.nbytes))
+    with sealed(LARGE.tobytes(), "q", seals) as (key, q), sealed(LARGE.tobytes(), "answer", seals) as (target, to):
+        request = rotate_large(key, **output(target, LARGE.nbytes))
         with ThreadPoolExecutor() as threads:
             shrinking = threads.submit(shrink, [q, to])
             for _ in range(50):
@@ -183,12 +183,12 @@ def test_a_client_that_frees_its_memory_during_a_call_does_no_harm(server: Victi
     size = LARGE.nbytes
 
     def ask() -> set[str]:
-        request = rotate_large(key, **output(there, size))
+        request = rotate_large(key, **output(target, size))
         return {server.call("RotaryService/Rotate", request).status for _ in range(50)}
 
     with (
         sealed(LARGE.tobytes(), "q") as (key, q),
-        sealed(LARGE.tobytes(), "answer") as (there, to),
+        sealed(LARGE.tobytes(), "answer") as (target, to),
         mmap.mmap(q, size) as one,
         mmap.mmap(to, size) as two,
         ThreadPoolExecutor() as threads,
@@ -201,7 +201,6 @@ def test_a_client_that_frees_its_memory_during_a_call_does_no_harm(server: Victi
 
 
 def mapped(server: Victim) -> str:
-    """Return the memory maps of a server."""
     return Path(f"/proc/{server.pid}/maps").read_text()
 
 
@@ -214,14 +213,14 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
         parts.add(text="abc")
         parts.add(pixels=tensor(image, "uint8"))
     want = sequences_pb2.BuildResponse.FromString(server.call("SequenceService/Build", plain).data).sequences.results
-    with shared(image.tobytes()) as key, shared(bytes(20_000), "answer") as there:
+    with shared(image.tobytes()) as key, shared(bytes(20_000), "answer") as target:
         request = sequences_pb2.BuildRequest.FromString(plain.SerializeToString())
         for document in request.query.documents:
             document.parts[1].pixels.CopyFrom(shared_tensor(image, key))
-        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=there, byte_size=20_000))
+        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=target, byte_size=20_000))
         answer = server.call("SequenceService/Build", request)
         result = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
-        written = content(there)
+        written = content(target)
     offsets = []
     for one, other in zip(result, want, strict=True):
         for name in ("input_ids", "patches"):
@@ -273,7 +272,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_a_wrong_reference_is_named(server: Victim, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_reference_to_an_object_is_refused(server: Victim, change: dict[str, Any], message: str) -> None:
     with shared(Q.tobytes()) as key:
         fields = dict(change)
         data = fields.pop("data", b"")
@@ -284,10 +283,10 @@ def test_a_wrong_reference_is_named(server: Victim, change: dict[str, Any], mess
     assert (answer.status, answer.message[: len(message)]) == (status, message)
 
 
-def test_a_server_without_shared_memory_names_the_tensor(plain_server: Victim) -> None:
+def test_a_server_without_shared_memory_refuses_a_shared_tensor_by_name(plain_server: Victim) -> None:
     with shared(Q.tobytes()) as key:
-        there = output(key, 384)
-        for request, name in ((rotate(shared_tensor(Q, key)), "q.shared"), (rotate(tensor(Q), **there), "output")):
+        target = output(key, 384)
+        for request, name in ((rotate(shared_tensor(Q, key)), "q.shared"), (rotate(tensor(Q), **target), "output")):
             want = f"{name}: shared memory requires a server started with --shared-memory"
             assert plain_server.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
         ids = plain_server.call("PositionService/Place", place(shared_tensor(np.array(IDS), key, byte_size=56)))
@@ -310,8 +309,8 @@ def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, thread
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
     pools = Admission(config.concurrency, config.clients)
-    there: Any = SimpleNamespace(is_active=lambda: True)
-    call, answer = Call("a", "a", pools, there), positions_pb2.Positions()
+    context: Any = SimpleNamespace(is_active=lambda: True)
+    call, answer = Call("a", "a", pools, context), positions_pb2.Positions()
     array = np.array(IDS[:-1] + [3] * (tokens - 6))
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))
@@ -347,9 +346,9 @@ def test_each_item_of_a_stream_has_its_own_shared_memory(server: Victim) -> None
 
 def test_no_object_stays_open(server: Victim) -> None:
     array = np.array(IDS)
-    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as there:
-        wrong = place(shared_tensor(array, key, key=f"{key}x"), dense={}, **output(there, 64))
-        requests = [place(shared_tensor(array, key), dense={}, **output(there, size)) for size in (64, 9)] + [wrong]
+    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as target:
+        wrong = place(shared_tensor(array, key, key=f"{key}x"), dense={}, **output(target, 64))
+        requests = [place(shared_tensor(array, key), dense={}, **output(target, size)) for size in (64, 9)] + [wrong]
         items = [positions_pb2.StreamPlaceRequest(query=request.query).SerializeToString() for request in requests]
         for request in requests * 10:
             server.call("PositionService/Place", request)
@@ -380,7 +379,7 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--host", "0.0.0.0"], "got host '0.0.0.0', want one that only this machine reaches, such as 127.0.0.1"),
+        (["--host", "0.0.0.0"], "got host '0.0.0.0', want a loopback host such as 127.0.0.1"),
         (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
     ],
 )
@@ -392,7 +391,7 @@ def test_a_wrong_command_line_is_reported_before_workers_start(
 
 
 def test_a_server_that_other_machines_can_reach_refuses_shared_memory() -> None:
-    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want one that only this machine"):
+    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want a loopback host"):
         Server(load(), Listen("0.0.0.0"), shared_memory=SharedMemory(PREFIX))
 
 

@@ -152,7 +152,9 @@ class Rates:
         self.limited = self._per_second > 0
         """Whether the rate of clients is limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and their time; oldest first
+        self._left: OrderedDict[str, tuple[float, float]] = (
+            OrderedDict()
+        )  # requests left, and when counted; oldest first
         self._lock = Lock()
 
     def __len__(self) -> int:

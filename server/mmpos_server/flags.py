@@ -85,7 +85,8 @@ class Flags:
         ),
     ] = None
     notice_seconds: Annotated[
-        float, _flag("Seconds to serve after SIGTERM while health reports NOT_SERVING to load balancers.", min=0)
+        float,
+        _flag("Seconds to serve after SIGTERM while health is NOT_SERVING, so that load balancers notice.", min=0),
     ] = 0.0
     drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO

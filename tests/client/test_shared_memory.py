@@ -34,7 +34,7 @@ def open_region(key: str, offset: int = 0, byte_size: int = 256) -> Region:
 
 
 def descriptors() -> int:
-    """Count the open descriptors of objects of these tests, since others of the process open and close."""
+    """Count the open descriptors of objects of these tests, since other descriptors come and go."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor of the listing itself

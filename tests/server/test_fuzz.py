@@ -48,13 +48,13 @@ def test_faults_are_named() -> None:
 @pytest.mark.slow
 def test_a_server_withstands_attacks_for_a_few_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
-    said: list[str] = []
+    lines: list[str] = []
     verdict_ = asyncio.run(
-        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=said.append)
+        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=lines.append)
     )
     with capsys.disabled():
-        print("", *said, verdict_.report(), sep="\n")
+        print("", *lines, verdict_.report(), sep="\n")
     assert replace(verdict_, after=verdict_.before).faults(float("inf"), 0.0) == []
-    assert len(said) >= 2
+    assert len(lines) >= 2
     assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY
     assert verdict_.witness.polite["right"] > 0

@@ -534,7 +534,7 @@ def test_a_missing_rotation_comes_from_the_profile_or_is_refused(ask: Both) -> N
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     assert_equal(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(
-        InvalidInputError, match="rotary: the request has no rotation, and neither has profile 'default'"
+        InvalidInputError, match="rotary: the request and its profile 'default' have no rotation"
     ):
         ask("angles", None, positions)
 

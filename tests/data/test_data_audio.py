@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
-from results import same
+from results import assert_equal
 
 from mmpos import Grid, InterleavedSequence, InvalidInputError, SegmentTable, Text, place
 from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
@@ -57,7 +57,7 @@ def test_a_slice_equals_a_sequence_of_its_parts_except_for_positions(
 ) -> None:
     part = SPOKEN.slice(start, stop).sequence
     want = BUILDER.build(parts)
-    same(replace(part, positions=want.positions), want)
+    assert_equal(replace(part, positions=want.positions), want)
     np.testing.assert_array_equal(part.positions.dense(), SPOKEN.sequence.positions.dense()[:, start:stop])
     np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
 
@@ -88,7 +88,7 @@ def test_stored_examples_are_read_back(tmp_path: Path) -> None:
     with SequenceWriter(path) as writer:
         for item in examples:
             writer.write(item)
-    same(list(SequenceShard(path).examples()), examples)
+    assert_equal(list(SequenceShard(path).examples()), examples)
 
 
 def spans(batch: Batch) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_stored_images_with_tiles_are_read_back_and_collated(tmp_path: Path) -> 
     with SequenceWriter(tmp_path / "s.parquet") as writer:
         writer.write(TILED)
     (again,) = SequenceShard(tmp_path / "s.parquet").examples()
-    same(again, TILED)
+    assert_equal(again, TILED)
     batch = PackedCollator()([again, TILED.slice(14, 24)])
     assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
     assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]

@@ -23,8 +23,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from data_corpus import MadeShard, records, write_jsonl, write_parquet, write_tar
-from results import same
+from data_corpus import NumberedShard, records, write_jsonl, write_parquet, write_tar
+from results import assert_equal
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -44,7 +44,7 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixe
 PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
-class Numbers(MadeShard):
+class Numbers(NumberedShard):
     """Shard of texts of up to 50 letters."""
 
     def make(self, i: int) -> Any:
@@ -187,8 +187,8 @@ def test_workers_together_yield_every_record_once_and_reproducibly(
 
     alone, two = run(0), run(2)
     assert set(keys(alone)) == set(keys(two))
-    same(two, run(2))
-    same(two, run(2, threads=3))
+    assert_equal(two, run(2))
+    assert_equal(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
     # Split documents are in several pieces, and no token is lost.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
@@ -208,7 +208,7 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
         (dataset_shards(dataset.to_iterable_dataset()), HFImages()),
     ]
     batches = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
-    same(batches, batches[:1] * 5)
+    assert_equal(batches, batches[:1] * 5)
 
 
 def test_a_dataset_without_collate_yields_groups() -> None:
@@ -276,7 +276,7 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
         assert again.epoch == 3
         again.set_epoch(4)  # applies to the next iteration
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
-        same(list(again), whole[i:])
+        assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
 
 
@@ -291,7 +291,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
 
     loader = new()
     whole = list(loader)
-    same(list(loader), whole)
+    assert_equal(list(loader), whole)
     # The last one is the end of an epoch, after which the next epoch follows.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
@@ -304,7 +304,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         del iterator, loader
         resumed = new()
         resumed.load_state_dict(state)
-        same(head + list(resumed), whole if stop < len(whole) else whole + whole)
+        assert_equal(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
 def test_a_state_of_other_arguments_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_skipped_records_are_counted_logged_and_quarantined(
     ]
 
 
-class Photos(MadeShard):
+class Photos(NumberedShard):
     """Shard of records with two texts and two images, some of which are broken."""
 
     def make(self, i: int) -> Any:
@@ -435,7 +435,7 @@ def test_dropped_images_are_counted_logged_and_quarantined_once(
     for done, state in enumerate(states, 1):
         resumed = new(threads=2)
         resumed.load_state_dict(state)
-        same(list(resumed), batches[done:])
+        assert_equal(list(resumed), batches[done:])
         assert resumed.counts["images_dropped"] == 6
     assert read_quarantine(tmp_path) == lines
 
@@ -671,7 +671,7 @@ def test_building_and_batching_run_few_functions() -> None:
         (packed,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
         assert len(packed.grid_thw) == 1
 
-    class One(MadeShard):
+    class One(NumberedShard):
         def make(self, i: int) -> Any:
             return row
 

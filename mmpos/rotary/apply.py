@@ -144,7 +144,7 @@ def rotate_and_store(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k and write k and v into a paged cache, for inference: in one launch on a GPU.
+    """Rotate q and k and write k and v to a paged cache for inference, in one launch on a GPU.
 
     The results equal those of ``apply_rotary`` bit for bit.
 

@@ -151,7 +151,7 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
 
 def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source:
     """Return the source argument of the extension for a rotation."""
-    if rotation.frequencies.is_floating_point():  # as in Transformers, or an engine's cache
+    if rotation.frequencies.is_floating_point():  # precision "hf", or an engine's cache
         cos, sin = (x.flatten(1).numpy() for x in reference.cos_sin(rotation, tokens))
         return cos, sin, rotation.head_groups or 1
     constants = rotation.frequencies, rotation.pair_axis, rotation.axes, head_dim, rotation.attention_factor

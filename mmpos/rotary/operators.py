@@ -345,7 +345,7 @@ rotate_and_store = define_operator(
     _store,
     _fake_store,
 )
-"""Rotate q and k into new tensors, k with 0 heads unless return_k, and write rotated k and v to a cache."""
+"""Rotate q, and k if return_k, into new tensors, and write rotated k and v to a cache."""
 rotate_and_store_ = define_operator(
     f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
     _store_in_place,

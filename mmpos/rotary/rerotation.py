@@ -28,7 +28,7 @@ def rerotate(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> None:
-    """Rotate keys in a paged cache in place from their old positions to new ones: in one launch on a GPU.
+    """Rotate keys in a paged cache in place from their old positions to new ones, in one launch on a GPU.
 
     Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits stay
     the same. A chunk of tokens can thus be moved without recomputing k or its projection.

@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from mmpos.analysis.plot.canvas import picture_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
 from mmpos.support.program import INTERRUPTED, console
+from mmpos_bench.figure import plot_report
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import Measurement, SuiteReport, Timed, number_text, ratio_text, seconds_text, to_json, unit_of
 from mmpos_bench.suites import SUITES, Watch, run
@@ -45,6 +47,10 @@ def bench(
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints only the JSON.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a figure for a paper, one column wide: .pdf, .svg or .png."),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run every path once with toy sizes; the figures are meaningless.")
     ] = False,
@@ -59,9 +65,10 @@ def bench(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only measure cases whose name contains this text.")] = "",
 ) -> None:
     """Measure on this machine."""
-    path = None if json in (None, "-") else Path(json)
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):  # checked before minutes are spent
-        raise InvalidInputError(f"--json: got {str(path)!r}, want a file in an existing folder")
+    path, target = None if json in (None, "-") else Path(json), picture_path(plot, "--plot")
+    for option, file in (("--json", path), ("--plot", target)):
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):  # before a long run
+            raise InvalidInputError(f"{option}: got {str(file)!r}, want a file in an existing folder")
     with _watch() as watch:
         report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
@@ -70,6 +77,8 @@ def bench(
         print_report(console(), report)
     if path is not None:
         write_text(path, to_json([report]))
+    if target is not None:
+        plot_report(report, target)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 

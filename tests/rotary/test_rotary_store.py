@@ -201,8 +201,8 @@ def test_chunked_prefill_and_decoding_fill_the_cache_like_the_whole_sequence(nam
     q_got = torch.empty_like(q)
 
     def step(positions: PositionTable | Tensor, tokens: Tensor) -> None:
-        inputs, step_cache = (x[tokens] for x in (q, k, v)), cache.with_slots(slots[tokens])
-        q_got[tokens], _ = rotate_and_store(*inputs, positions, ROTARY, step_cache, implementation=way)
+        step_cache, qkv = cache.with_slots(slots[tokens]), (q[tokens], k[tokens], v[tokens])
+        q_got[tokens], _ = rotate_and_store(*qkv, positions, ROTARY, step_cache, implementation=way)
 
     first, second = torch.arange(40).split([23, 17])
     step(prompts.slice(0, 9), first[:9])  # within the image

@@ -321,7 +321,7 @@ def _norm_then_rotate(layer: Layer, **options: Any) -> Call:
     return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **arguments)
 
 
-def _forward_and_backward(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
+def _both_ways(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
     positions = layer.dense if dense else layer.table
     weights = [x.detach().clone().requires_grad_() for x in layer.weights if norm]
     arguments = {"implementation": layer.how} | options
@@ -446,12 +446,10 @@ GROUPS: Mapping[str, WaysOfWork] = {
     "forward and backward": WaysOfWork(
         [
             Way("copies into new tensors", partial(_copy, fresh=True, times=2), role=Role.LIMIT),
-            Way("mmpos, table", _forward_and_backward, _rotated_back),
-            Way("mmpos, dense ids", partial(_forward_and_backward, dense=True), _rotated_back),
-            Way(
-                "mmpos, reference", partial(_forward_and_backward, implementation="reference"), _rotated_back, Role.PART
-            ),
-            _part("with a norm", partial(_forward_and_backward, norm=True)),
+            Way("mmpos, table", _both_ways, _rotated_back),
+            Way("mmpos, dense ids", partial(_both_ways, dense=True), _rotated_back),
+            Way("mmpos, reference", partial(_both_ways, implementation="reference"), _rotated_back, Role.PART),
+            _part("with a norm", partial(_both_ways, norm=True)),
         ],
         lambda layer: 2 * layer.moved,
         partial(_peers, kind="training"),
@@ -537,11 +535,7 @@ def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Ca
         only: names of calls; empty means all.
     """
     layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)
-    ways = [(layer, group, way) for group, work in GROUPS.items() for way in work.ways]
-    ways += [(image, FUSED, way) for way in GENERATION_GROUPS[FUSED].ways]
-    named = {
-        f"{group}: {way.name}": (layer, way)
-        for layer, group, way in ways
-        if way.role is not Role.PEER and "reference" not in way.name
-    }
-    return {name: way.make(layer) for name, (layer, way) in named.items() if not only or name in only}
+    calls = [(f"{group}: {way.name}", way, layer) for group, work in GROUPS.items() for way in work.ways]
+    calls += [(f"{FUSED}: {way.name}", way, image) for way in GENERATION_GROUPS[FUSED].ways]
+    ours = [call for call in calls if call[1].role is not Role.PEER and "reference" not in call[1].name]
+    return {name: way.make(layer) for name, way, layer in ours if not only or name in only}

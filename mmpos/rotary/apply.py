@@ -400,7 +400,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool =
         heads_first = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
         hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
         raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want the shape of q, {tuple(q.shape)}, except for the heads{hint}"
+            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as q, except for the heads{hint}"
         )
     return q4, k4
 
@@ -430,9 +430,7 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
         )
     v4 = _as_bshd(shown(v), layout)
     if v4.shape[:3] != k4.shape[:3]:
-        raise InvalidInputError(
-            f"v: got shape {tuple(v.shape)}, want the shape of k, {tuple(k.shape)}, except for head_dim"
-        )
+        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as k, except for head_dim")
     return v4
 
 

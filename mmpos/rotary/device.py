@@ -65,9 +65,7 @@ class DevicePositions:
         else:
             reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
             if used > reserved:
-                raise LimitExceededError(
-                    f"capacity: got {reserved}, want >= {used}, the number of segments in the table"
-                )
+                raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the number of segments")
             columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
             columns[OFFSET] = tokens  # no token has this offset, so no kernel reads the unused columns
             columns[:, :used] = positions.table
@@ -201,10 +199,7 @@ def ids_on(
 
 
 def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
-    """Raise if the heads of x, (…, heads, head_dim), do not match the heads that rotary rotates differently.
-
-    With ``shared`` the number may be a multiple, since several q heads share a kv head.
-    """
+    """Check the number of heads of (…, heads, head_dim) x; ``shared`` allows several q heads per kv head."""
     heads, want = x.shape[-2], rotary.own_heads
     if want and heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
@@ -274,17 +269,8 @@ def rotation_of(
     ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
 ) -> reference.RotationArguments:
     """Return a rotation by ids in the form that the operators expect."""
-    frequencies, pair_axis = constants(rotary, ids.tensor.device)
-    return reference.RotationArguments(
-        ids.tensor,
-        frequencies,
-        pair_axis,
-        ids.mode,
-        rotary.pairing == "adjacent",
-        rotary.attention_factor,
-        conjugate,
-        implementation,
-    )
+    tensors, adjacent = (ids.tensor, *constants(rotary, ids.tensor.device)), rotary.pairing == "adjacent"
+    return reference.RotationArguments(*tensors, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation)
 
 
 def _torch_power(base: float, exponents: Any) -> Any:

@@ -59,10 +59,7 @@ class Cache(NamedTuple):
 
 
 def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
-    """View the cache of k or v as (blocks, block_size, heads, head_dim) and check it against x.
-
-    x is k or v as (batch, seq, heads, head_dim).
-    """
+    """View the cache of x, a (batch, seq, heads, head_dim) k or v, as (blocks, block_size, heads, head_dim)."""
     name, pages = ("key_cache", cache.key_cache) if like == "k" else ("value_cache", cache.value_cache)
     scaled = (cache.k_scale if like == "k" else cache.v_scale) is not None
     one_of("cache.layout", cache.layout, ("NHD", "HND"))

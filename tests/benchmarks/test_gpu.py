@@ -108,7 +108,7 @@ def test_a_failed_comparison_is_recorded_and_later_ones_run(part: Callable[[int]
     assert [m.name for m in Kept(kept.path).report.measurements] == ["next"]
 
 
-def test_a_process_with_a_lost_context_ends_and_another_continues(
+def test_a_process_with_a_lost_context_is_replaced(
     part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = part(2).kept
@@ -131,7 +131,7 @@ def test_no_comparison_begins_after_the_time_limit(part: Callable[[int], Part]) 
 # The parts.
 
 
-def test_findings_of_sanitizers_are_recorded(
+def test_sanitizer_findings_are_recorded(
     part: Callable[[int], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "tools" / "compute-sanitizer"

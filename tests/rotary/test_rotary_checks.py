@@ -127,9 +127,7 @@ WANT_Q = "want a tensor of float32, bfloat16 or float16"
 # Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
-    "k: got shape (16, 2, 32), want the shape of q, (16, 2, 16), except for the heads": [
-        calls(packed(), packed(head_dim=32))
-    ],
+    "k: got shape (16, 2, 32), want (16, 2, 16) as q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
     "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q": [
@@ -141,9 +139,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as q": [
         calls(zeros(1, 16, 2, 16), packed())
     ],
-    "k: got shape (15, 2, 16), want the shape of q, (16, 2, 16), except for the heads": [
-        calls(packed(), zeros(15, 2, 16))
-    ],
+    "k: got shape (15, 2, 16), want (16, 2, 16) as q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
     "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
     "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
@@ -157,7 +153,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
     "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
     (
-        "k: got shape (2, 2, 8, 16), want the shape of q, (2, 4, 8, 16), except for the heads; "
+        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as q, except for the heads; "
         'if heads come before seq, pass layout="bhsd"'
     ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
     "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
@@ -248,8 +244,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
-    "v: got shape (13, 3, 12), want the shape of k, (13, 2, 12), except for head_dim": [stores(v=heads(13, 3, 12))],
-    "v: got shape (12, 2, 12), want the shape of k, (13, 2, 12), except for head_dim": [stores(v=heads(12, 2, 12))],
+    "v: got shape (13, 3, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(13, 3, 12))],
+    "v: got shape (12, 2, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
     "key_cache: got NoneType, want a tensor of torch.float32 as k": [stores(key_cache=None)],
     "value_cache: got torch.bfloat16, want torch.float32 as v": [

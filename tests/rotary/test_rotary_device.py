@@ -129,7 +129,7 @@ def test_anything_but_a_table_is_refused() -> None:
 
 
 def test_more_segments_than_the_capacity_are_refused() -> None:
-    want = "capacity: got 4, want >= 6, the number of segments in the table"
+    want = "capacity: got 4, want >= 6, the number of segments"
     assert refused(LimitExceededError, lambda: DevicePositions.from_table(OTHER, capacity=4)) == want
     assert refused(LimitExceededError, lambda: DevicePositions.from_table(POSITIONS).refresh(OTHER)) == want
     assert refused(InvalidInputError, lambda: DevicePositions.from_table(OTHER, capacity=0)) == (

@@ -27,9 +27,7 @@ WAYS = ("reference", "auto", INTERPRETED)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["exact", "hf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_segment_with_id_0_stays_unchanged_and_other_segments_are_rotated(
-    dtype: Any, precision: Any, way: Any
-) -> None:
+def test_only_segments_with_an_id_other_than_0_are_rotated(dtype: Any, precision: Any, way: Any) -> None:
     table = place(SegmentTable.from_documents([[Text(5), Grid(2, 3)]]), "flux")
     rotary = Rotary(16, allocation="axial", axes_dim=[4, 6, 6], pairing="adjacent", precision=precision)
     q, k = (heads(11, count, 16, dtype, seed=count).to(DEVICE) for count in (4, 2))

@@ -259,9 +259,8 @@ def test_rotated_keys_are_stored(eight_bits: bool, way: Any) -> None:
     stored = keys.flatten(0, 1)[slots[kept]].float()
     if eight_bits:
         scale = scales["k_scale"].flatten(0, 1)[slots[kept]][..., None]
-        assert_within(
-            stored * scale, k_want[kept], k_want[kept].abs() / 16 + 2**-10 * scale
-        )  # half the spacing of e4m3
+        half_spacing = k_want[kept].abs() / 16 + 2**-10 * scale  # of e4m3
+        assert_within(stored * scale, k_want[kept], half_spacing)
     else:
         assert_same_bits(stored, k_want[kept])
 

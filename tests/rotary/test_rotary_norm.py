@@ -27,10 +27,7 @@ EPS = 1e-5
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
 RELATIVE = ARITHMETIC + gamma(sqrt(128) + 5)
-"""Float32 error of norm and rotation relative to the length of a pair.
-
-It includes a sum of 128 squares, a root, a quotient and two products.
-"""
+"""Float32 error relative to the length of a pair: a sum of 128 squares, a root, a quotient and two products."""
 
 
 def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
@@ -138,9 +135,7 @@ def test_every_dtype_of_heads_and_weights_is_rounded_once_in_outputs_and_caches(
         for way in WAYS
     ],
 )
-def test_views_in_every_layout_agree_with_the_formula_out_of_place_and_in_place(
-    layout: Any, pairing: Any, way: Any, tile: Any
-) -> None:
+def test_views_in_every_layout_agree_with_the_formula(layout: Any, pairing: Any, way: Any, tile: Any) -> None:
     tile(64, 2 if layout == "thd" else 1)
     rotary, table = Rotary(12, rotary_dim=8, pairing=pairing), packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)

@@ -74,7 +74,7 @@ VISION_MODELS = [
     TEXT_MODELS + MROPE_MODELS,
     ids=[row[0] for row in TEXT_MODELS + MROPE_MODELS],
 )
-def test_rotations_agree_with_language_models_of_transformers(
+def test_rotations_agree_with_transformers_language_models(
     model: str, config: str, module: str, arguments: Any
 ) -> None:
     hf_config = transformers(model, config, "configuration")(**arguments)

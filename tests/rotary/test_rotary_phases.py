@@ -132,7 +132,7 @@ def test_turns_are_within_their_derived_bounds(theta: float) -> None:
 @example(1, 3, -2.0 * math.pi)
 @example(1, 3, 2 * 15_708.0)
 @example(1, INT32_MAX, 2.0**32)
-def test_turns_are_within_their_bound_for_any_id_and_frequency(
+def test_turns_of_any_id_and_frequency_are_within_their_bound(
     numerator: int, denominator: int, inv_freq: float
 ) -> None:
     position = Fraction(numerator, denominator)

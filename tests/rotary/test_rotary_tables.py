@@ -64,7 +64,7 @@ def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
     ids=["packed", "equal", "single", "empty"],
 )
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
-def test_tables_have_the_documented_shapes_and_dtypes(
+def test_tables_have_documented_shapes_and_dtypes(
     positions: PositionTable, leading: tuple[int, ...], pairing: Any
 ) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing)

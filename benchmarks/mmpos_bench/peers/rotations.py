@@ -31,11 +31,7 @@ class PeerRotation:
 def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """Rotate q and k by the formula of model code, which takes four passes over q and four over k.
 
-    Args:
-        q: (batch, seq, heads, head_dim).
-        k: (batch, seq, heads, head_dim).
-        cos: (batch, seq, head_dim).
-        sin: (batch, seq, head_dim).
+    q and k are (batch, seq, heads, head_dim); cos and sin are (batch, seq, head_dim).
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     half = q.shape[-1] // 2

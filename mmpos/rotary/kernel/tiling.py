@@ -119,17 +119,10 @@ def bind(
 ) -> Bound | None:
     """Prepare a launch that can be repeated without Triton's argument binding, which takes 30 µs.
 
-    Args:
-        indices: indices of the tensors that each launch replaces.
-        kernel: as for ``launch``, like the remaining arguments.
-        grid: see ``launch``.
-        warps: see ``launch``.
-        arguments: see ``launch``.
-        constants: see ``launch``.
+    Each repetition replaces the arguments at ``indices``; the other parameters are those of ``launch``.
 
     Returns:
-        the bound kernel; None in the interpreter and on AMD devices, where compiled kernels also depend on memory
-        sizes.
+        the bound kernel; None in the interpreter, and on AMD devices, where compiled kernels depend on memory sizes.
     """
     if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:
         return None

@@ -232,9 +232,8 @@ def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
     outcomes = [one for kept in kept_figures(path.name) if options.json for one in kept["outcomes"]]
     kept = {"command": command, "machine": asdict(machine), "guess": guess(), "outcomes": outcomes}
     done = {(one["scheme"], one["seed"]) for one in outcomes}
-    missing = [
-        run for seed in range(options.seeds) for scheme in options.schemes if (run := (scheme, seed)) not in done
-    ]
+    runs = [(scheme, seed) for seed in range(options.seeds) for scheme in options.schemes]
+    missing = [run for run in runs if run not in done]
     # Spawned processes, since the threads of this process do not survive a fork.
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for outcome in pool.map(train, *zip(*((*run, *toy) for run in missing), strict=True)) if missing else ():

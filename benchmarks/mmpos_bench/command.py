@@ -48,12 +48,9 @@ def bench(
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints only the JSON.")
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw a figure for a paper, one column wide: .pdf, .svg or .png."),
+        Path | None, typer.Option(metavar="FILE", help="Draw a figure one column wide: .pdf, .svg or .png.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Run every path once with toy sizes; the figures are meaningless.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, run once; the figures are meaningless.")] = False,
     malloc: Annotated[
         str,
         typer.Option(

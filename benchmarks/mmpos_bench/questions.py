@@ -108,8 +108,7 @@ class Asking:
             results = sequences_pb2.BuildResponse.FromString(raw).sequences.results
             equal([get_sequence("sequence", result.sequence) for result in results], want)
 
-        name = f"Build, {counted(len(documents), 'document')} {content}"
-        tokens = sum(sequence.input_ids.size for sequence in want)
+        name, tokens = f"Build, {counted(len(documents), 'document')} {content}", sum(s.input_ids.size for s in want)
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(

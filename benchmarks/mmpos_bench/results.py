@@ -154,10 +154,7 @@ def markdown(rows: Rows) -> str:
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a Markdown table with a row per comparison and a column per contestant and fact.
-
-    Our times are also shown as multiples of the limit, and times of peers as multiples of ours.
-    """
+    """Write a row per comparison and a column per contestant and fact; ratios are ours to limit and peer to ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""

@@ -315,7 +315,7 @@ def _check_phases(layer: Layer, got: Any, before: Pair) -> None:
     layer.judge((rotated, rotated), (ones, ones))
 
 
-def _norm_then_rotate(layer: Layer, **options: Any) -> Call:
+def _norm_first(layer: Layer, **options: Any) -> Call:
     """Normalise by torch, then rotate."""
     arguments = {"implementation": layer.how} | options
     return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **arguments)
@@ -351,7 +351,7 @@ def _store(layer: Layer, *, norm: bool = True) -> Call:
 
 def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
     """Normalise and rotate, in one call with ``norm`` or in two, then store."""
-    rotate, (keys, values) = _rotate(layer, norm=True) if norm else _norm_then_rotate(layer), layer.caches
+    rotate, (keys, values) = _rotate(layer, norm=True) if norm else _norm_first(layer), layer.caches
     indices = [(slots // PAGE, slots % PAGE) for slots in layer.slots]
 
     def call(i: int) -> Any:
@@ -439,7 +439,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
-            Way("torch's norm, then mmpos", _norm_then_rotate, partial(_normalised, rounded=True), Role.PEER),
+            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
         ],
         peers=partial(_norms, peers=NORMS),
     ),
@@ -506,16 +506,14 @@ GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
             Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
-            Way("torch's norm, then mmpos", _norm_then_rotate, partial(_normalised, rounded=True), Role.PEER),
+            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
         ],
         peers=partial(_norms, peers=DIFFUSERS),
     ),
     JOINT: WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way(
-                "torch's norm, then mmpos", partial(_norm_then_rotate, inplace=True), partial(_normalised, rounded=True)
-            ),
+            Way("torch's norm, then mmpos", partial(_norm_first, inplace=True), partial(_normalised, rounded=True)),
         ],
         peers=partial(_norms, peers={**COMPILED_THEN_OURS, **DIFFUSERS}),
     ),

@@ -264,11 +264,7 @@ def _rotated_directly(
     q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
     inplace: bool, conjugate: bool, implementation: Implementation, direct: bool,
 ) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
-    """Rotate by one C call or a launch that was learned before.
-
-    Returns:
-        q and k, or None if the operators must rotate them; and the form under which their launch can be learned.
-    """
+    """Rotate by one C call or a learned launch; return q and k, or None, and the form to learn their launch under."""
     if direct and norm is None and implementation == "auto":
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:

@@ -80,8 +80,7 @@ class Rotary:
         mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None means 24, 20, 20 for
             "mrope-interleaved" with 64 pairs.
         inv_freq: (pairs,) rad per position, used exactly and instead of theta and scaling; with kv_heads, of all pairs.
-        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None means the original
-            length.
+        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None: original length.
         axes_dim: (axes,) channels per axis. With "axial", axes of different sizes: FLUX and HunyuanVideo have
             16, 56, 56 and Wan has 44, 42, 42, all with adjacent pairs; equal sizes are stored as None. With a vector
             as allocation, the pairs of each axis use its full ladder in the order of the vector, as in the encoders of
@@ -90,8 +89,7 @@ class Rotary:
             is not rotated. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256 heads.
         kv_heads: number of kv heads that share one layout, for LTX, which rotates all channels of a token as one long
             head: allocation, sections, axes_dim and inv_freq cover kv_heads · rotary_dim channels, at most 65,536, and
-            each kv head, with the q heads that share it, takes the next pairs. None if all heads rotate alike. At most
-            256.
+            each kv head, with the q heads that share it, takes the next pairs. At most 256; None: all heads are alike.
 
     Raises:
         InvalidInputError: an argument is invalid; the message names it.
@@ -135,9 +133,7 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
-        """Read the rotation from a Transformers config.
-
-        ``hf_arguments`` documents which fields are read and which model types are unsupported.
+        """Read the rotation from a Transformers config; see ``hf_arguments`` for fields and unsupported model types.
 
         Args:
             config: a config object, the mapping from its config.json, or the folder that contains config.json.
@@ -237,8 +233,7 @@ class Rotary:
         """Compute (pairs,) or (kv_heads, pairs) float32 rad per position by the operations of Transformers.
 
         All operations except the power are rounded according to IEEE 754. The float32 powers of torch on a CPU
-        differ from the correctly rounded ones by one ulp in about one of seventy cases; pass torch's power function to
-        reproduce its bits.
+        differ from the correctly rounded ones by one ulp in about one of seventy cases; pass torch's power to match.
 
         Args:
             power: function from a float base and (n,) float32 exponents to (n,) float32 powers.

@@ -170,13 +170,8 @@ def ids_on(
 ) -> PositionIds:
     """Convert positions of any type to one tensor and check their axes; a PositionTable is copied to the device.
 
-    Args:
-        positions: DevicePositions, a PositionTable or a tensor of dense ids.
-        rotary: the rotation, whose number of axes the positions must have.
-        device: the target device.
-        validate: whether to check dense ids on a device.
-        name: name of the positions in error messages.
-        like: name of a tensor on the device; if given, the positions must already be there.
+    With ``like``, the name of a tensor on the device, other positions must be there too. ``validate`` also checks dense
+    ids on a device. ``name`` is the name of the positions in messages.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -251,8 +246,7 @@ def _constants_in_graphs(text: str, device: torch.device) -> tuple[Tensor, Tenso
 
 
 _constants_of: Any = _constants_in_graphs
-# The attribute that torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes
-# seconds.
+# torch.compiler.assume_constant_result sets this attribute, but would import the compiler, which takes seconds.
 _constants_of._dynamo_marked_constant = True
 
 

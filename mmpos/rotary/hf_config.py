@@ -359,11 +359,9 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     rotation = fields.rotation
     if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
         return head_dim // 6 * 6
-    factor_applies = (
-        kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
-    )
+    has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
     # The factor of mistral4 refers to a head of another size.
-    if kind in ("proportional", "axial") or fields.model_type == "mistral4" or not factor_applies:
+    if kind in ("proportional", "axial") or fields.model_type == "mistral4" or not has_factor:
         return head_dim
     factor = _factor(fields, rope)
     if factor is None and (rotation.reads_rotary_dim or not _known(fields)):

@@ -24,8 +24,7 @@ class Encoder:
             first; "in turn": columns and rows alternate; "frames": blocks by frames, rows and columns, with remaining
             channels unrotated; "halves": each half acts as a head, the first by columns and the second by rows;
             "ladder": as in Pixtral.
-        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme here has the
-            positions.
+        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme has the positions.
         first: id of the first row and column; if it is 1, a class token may have id 0.
         kv_heads: for "halves", number of kv heads if the config omits it.
         note: peculiarities, for readers.

@@ -1,8 +1,7 @@
 """Relaunch compiled kernels: a call whose form has passed all checks before skips them and launches its kernel.
 
-The form of a call consists of the dtypes, shapes, strides and devices of its tensors and of all other arguments. Checks
-and compiled kernels depend on the form and on addresses; addresses are not part of the form and are checked in every
-call.
+The form of a call consists of the dtypes, shapes, strides and devices of its tensors and of all other arguments.
+Addresses, on which checks and compiled kernels also depend, are not part of it and are checked in every call.
 """
 
 from __future__ import annotations

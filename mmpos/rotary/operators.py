@@ -46,10 +46,7 @@ _STORE = (
     "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
 )
-"""Schema of Stored and its Scales.
-
-Caches are (blocks, block_size, heads, head_dim) with any strides; slots are (n,) int32 or int64 for the first n tokens.
-"""
+"""Schema of Stored and its Scales: caches have any strides, and slots are (n,) int32 or int64 of the first n tokens."""
 
 # The rotation, with the norm before or after it.
 

@@ -165,7 +165,7 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
     kept = (slots >= 0) & (slots < capacity)  # indexing by a mask waits for the device, unlike a kernel
     places = slots[kept] // size, slots[kept] % size
     for cache, x in zip(caches, tensors, strict=True):
-        _movable(cache)[places] = _movable(x).flatten(0, 1)[: slots.shape[0]][kept]
+        as_bits(cache)[places] = as_bits(x).flatten(0, 1)[: slots.shape[0]][kept]
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
@@ -176,11 +176,11 @@ def read(cache: Tensor, slots: Tensor) -> Tensor:
         slots: (n,) slots.
     """
     slots = slots.clamp(0, _capacity(cache) - 1)
-    return _movable(cache)[slots // cache.shape[1], slots % cache.shape[1]].view(cache.dtype)
+    return as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]].view(cache.dtype)
 
 
-def _movable(x: Tensor) -> Tensor:
-    """View 8-bit floats as bytes, since torch cannot index them on every device."""
+def as_bits(x: Tensor) -> Tensor:
+    """View an 8-bit tensor as uint8, since torch cannot index 8-bit floats on every device; return others unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 

@@ -31,9 +31,8 @@ class QKV(NamedTuple):
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, gate: bool = False) -> QKV:
     """Split the packed output of a projection into q, k, v and an optional gate without a copy.
 
-    ``apply_rotary`` and ``rotate_and_store`` accept these views without a copy. With ``inplace=True`` they write
-    rotated q and k to the packed tensor itself, in one launch as for separate tensors, and leave its other elements
-    unchanged.
+    ``apply_rotary`` and ``rotate_and_store`` accept these views. With ``inplace=True`` they write rotated q and k to
+    the packed tensor itself, in one launch as for separate tensors, and leave its other elements unchanged.
 
     Args:
         qkv: (tokens, width) or (batch, seq, width), any strides, with width (num_heads + 2·num_kv_heads)·head_dim: all

@@ -436,8 +436,7 @@ def norm_backward(
 
     For y = rotated(x · r · w) with r = 1/√(mean(x²) + eps), let g be the gradient of y rotated back. The gradient of w
     is the sum of g · x · r over tokens and heads, and the gradient of x is r · (g·w − x·r · mean(g·w · x·r)). If the
-    norm comes after the rotation, the formulas hold with rotated x and the gradient g of y; their gradient of x is then
-    rotated back.
+    norm comes after the rotation, x is the rotated input, g the gradient of y, and the gradient of x is rotated back.
 
     Args:
         grad: gradient of the output, (batch, seq, heads, head_dim).

@@ -33,9 +33,8 @@ def rerotate(
     Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits stay
     the same. A chunk of tokens can thus be moved without recomputing k or its projection.
 
-    The content of a key stays the same. If the text or images before a chunk change, only the keys of the first layer
-    equal those of a recomputed prompt; in deeper layers k and v depend on the preceding tokens, so that cached ones
-    are an approximation.
+    The content of a key stays the same. If the text or images before a chunk change, only the first layer's keys equal
+    those of a recomputed prompt; in deeper layers cached k and v are approximations, since they depend on prior tokens.
 
     Args:
         k_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim) "HND",
@@ -48,8 +47,7 @@ def rerotate(
         cache_layout: "NHD" or "HND".
         k_scale: float32 scales of an 8-bit cache: (), (1,) or (num_kv_heads,), which stay unchanged, or the cache's
             shape without head_dim, which grow by at most √2 if a channel of the rotated key would be too large.
-        implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors. Both give the same
-            bits.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); all are bit-equal.
         validate: also check ids, slots and scales on a device; waits for the device.
 
     Raises:

@@ -179,8 +179,7 @@ class DynamicNTK(Scaling):
 class Llama3(Scaling):
     """Llama 3.1 and 4: divide the frequencies of long wavelengths by the factor.
 
-    Wavelengths above L0/low_freq_factor are scaled, those below L0/high_freq_factor are kept, and those in between are
-    interpolated.
+    Wavelengths above L0/low_freq_factor are scaled, below L0/high_freq_factor kept, and in between interpolated.
 
     Args:
         factor: >= 1.
@@ -256,9 +255,8 @@ class YaRN(Scaling):
         beta_fast: number of turns over L0 above which a pair is kept.
         beta_slow: number of turns over L0 below which a pair is divided.
         attention_factor: attention factor; None means the formula above.
-        mscale: numerator parameter: the attention factor is (0.1·mscale·ln factor + 1) divided by the same term of
-            mscale_all_dim if both are set.
-        mscale_all_dim: denominator parameter; see mscale.
+        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) / (the same of mscale_all_dim).
+        mscale_all_dim: see mscale.
         truncate: whether the ramp begins and ends at integer pair indices.
     """
 
@@ -379,8 +377,7 @@ def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)
     """
-    # Search a list, since an unhashable type cannot be looked up in the mapping.
-    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):
+    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: type may be unhashable
         got = values.get("type") if isinstance(values, Mapping) else values
         raise InvalidInputError(f"scaling.type: got {got!r}, want one of {', '.join(map(repr, SCALINGS))}")
     kind = SCALINGS[values["type"]]

@@ -148,7 +148,17 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
         calls(packed(), positions=None)
     ],
-    "positions: got 2 axes, want 3 as in rotary": [calls(packed(), rotary=Rotary(16, axes=3))],
+    "positions: got 2 axes, want 3 as in rotary": [
+        calls(packed(), rotary=Rotary(16, axes=3)),
+        *(partial(table, Rotary(16, axes=3), POSITIONS) for table in (tables_of, angles)),
+    ],
+    "layout: got 'llama', want one of 'pairs', 'transformers', 'torchtitan'": [
+        lambda: tables_of(ROTARY, DEVICE, layout="llama")  # type: ignore[arg-type]
+    ],
+    "positions: got ndarray, want a PositionTable": [
+        lambda: DevicePositions.from_table(POSITIONS.dense()),  # type: ignore[arg-type]
+        lambda: DEVICE.refresh(POSITIONS.dense()),  # type: ignore[arg-type]
+    ],
     "positions: got 1 axis, want 2 as in rotary": [calls(packed(), positions=IDS[:1])],
     "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
     "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
@@ -210,10 +220,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
-    "norm.q_weight: got torch.float64, want a tensor of float32, bfloat16 or float16": [
-        normed(q_weight=ones(16).double())
-    ],
-    "norm.q_weight: got float, want a tensor of float32, bfloat16 or float16": [normed(q_weight=1.0)],
+    f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
+    f"norm.q_weight: got float, {WANT_Q}": [normed(q_weight=1.0)],
     "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
     "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],

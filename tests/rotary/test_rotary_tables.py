@@ -13,7 +13,7 @@ from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
 import mmpos.rotary
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
 OF_ANGLES = cos_sin(np.pi, 1)  # error bound for our angles, which are wrapped and rounded to float32
@@ -206,13 +206,3 @@ def test_angles_with_hf_precision_are_not_supported() -> None:
     assert str(caught.value) == (
         "angles: got precision 'hf', want 'exact': wrapped angles would differ from those of Transformers"
     )
-
-
-def test_tables_refuse_unknown_layouts_and_wrong_axes() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^layout: got 'llama', want one of 'pairs', 'transformers', 'torchtitan'$"
-    ):
-        mmpos.rotary.cos_sin(Rotary(head_dim=16), PACKED, layout="llama")  # type: ignore[arg-type]
-    for call in (mmpos.rotary.cos_sin, mmpos.rotary.angles):
-        with pytest.raises(InvalidInputError, match=r"^positions: got 2 axes, want 3 as in rotary$"):
-            call(Rotary(head_dim=16, axes=3), PACKED)

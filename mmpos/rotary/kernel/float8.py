@@ -1,7 +1,4 @@
-"""Convert float32 to 8-bit floats and back in a kernel by integer arithmetic.
-
-Some GPUs and Triton's interpreter lack these dtypes.
-"""
+"""Convert 8-bit floats in kernels by integer arithmetic, since some GPUs and Triton's interpreter lack the dtypes."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102  (kernel constants are upper case and are tested in separate conditions)
@@ -55,11 +52,6 @@ def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -
             for dtype, tensor in zip((q, k, v), computed, strict=True)
         )
     )
-
-
-def as_bits(x: Tensor) -> Tensor:
-    """View an 8-bit tensor as uint8; return any other tensor unchanged."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | None:

@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
+from mmpos.rotary.kernel.float8 import codes_of, format_of, heads_of_scales, largest_of, values_of
 from mmpos.rotary.kernel.heads import load_pairs, load_rest, rotate_pairs, rows_of, share_of, store_pairs, store_rest
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
 from mmpos.rotary.kernel.rotate import slots_of
+from mmpos.rotary.paged import as_bits
 from mmpos.rotary.reference import RotationArguments
 
 

@@ -11,18 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import (
-    as_bits,
-    codes_of,
-    divisor_of,
-    formats_of,
-    heads_of_scales,
-    largest_of,
-    scale_rows,
-)
+from mmpos.rotary.kernel.float8 import codes_of, divisor_of, formats_of, heads_of_scales, largest_of, scale_rows
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.paged import Stored
+from mmpos.rotary.paged import Stored, as_bits
 from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments
 
 

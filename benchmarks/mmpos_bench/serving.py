@@ -205,7 +205,7 @@ class LoadTurn:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Callable that has clients carry out an order."""
+    """Callable that makes clients carry out an order."""
 
     server: ServerProcess  # server whose processor time is measured
     order: Order

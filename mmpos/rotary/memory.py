@@ -20,7 +20,7 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether a call may bypass torch's dispatcher, which takes longer than a small rotation.
 
-    It may if no graph is traced, no dispatch mode is active, no tensor needs a gradient, and all tensors have memory.
+    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and all have memory.
     """
     if not is_unseen(*tensors):
         return False
